@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
@@ -13,7 +13,7 @@ import torch
 from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
 from holdfast.checkpoint.save.handshake import AgreedSave
-from holdfast.checkpoint.save.lazy_staging import LateCopy, LazyStaging, copy_edges
+from holdfast.checkpoint.save.lazy_staging import LateCopy, LazyStaging
 from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import (
     Copiers,
@@ -108,11 +108,10 @@ class SaveExecutor:
         check_sources(staging, sources, plan.names)
         with phases.timed("stage"):
             # Watched first: what is written from here on is noticed.
-            rows = lazy.choose(state, plan, local, sources)
-            stage(staging, sources, plan.names, self._copiers, but_for={each.row for each in rows})
-            copy_edges(rows, staging)
+            rows = lazy.choose(state, plan, local, sources, _others(plan))
+            stage(staging, sources, plan.names, self._copiers, but_for=rows.copied)
         ticket = self._ticket(agreed, plan, request, b"", after=after)
-        others = self._digests_of_others(plan, local, phases)
+        others = self._digests_of_others(plan, local, phases, but_for=rows.compared)
 
         def submit(phases: Phases) -> None:
             checks = self._checks(staging, plan, others, phases)
@@ -120,15 +119,16 @@ class SaveExecutor:
             with phases.timed("submit"):
                 self._submit(writer, ticket, buffer, staging, agreed, request)
 
-        if not rows:
+        if not (rows.copied or rows.compared):
             submit(phases)
             return ticket, None
 
-        def then(failure: BaseException | None) -> None:
+        def then(failure: BaseException | None, digests: dict[int, int]) -> None:
             """Submit the job; what goes wrong reaches the other ranks through storage."""
             try:
                 if failure is not None:
                     raise failure
+                others.update(digests)
                 submit(Phases())
             except BaseException as error:
                 rank, record = ticket.job.rank, ErrorRecord.of(error, foreign=StorageError)
@@ -137,7 +137,9 @@ class SaveExecutor:
                 publish_failure(self._storage, ticket.job, published, committer=ticket.commits)
                 ticket.fail(named)
 
-        return ticket, lazy.copy_later(rows, staging, buffer.memory.fd, then)
+        with phases.timed("stage"):
+            late = lazy.copy_later(rows, staging, buffer.memory.fd, then)
+        return ticket, late
 
     def _ticket(
         self,
@@ -321,18 +323,26 @@ class SaveExecutor:
         return column(np.array(reports, dtype=np.uint64))
 
     @staticmethod
-    def _digests_of_others(plan: RankPlan, local: LocalState, phases: Phases) -> dict[int, int]:
+    def _digests_of_others(
+        plan: RankPlan, local: LocalState, phases: Phases, *, but_for: Collection[int] = ()
+    ) -> dict[int, int]:
         """Return digests of the boxes this rank vouches for and others write, as they are now."""
         if not plan.checks:
             return {}
         with phases.timed("compare"):
-            staged = _staged_rows(plan)
-            return {
-                row: content_digest(local.source(row)) for row in plan.checks if row not in staged
-            }
+            rows = [row for row in _others(plan) if row not in but_for]
+            return {row: content_digest(local.source(row)) for row in rows}
 
 
 def _staged_rows(plan: RankPlan) -> dict[int, int]:
     """Return the place in the plan of each row that is written whole."""
     cut = {place for place, _ in plan.cuts}
     return {row: place for place, row in enumerate(plan.rows) if place not in cut}
+
+
+def _others(plan: RankPlan) -> list[int]:
+    """Return the rows that this rank vouches for and does not write whole."""
+    if not plan.checks:
+        return []
+    staged = _staged_rows(plan)
+    return [row for row in plan.checks if row not in staged]

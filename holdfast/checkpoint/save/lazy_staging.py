@@ -14,14 +14,16 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from io import FileIO
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import nn
 
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
-from holdfast.checkpoint.save.staging import Staging, copy_bytes, is_plain
+from holdfast.checkpoint.save.staging import Staging, copy_bytes, is_plain, tensor_bytes
 from holdfast.checkpoint.save.write_watch import Span, WatchError, WriteWatch, whole_pages
 from holdfast.errors import PlanError, StorageError
 from holdfast.state import OnLayout, OptimizerState
@@ -30,41 +32,59 @@ from holdfast.state.leaves import held_tensor
 LEAST_NBYTES = 256 << 10
 """Smaller sources are copied at once: to watch one costs more."""
 _SLICE_NBYTES = 16 << 20
+_PIECE_NBYTES = 1 << 20
 _MAX_NAMED = 5
 _MAX_DETAILS = 100
 
 
-class LateRow(NamedTuple):
-    """A row of the image that is copied later."""
+class LateSource(NamedTuple):
+    """A tensor that is read later, and watched until then."""
 
-    row: int
     name: str
-    source: torch.Tensor
+    tensor: torch.Tensor
     pages: Span
-    """The whole pages of its source: the rest is copied at once."""
+    """Its whole pages: the rest is read at once."""
     storage: tuple[int, int]
     """Address and bytes of its memory at the call."""
 
+    @property
+    def has_moved(self) -> bool:
+        """True if its memory was freed, resized or replaced since."""
+        storage = self.tensor.untyped_storage()
+        return self.storage != (storage.data_ptr(), storage.nbytes())
+
+
+class LateRows(NamedTuple):
+    """What a save reads later."""
+
+    copied: dict[int, LateSource]
+    """By place in the plan: what this rank writes."""
+    compared: dict[int, LateSource]
+    """By row of its claims: what others write, and this rank reports the digest of."""
+
+
+Then = Callable[[BaseException | None, dict[int, int]], None]
+"""What follows: given the failure, or None, and the digests of what is compared, by row."""
+
 
 class LateCopy:
-    """The copy of the late rows of one save, in a thread, and what follows it.
+    """Reads the late rows of one save in a thread, and does what follows.
 
     Args:
-        rows: at least one, watched.
-        staging: where they go.
+        rows: watched; what they have around their whole pages is read here.
+        staging: where the copies go.
         fd: descriptor of the memory of `staging`.
         watch: of their memory; ended here.
-        then: called once with the failure, or None, when nothing is to be copied any more; it
-            raises nothing.
+        then: called once, when nothing is to be read any more; it raises nothing.
     """
 
     def __init__(
         self,
-        rows: list[LateRow],
+        rows: LateRows,
         staging: Staging,
         fd: int,
         watch: WriteWatch,
-        then: Callable[[BaseException | None], None],
+        then: Then,
     ) -> None:
         self.staged = threading.Event()
         """Set when the sources may change."""
@@ -72,14 +92,19 @@ class LateCopy:
         """Set when the save is submitted or has failed."""
         self._rows = rows
         self._staging = staging
+        self._edges = {row: _edges(each) for row, each in rows.compared.items()}
+        for place, each in rows.copied.items():
+            target, start = staging.destinations[place], each.tensor.data_ptr()
+            copy_bytes(target, each.tensor, 0, each.pages[0] - start)
+            copy_bytes(target, each.tensor, each.pages[1] - start, int(staging.row_nbytes[place]))
         self._watch = watch
         self._then = then
         self._was_started = False
         self._turn = [True]
-        """Taken by the one that ends it: the thread, or whoever finds that there is none."""
+        """Taken by what ends it: the thread, or the caller if there is none."""
         # Its own: the memory may be given up, and the number be another file's, while it copies.
         self._fd = os.dup(fd)
-        # No daemon: a process that ends in the meantime waits for the copy, as the caller was told
+        # No daemon: a process that ends in the meantime waits for the copy, as the caller knows
         # that the save is agreed.
         self._thread = threading.Thread(target=self._run, name="holdfast-late-copy")
 
@@ -105,7 +130,7 @@ class LateCopy:
 
     def _abandon(self, error: BaseException) -> None:
         if self._take_turn():
-            self._end(error)
+            self._end(error, {})
 
     def _take_turn(self) -> bool:
         """Return True the first time; no lock, which an interrupt could leave held."""
@@ -118,34 +143,53 @@ class LateCopy:
         if not self._take_turn():
             return
         failure: BaseException | None = None
+        digests: dict[int, int] = {}
         try:
-            changed = [each.name for each in self._rows if not self._copy(each)]
+            changed = [
+                each.name
+                for place, each in self._rows.copied.items()
+                if not self._copy(place, each)
+            ]
+            changed += self._compare(digests)
             if changed:
-                failure = _changed_error(changed)
+                failure = _changed_error(list(dict.fromkeys(changed)))
         except BaseException as error:
             failure = error
-        self._end(failure)
+        self._end(failure, digests)
 
-    def _end(self, failure: BaseException | None) -> None:
+    def _end(self, failure: BaseException | None, digests: dict[int, int]) -> None:
         try:
             self._watch.end()
             os.close(self._fd)
-            self._rows.clear()
+            self._rows.copied.clear()
+            self._rows.compared.clear()
         finally:
             self.staged.set()
             try:
-                self._then(failure)
+                self._then(failure, digests)
             finally:
                 self.ended.set()
 
-    def _copy(self, late: LateRow) -> bool:
+    def _copy(self, place: int, late: LateSource) -> bool:
         """Copy a row; return False if its source was written, moved or freed before."""
-        storage = late.source.untyped_storage()
-        if late.storage != (storage.data_ptr(), storage.nbytes()):
-            return False
-        offset = int(self._staging.starts[late.row]) - late.source.data_ptr()
-        is_whole = _write_all(self._fd, late.pages, late.pages[0] + offset)
-        return is_whole and not self._watch.is_written(late.pages)
+        offset = int(self._staging.starts[place]) - late.tensor.data_ptr()
+        return (
+            not late.has_moved
+            and _write_all(self._fd, late.pages, late.pages[0] + offset)
+            and not self._watch.is_written(late.pages)
+        )
+
+    def _compare(self, digests: dict[int, int]) -> list[str]:
+        """Add the digest of each row that is compared; return names of those that changed."""
+        changed = []
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            for row, late in self._rows.compared.items():
+                digest = None if late.has_moved else _digest(memory, late, *self._edges[row])
+                if digest is None or self._watch.is_written(late.pages):
+                    changed.append(late.name)
+                else:
+                    digests[row] = digest
+        return changed
 
 
 class LazyStaging:
@@ -177,10 +221,10 @@ class LazyStaging:
 
     def copy_later(
         self,
-        rows: list[LateRow],
+        rows: LateRows,
         staging: Staging,
         fd: int,
-        then: Callable[[BaseException | None], None],
+        then: Then,
     ) -> LateCopy:
         """Return the copy of rows that `choose` has returned; it is not started."""
         assert self._watch is not None, "rows were chosen"
@@ -193,40 +237,43 @@ class LazyStaging:
         plan: RankPlan,
         local: LocalState,
         sources: Sequence[torch.Tensor],
-    ) -> list[LateRow]:
-        """Return the rows that can be copied later, watched from now on; none if nothing can be.
+        others: Collection[int],
+    ) -> LateRows:
+        """Return what can be read later, watched from now on; nothing where nothing can be.
+
+        Args:
+            state: its optimizers are held back.
+            plan: of the save.
+            local: the state, flattened.
+            sources: of the plan, in its order.
+            others: rows of claims that this rank reports digests of and does not write.
 
         Cost: some microseconds for each source of `LEAST_NBYTES` or more, see `WriteWatch.begin`.
         """
+        rows = LateRows({}, {})
         watch = self._open()
         if watch is None:
-            return []
+            return rows
         watch.end()  # of a save that was interrupted
         self._unhook()
         memory = self._hook(state)
-        rows = []
-        cut = {index for index, _ in plan.cuts}
-        for row, (claimed, source) in enumerate(zip(plan.rows, sources, strict=True)):
-            nbytes = source.numel() * source.element_size()
-            if nbytes < LEAST_NBYTES or not source.is_cpu or not is_plain(source):
-                continue
-            storage = source.untyped_storage()
-            key = local.rows[claimed][0]
-            if storage.data_ptr() not in memory and not _is_frozen(local.flat.tensors.get(key)):
-                continue
-            start = source.data_ptr()
-            rows.append(
-                LateRow(
-                    row=row, name=plan.names[row] if row in cut else key, source=source,
-                    pages=whole_pages((start, start + nbytes)),
-                    storage=(storage.data_ptr(), storage.nbytes()),
-                )
-            )  # fmt: skip
-        watched = watch.begin([each.pages for each in rows])
-        return [each for each, is_watched in zip(rows, watched, strict=True) if is_watched]
+        chosen: list[tuple[dict[int, LateSource], int, LateSource]] = []
+        for place, (row, source) in enumerate(zip(plan.rows, sources, strict=True)):
+            late = _late(local.rows[row][0], source, memory, local)
+            if late is not None:
+                chosen.append((rows.copied, place, late))
+        for row in others:
+            late = _late(local.rows[row][0], local.source(row), memory, local)
+            if late is not None:
+                chosen.append((rows.compared, row, late))
+        watched = watch.begin([each.pages for _, _, each in chosen])
+        for (kind, number, each), is_watched in zip(chosen, watched, strict=True):
+            if is_watched:
+                kind[number] = each
+        return rows
 
     def _hold_back(self, *arguments: object) -> None:
-        """Wait until every source is copied: the hook before an optimizer's step."""
+        """Wait until every source is read: the hook before an optimizer's step."""
         del arguments
         current = self._current
         if current is not None:
@@ -271,14 +318,49 @@ class LazyStaging:
         return self._watch
 
 
-def copy_edges(rows: Iterable[LateRow], staging: Staging) -> None:
-    """Copy what late rows have before and behind their whole pages."""
-    for each in rows:
-        target, source = staging.destinations[each.row], each.source
-        start, nbytes = source.data_ptr(), int(staging.row_nbytes[each.row])
-        first, last = (edge - start for edge in each.pages)
-        copy_bytes(target, source, 0, first)
-        copy_bytes(target, source, last, nbytes)
+def _late(
+    key: str, source: torch.Tensor, memory: Collection[int], local: LocalState
+) -> LateSource | None:
+    """Return a tensor as a late source; None if it has to be read at once."""
+    nbytes = source.numel() * source.element_size()
+    if nbytes < LEAST_NBYTES or not source.is_cpu or not is_plain(source):
+        return None
+    storage, start = source.untyped_storage(), source.data_ptr()
+    if storage.data_ptr() not in memory and not _is_frozen(local.flat.tensors.get(key)):
+        return None
+    return LateSource(
+        name=key,
+        tensor=source,
+        pages=whole_pages((start, start + nbytes)),
+        storage=(storage.data_ptr(), storage.nbytes()),
+    )
+
+
+def _edges(late: LateSource) -> tuple[bytes, bytes]:
+    """Return the bytes of a late source in front of its whole pages, and those behind them."""
+    data, start = tensor_bytes(late.tensor), late.tensor.data_ptr()
+    return bytes(data[: late.pages[0] - start]), bytes(data[late.pages[1] - start :])
+
+
+def _digest(memory: FileIO, late: LateSource, head: bytes, tail: bytes) -> int | None:
+    """Return what `content_digest` would have returned at the call; None if memory is gone.
+
+    Read through the system: it reports memory that is gone, where our own look would end the
+    process.
+    """
+    digest = xxhash.xxh3_64(head)
+    at, stop = late.pages
+    while at < stop:
+        try:
+            data = os.pread(memory.fileno(), min(stop - at, _PIECE_NBYTES), at)
+        except OSError:
+            return None
+        if not data:
+            return None
+        digest.update(data)
+        at += len(data)
+    digest.update(tail)
+    return digest.intdigest()
 
 
 def _write_all(fd: int, span: Span, offset: int) -> bool:

@@ -47,7 +47,7 @@ class WatchError(Exception):
 
 
 class WriteWatch:
-    """Watches memory for writes, whoever makes them.
+    """Watches memory for writes of any kind.
 
     Raises:
         WatchError: the kernel cannot (older than 6.7, another system), or must not (a container).

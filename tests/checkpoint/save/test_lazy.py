@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -305,7 +305,11 @@ def test_the_watch_sees_every_write_and_no_other() -> None:
 
 
 def sharded(context: RankContext, root: str) -> None:
-    """Two data ranks with a sharded optimizer; one rank's source is written in one save."""
+    """Two data ranks with a sharded optimizer; one rank's tensors are written in two saves.
+
+    Parameters are whole on both and nothing declares that: one writes each, the other reports its
+    digest.
+    """
     with ProcessGroups.create(Layout(dp=2)) as groups:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(2)))
@@ -314,18 +318,21 @@ def sharded(context: RankContext, root: str) -> None:
             divisor=2,
         )  # fmt: skip
         state = {"model": model, "optimizer": OptimizerState(optimizer, model)}
+        spoiled: dict[int, Callable[[], Sequence[Tensor]]] = {
+            2: lambda: optimizer_tensors(optimizer),
+            4: lambda: [layer.weight for layer in model],
+        }
         with Checkpointer(root, groups=groups) as checkpointer:
-            for step in range(4):
+            for step in range(5):
                 wanted = {name: each.clone() for name, each in model.state_dict().items()}
                 pending = checkpointer.save_async(step, state, stage="lazily")
-                if step == 2 and context.rank == 1:
-                    pending._save.staged.wait = lambda timeout=None: True  # type: ignore[method-assign]
-                    for each in optimizer_tensors(optimizer):
+                if step in spoiled and context.rank == 1:
+                    for each in spoiled[step]():
                         each.data.zero_()
                 with optimizer.microbatch(is_last=True):
                     model(torch.randn(4, 1024)).square().mean().backward()
                 optimizer.step()
-                if step == 2 and failed(pending):
+                if step in spoiled and failed(pending):
                     continue
                 pending.result(60)
                 got = checkpointer.load_all(step=step).values["model"]
