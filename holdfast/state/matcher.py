@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -141,13 +142,14 @@ class LocalMemory:
         counts = np.fromiter((len(entry.locals) for entry in requests), np.int64, len(requests))
         n = len(tensors)
         self.request = np.repeat(np.arange(len(requests)), counts)
-        self.address = np.fromiter((each.data_ptr() for each in tensors), np.int64, n)
-        self.nbytes = np.fromiter((each.nbytes for each in tensors), np.int64, n)
-        plain = (
-            each.is_cpu and each.is_contiguous() and not each.is_conj() and not each.is_neg()
-            for each in tensors
-        )
-        self.is_plain = np.fromiter(plain, np.bool_, n)
+        self.address = np.fromiter(map(methodcaller("data_ptr"), tensors), np.int64, n)
+        self.nbytes = np.fromiter(map(attrgetter("nbytes"), tensors), np.int64, n)
+        self.is_plain = np.fromiter(map(attrgetter("is_cpu"), tensors), np.bool_, n)
+        self.is_plain &= np.fromiter(map(methodcaller("is_contiguous"), tensors), np.bool_, n)
+        for is_lazily_negated in ("is_conj", "is_neg"):
+            self.is_plain &= ~np.fromiter(
+                map(methodcaller(is_lazily_negated), tensors), np.bool_, n
+            )
 
     def is_disjoint(self) -> bool:
         """Return True if all are plain and no two have a byte in common; False may mean either."""

@@ -30,6 +30,7 @@ from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.retention.removal import apply_retention, plan_retention
+from holdfast.state.flatten import collector_paused
 from holdfast.storage import Storage
 from holdfast.writer.client import Ticket, Writer, start_writer
 from holdfast.writer.outcomes import discard_save, publish_failure
@@ -111,7 +112,8 @@ class Saver:
         Under `save_guard`: at its end the other ranks learn that the save is committed.
         """
         phases = Phases()
-        with phases.timed("total"):
+        # A save makes many objects and no cycles, and so does its job, in a thread of its own.
+        with collector_paused(), phases.timed("total"):
             agreed = self._handshake.agree(request, state, phases)
             plan = agreed.plan_or_raise()
             report = agreed.report(request.step, self._storage, phases)
@@ -147,7 +149,7 @@ class Saver:
         """
         phases = Phases()
         self._submitted = None
-        with phases.timed("stall"):
+        with collector_paused(), phases.timed("stall"):
             writer = self._live_writer()
             agreed = self._handshake.agree(request, state, phases, in_flight=len(self._buffers) - 1)
             report = agreed.report(request.step, self._storage, phases)
