@@ -25,12 +25,13 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "DTENSOR_FORMS", "DTENSOR_SPECS", "AsyncCollectiveTensor", "TorchDispatchMode",
-    "argument_names", "buffer_table", "copy_each", "give_metadata", "hook_states",
-    "local_tensor", "local_tensor_slot", "local_tensors", "lost_after_s", "mark_eager",
-    "mark_stepped", "module_table", "num_storage_uses", "parameter_table", "registrations",
-    "scale_each", "set_local_tensor", "sparse_members", "spec_of", "storage_id",
-    "unsaved_buffers", "watch_forwards", "without_torch_function", "write_counter",
+    "DTENSOR_FORMS", "DTENSOR_PLACED", "DTENSOR_SPECS", "AsyncCollectiveTensor",
+    "TorchDispatchMode", "argument_names", "buffer_table", "copy_each", "give_metadata",
+    "hook_states", "local_tensor", "local_tensor_slot", "local_tensors", "lost_after_s",
+    "mark_eager", "mark_stepped", "module_table", "num_storage_uses", "parameter_table",
+    "registrations", "scale_each", "set_local_tensor", "sparse_members", "spec_of",
+    "storage_id", "unsaved_buffers", "watch_forwards", "without_torch_function",
+    "write_counter",
 ]  # fmt: skip
 
 # ---- DTensors ----
@@ -52,6 +53,8 @@ def local_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
 _LOCAL_TENSOR = attrgetter("_local_tensor")
 DTENSOR_FORMS = attrgetter("dtype", "shape", "_local_tensor.dtype", "_local_tensor.shape")
 """Dtype and global shape of a DTensor, dtype and shape of what it holds on this rank."""
+DTENSOR_PLACED = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta.shape")
+"""Mesh, placements and global shape of a DTensor; AttributeError if it does not state its shape."""
 DTENSOR_SPECS = (attrgetter("_spec.mesh"), attrgetter("_spec.placements"))
 """Mesh and placements of a DTensor, each by its own loop."""
 

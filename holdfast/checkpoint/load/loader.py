@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import msgspec
 import torch
@@ -203,7 +204,11 @@ class Loader:
         return LoadReport(
             step=chosen,
             path=self._storage.describe(step_dir(chosen)),
-            loaded=tuple(entry.path for entry in result.tensors if not is_below(entry.path, later)),
+            loaded=tuple(
+                path
+                for path in map(attrgetter("path"), result.tensors)
+                if not later or not is_below(path, later)
+            ),
             handed_over=later,
             missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
             fresh=tuple(result.fresh),
@@ -429,7 +434,7 @@ class Loader:
 
 def _refuse_left_over(written: set[str], result: MatchResult, step: int) -> None:
     """Raise CorruptionError if a load of this step would leave a written target as it is."""
-    left = sorted(written - {each.path for each in result.tensors})
+    left = sorted(written - {each.path for each in result.tensors}) if written else []
     if left:
         raise CorruptionError(
             f"step {step} lacks {len(left)} entries that a damaged newer checkpoint has "

@@ -8,7 +8,7 @@ rooms ask here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 import msgspec
@@ -52,6 +52,15 @@ def is_like_a_tag(key: str) -> bool:
 def is_tensor(node: Any) -> TypeGuard[dict[str, Any]]:
     """Return True if a node refers to a tensor or an array by its key."""
     return tag_of(node) in TENSORS
+
+
+def keys_of_tensors(nodes: Sequence[Any]) -> list[Any] | None:
+    """Return the keys of nodes that all refer to tensors or arrays; None if one does not."""
+    try:
+        tags = {node[TAG] for node in nodes}
+        return [node[_KEY] for node in nodes] if tags.issubset(TENSORS) else None
+    except (LookupError, TypeError):  # a list, a plain dict or a plain value
+        return None
 
 
 def is_per_rank(node: Any) -> TypeGuard[dict[str, Any]]:
