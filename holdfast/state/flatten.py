@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from operator import methodcaller
 from typing import Any, NamedTuple, cast, get_args
@@ -549,18 +547,3 @@ def _known_memory(tensor: torch.Tensor) -> object:
     if tensor.numel() == 0:
         return storage_id(tensor), tensor.storage_offset(), tensor.stride(), tensor.device
     return memory_key(tensor)
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Without a collection of cyclic garbage in the body, which makes many objects and no cycles.
-
-    A full collection of a training process takes a tenth of a second and more.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -35,6 +35,7 @@ from holdfast.checkpoint.load.requests import (
 from holdfast.checkpoint.load.target_memory import without_ties
 from holdfast.checkpoint.options import LoadOptions, OnDrift
 from holdfast.checkpoint.reports import FellBack, JobReading, LoadReport, is_below
+from holdfast.collector import collector_paused
 from holdfast.errors import (
     ConfigError,
     CorruptionError,
@@ -48,7 +49,6 @@ from holdfast.format.names import step_dir
 from holdfast.format.values import Codecs
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
-from holdfast.state.flatten import collector_paused
 from holdfast.state.markers import FromPart, OnLayout, Stored
 from holdfast.state.matcher import LocalMemory, Matcher, MatchResult
 from holdfast.state.parts import (

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
+from holdfast.arrays.box_table import BoxTable, enumerate_ranges, pad_shapes, union_nbytes
 from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.load.choose_exchange import Choose, host_numbers
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
@@ -482,14 +482,19 @@ def requested_boxes(requests: Sequence[TensorRequest], manifest: Manifest) -> Bo
     tensor = np.repeat(tensors, counts)
     offset = np.zeros((len(tensor), num_dims), dtype=np.int64)
     extent = pad_shapes(shapes, num_dims)[tensor]
-    # Most requests are for whole tensors: only the others need a separate step.
-    first = (np.cumsum(counts) - counts).tolist()
-    cut = [(row + i, box) for each, row in zip(requests, first, strict=True)
-           for i, box in enumerate(each.boxes or ())]  # fmt: skip
-    if cut:
-        rows = [row for row, _ in cut]
-        offset[rows] = pad_shapes([box.offset for _, box in cut], num_dims, fill=0)
-        extent[rows] = pad_shapes([box.shape for _, box in cut], num_dims)
+    # Requests for whole tensors are complete. Of the others many have the same boxes.
+    cut = np.array([each.boxes is not None for each in requests], dtype=np.bool_)
+    if cut.any():
+        distinct = {id(each.boxes): each.boxes for each in requests if each.boxes is not None}
+        numbers = {each: number for number, each in enumerate(distinct)}
+        number = np.array([numbers[id(each.boxes)] for each in requests if each.boxes is not None])
+        boxes = [box for each in distinct.values() for box in each]
+        sizes = np.array(list(map(len, distinct.values())), dtype=np.int64)
+        which, place = enumerate_ranges(counts[cut])
+        rows = (np.cumsum(counts) - counts)[cut][which] + place
+        at = (np.cumsum(sizes) - sizes)[number][which] + place
+        offset[rows] = pad_shapes([box.offset for box in boxes], num_dims, fill=0)[at]
+        extent[rows] = pad_shapes([box.shape for box in boxes], num_dims)[at]
     return BoxTable(tensor=tensor, offset=offset, extent=extent)
 
 

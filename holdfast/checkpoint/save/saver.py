@@ -24,13 +24,13 @@ from holdfast.checkpoint.save.pending import (
 )
 from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import StagingBuffer
+from holdfast.collector import collector_paused
 from holdfast.errors import ErrorRecord, HoldfastError, StorageError
 from holdfast.format.root_identity import RootIdentity
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.retention.removal import apply_retention, plan_retention
-from holdfast.state.flatten import collector_paused
 from holdfast.storage import Storage
 from holdfast.writer.client import Ticket, Writer, start_writer
 from holdfast.writer.outcomes import discard_save, publish_failure
