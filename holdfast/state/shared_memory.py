@@ -65,15 +65,15 @@ def _in_common(mappings: Sequence[_Mapping]) -> list[_Mapping]:
 
     Rings of the kernel are mapped in two parts, which have none.
     """
-    found: set[_Mapping] = set()
+    shared: set[_Mapping] = set()
     ordered = sorted(mappings, key=lambda each: each.offset)
     longest: _Mapping | None = None
     for each in ordered:
         if longest is not None and each.offset < longest.file_stop:
-            found |= {longest, each}
+            shared |= {longest, each}
         if longest is None or each.file_stop > longest.file_stop:
             longest = each
-    return [each for each in mappings if each in found]
+    return [each for each in mappings if each in shared]
 
 
 def _mapped_in_common(requests: Sequence[TensorRequest]) -> list[str]:
