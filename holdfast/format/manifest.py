@@ -115,7 +115,7 @@ IRREGULAR = PlacementInfo(kind="irregular")
 
 class TensorInfo(_StrictStruct, frozen=True, array_like=True, kw_only=True):
     """One logical tensor: key, element type (`DTYPES`), global shape, and the positions of its
-    layout and placement in the manifest's lists. An array in the file; see `_tensor_row`."""
+    layout and placement in the manifest's lists. An array in the file; see `_tensor_rows`."""
 
     key: str
     dtype: str
