@@ -52,7 +52,7 @@ def cases(*, quick: bool, megabytes: int | None, repeats: int | None) -> Mapping
             results,
             f"{num_small:,} small tensors",
             spec=states.small_spec(num_small),
-            bars=sharded.Bars(save=1.6, load=3.0),
+            bars=sharded.Bars(save=1.6, load=2.5, async_save=1.6),
             repeats=times,
             scratch=scratch,
         ),

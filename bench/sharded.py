@@ -58,6 +58,8 @@ class Bars:
     """A load under the same layout with the default settings, from a warm page cache."""
     stall: float = 1.15
     """The stall of an asynchronous save."""
+    async_save: float | None = None
+    """An asynchronous save until it is durable; None for no bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +358,7 @@ def _report_saves(
         ("async save, stall", "holdfast async", "stall", arms("memcpy", "stall"),
          arms("dcp.async_save", "stall"), bars.stall),
         ("async save, until durable", "holdfast async", "durable", writes,
-         arms("dcp.async_save", "durable"), None),
+         arms("dcp.async_save", "durable"), bars.async_save),
     ):  # fmt: skip
         results.compare(
             case, name, unit="ms", scale=1e3, holdfast=values_of(series, arm, quantity),

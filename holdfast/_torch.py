@@ -7,8 +7,9 @@ A new version of torch is tried against this file, `parallel/groups/_torch.py` (
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "AsyncCollectiveTensor", "TorchDispatchMode", "argument_names", "buffer_table", "copy_each",
-    "give_metadata", "hook_states", "local_tensor", "local_tensor_slot",
-    "lost_after_s", "mark_eager", "mark_stepped", "module_table", "num_storage_uses",
-    "parameter_table", "registrations", "scale_each", "set_local_tensor", "sparse_members",
-    "spec_of", "storage_id", "unsaved_buffers", "watch_forwards", "without_torch_function",
+    "DTENSOR_FORMS", "DTENSOR_PLACED", "DTENSOR_SPECS", "AsyncCollectiveTensor",
+    "TorchDispatchMode", "argument_names", "buffer_table", "copy_each", "give_metadata",
+    "hook_states", "local_tensor", "local_tensor_slot", "local_tensors", "lost_after_s",
+    "mark_eager", "mark_stepped", "module_table", "num_storage_uses", "parameter_table",
+    "registrations", "scale_each", "set_local_tensor", "sparse_members", "spec_of",
+    "storage_id", "unsaved_buffers", "watch_forwards", "without_torch_function",
     "write_counter",
 ]  # fmt: skip
 
@@ -41,6 +43,20 @@ def local_tensor(tensor: DTensor) -> Tensor:
     `to_local` is an operation of autograd, and waits for what is still gathered.
     """
     return tensor._local_tensor
+
+
+def local_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
+    """Return `local_tensor` of each, by a loop in C."""
+    return list(map(_LOCAL_TENSOR, tensors))
+
+
+_LOCAL_TENSOR = attrgetter("_local_tensor")
+DTENSOR_FORMS = attrgetter("dtype", "shape", "_local_tensor.dtype", "_local_tensor.shape")
+"""Dtype and global shape of a DTensor, dtype and shape of what it holds on this rank."""
+DTENSOR_PLACED = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta.shape")
+"""Mesh, placements and global shape of a DTensor; AttributeError if it does not state its shape."""
+DTENSOR_SPECS = (attrgetter("_spec.mesh"), attrgetter("_spec.placements"))
+"""Mesh and placements of a DTensor, each by its own loop."""
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:

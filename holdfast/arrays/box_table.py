@@ -113,6 +113,9 @@ class BoxTable:
 
 def pad_shapes(shapes: Sequence[Sequence[int]], num_dims: int, *, fill: int = 1) -> IntArray:
     """Return shapes (or offsets) as an (n, num_dims) array, padded with `fill` at the end."""
+    if set(map(len, shapes)) == {num_dims} and num_dims:  # nothing to pad, as nearly always
+        flat = np.fromiter(itertools.chain.from_iterable(shapes), np.int64, len(shapes) * num_dims)
+        return flat.reshape(-1, num_dims)
     lengths = np.fromiter(map(len, shapes), dtype=np.int64, count=len(shapes))
     padded = np.full((len(shapes), num_dims), fill, dtype=np.int64)
     values = itertools.chain.from_iterable(shapes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -114,7 +115,7 @@ IRREGULAR = PlacementInfo(kind="irregular")
 
 class TensorInfo(_StrictStruct, frozen=True, array_like=True, kw_only=True):
     """One logical tensor: key, element type (`DTYPES`), global shape, and the positions of its
-    layout and placement in the manifest's lists. An array in the file; see `_tensor_row`."""
+    layout and placement in the manifest's lists. An array in the file; see `_tensor_rows`."""
 
     key: str
     dtype: str
@@ -255,21 +256,22 @@ def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
 def _members(manifest: Manifest) -> dict[str, Any]:
     """Return the members as they are written, in order."""
     table = {name: getattr(manifest, name) for name in _Members.__struct_fields__}
-    table["tensors"] = [_tensor_row(tensor) for tensor in manifest.tensors]
+    table["tensors"] = _tensor_rows(manifest.tensors)
     table["parts"] = without_implied_keys(manifest.parts)
     if manifest.metadata:
         table["parts"] = table["parts"] | {METADATA_PART: encode_tree(manifest.metadata)}
     return table
 
 
-def _tensor_row(tensor: TensorInfo) -> list[Any]:
-    """Return a tensor as it is written: trailing members that are 0 or null are left out."""
-    row: list[Any] = [tensor.key, tensor.dtype, tensor.shape]
-    if tensor.fingerprint is not None:
-        return [*row, tensor.layout, tensor.placement, tensor.fingerprint]
-    if tensor.placement:
-        return [*row, tensor.layout, tensor.placement]
-    return [*row, tensor.layout] if tensor.layout else row
+def _tensor_rows(tensors: Sequence[TensorInfo]) -> list[list[Any]]:
+    """Return tensors as they are written: trailing members that are 0 or null are left out."""
+    tails: dict[tuple[int, int, str | None], list[Any]] = {}
+    for each in {(t.layout, t.placement, t.fingerprint) for t in tensors}:
+        num = 3 if each[2] is not None else 2 if each[1] else 1 if each[0] else 0
+        tails[each] = [*each[:num]]
+    return [
+        [t.key, t.dtype, t.shape, *tails[t.layout, t.placement, t.fingerprint]] for t in tensors
+    ]
 
 
 def _decode(text: bytes) -> Manifest:
@@ -303,21 +305,29 @@ def _problem(m: Manifest) -> str | None:
             f"block_nbytes {m.block_nbytes} is not a power of two "
             f"from {MIN_BLOCK_NBYTES} to {MAX_BLOCK_NBYTES}"
         )
-    return _tensor_problem(m) or _file_problem(m) or _total_problem(m)
+    forms = Counter((t.dtype, tuple(t.shape), t.layout, t.placement) for t in m.tensors)
+    return _tensor_problem(m, forms) or _file_problem(m) or _total_problem(m, forms)
 
 
-def _tensor_problem(m: Manifest) -> str | None:
+_Form = tuple[str, tuple[int, ...], int, int]
+"""Dtype, shape, layout and placement of a tensor."""
+
+
+def _tensor_problem(m: Manifest, forms: Iterable[_Form]) -> str | None:
     """Describe what is wrong with the tensors, or return None."""
-    # First all at once: nearly always all is well, and many tensors share few shapes.
+    # First all at once: nearly always all is well, and many tensors have few forms.
     keys = {tensor.key for tensor in m.tensors}
     if (
         len(keys) == len(m.tensors)
         and "" not in keys
-        and {tensor.dtype for tensor in m.tensors} <= DTYPES.keys()
-        and all(0 <= layout < len(m.layouts) for layout in {t.layout for t in m.tensors})
-        and all(0 <= number < len(m.placements) for number in {t.placement for t in m.tensors})
-        and all(map(_is_possible, {tuple(tensor.shape) for tensor in m.tensors}))
-        and not _cuts_problem(m)
+        and all(
+            dtype in DTYPES
+            and _is_possible(shape)
+            and 0 <= layout < len(m.layouts)
+            and 0 <= placement < len(m.placements)
+            and all(0 <= cut.dim < len(shape) for cut in m.placements[placement].cuts)
+            for dtype, shape, layout, placement in forms
+        )
     ):
         return None
     seen = set()
@@ -376,13 +386,16 @@ def _file_problem(m: Manifest) -> str | None:
     return None
 
 
-def _total_problem(m: Manifest) -> str | None:
+def _total_problem(m: Manifest, forms: Mapping[_Form, int]) -> str | None:
     """Describe what is wrong with index and totals, or return None."""
     if not 8 <= m.index.nbytes <= MAX_INDEX_NBYTES or _HEX128.fullmatch(m.index.digest) is None:
         return f"an index of {m.index.nbytes} bytes with digest {m.index.digest!r} is impossible"
     if m.totals.num_tensors != len(m.tensors):
         return f"totals state {m.totals.num_tensors} tensors, but {len(m.tensors)} are listed"
-    nbytes = sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in m.tensors)
+    nbytes = sum(
+        math.prod(shape) * DTYPES[dtype].itemsize * num
+        for (dtype, shape, _, _), num in forms.items()
+    )
     if m.totals.nbytes != nbytes:
         return f"totals state {m.totals.nbytes} bytes of tensors, but they have {nbytes}"
     return None

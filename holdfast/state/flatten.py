@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from operator import methodcaller
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from holdfast._torch import local_tensor, spec_of, storage_id
+from holdfast._torch import storage_id
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.format.values import (
     Codecs,
@@ -58,9 +57,9 @@ from holdfast.state.parts import (
 from holdfast.state.rng import refuse_shared_streams
 from holdfast.state.shared_memory import files_mapped_twice, shared_memory
 from holdfast.state.tensor_elements import array_tensor, memory_key
+from holdfast.state.traits import PLAIN, Traits, held_tensors, traits_of
 from holdfast.state.unfinished import refuse_unfinished
 
-_PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _TENSORS = (torch.Tensor, *get_args(Marked))
 _NONE: Any = None
 """A leaf that is still to be made."""
@@ -86,16 +85,26 @@ class _Pass:
 
     def __init__(self) -> None:
         self.keys: list[str] = []
-        self.traits: list[object] = []
-        """Everything that decides what is claimed of each tensor, see `_traits`."""
+        self.traits = Traits([], [])
         self.layouts: list[Layout] = []
         self.leaves: dict[str, TensorLeaf] = {}
+        self.filled: list[str] = []
+        """Keys of what a load fills in place."""
         self.addresses: list[int] = []
+        """Of the memory of each of these."""
         self.memory: dict[str, object] = {}
         """Of each tensor whose leaf has views of it, see `memory_key`."""
-        self.meshes: dict[int, DeviceMesh] = {}
-        """Kept, so that no other mesh has the `id` of one of the last pass."""
+        self.branches: dict[str, _Branch] = {}
+        """By path, the dicts of tensors; none if nodes refer to other tensors' keys."""
         self.structure = object()
+
+
+class _Branch(NamedTuple):
+    """A dict that has only text keys and tensors: its keys, and paths and nodes of the tensors."""
+
+    names: list[str]
+    paths: list[str]
+    nodes: dict[str, Node]
 
 
 def flatten_state(
@@ -156,12 +165,13 @@ def flatten_state(
         if isinstance(part, TreePart | ModuleState):
             forms = part.forms if isinstance(part, ModuleState) else ()
             flattener.fills_in_place(since=num_before, but_for={f"{name}.{form}" for form in forms})
-    made, tensors = flattener.finish()
+    made, tensors, held = flattener.finish()
     if cache is not None:
         cache.last = made
     return FlatState(
         leaves=made.leaves,
         tensors=tensors,
+        held=held,
         labels=flattener.labels,
         nodes={name: nodes[name] for name in state if name in nodes},
         structure=made.structure,
@@ -203,10 +213,11 @@ class _Flattener:
         # What was met, in order: path, tensor or marker, the node that refers to it, layout.
         self._paths: list[str] = []
         self._objects: list[Any] = []
-        self._nodes: list[dict[str, Node]] = []
+        self._nodes: list[Any] = []
         self._layouts: list[Layout] = []
-        self._filled: set[str] = set()
-        """Paths of what a load fills in place."""
+        self._branches: dict[str, _Branch] = {}
+        self._is_filled: list[bool] = []
+        """Whether a load fills each in place; the last ones may be left out."""
 
     def encode(self, tree: object, *, path: str) -> Node:
         return encode_tree(tree, path=path, codecs=self._codecs, on_leaf=self._on_leaf)
@@ -216,13 +227,17 @@ class _Flattener:
 
         Modules and optimizers keep the objects that they have.
         """
-        for path, obj in zip(self._paths[since:], self._objects[since:], strict=True):
-            if type(obj) in _PLAIN:
+        objects = self._objects[since:]
+        kinds = set(map(type, objects))
+        harmless = {k for k in kinds if k in PLAIN or (issubclass(k, torch.Tensor) and _is_own(k))}
+        if harmless == kinds:
+            return
+        for path, obj in zip(self._paths[since:], objects, strict=True):
+            if type(obj) in harmless:
                 continue
             tensor = obj if isinstance(obj, torch.Tensor) else held_tensor(obj)
             kind = type(tensor)
-            is_own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-            if kind not in _PLAIN and not is_own and vars(tensor):
+            if kind not in PLAIN and not _is_own(kind) and vars(tensor):
                 raise PlacementError(
                     f"{path}: a {kind.__name__} is more than its elements "
                     f"({', '.join(sorted(vars(tensor)))}), which would be lost; save "
@@ -241,7 +256,11 @@ class _Flattener:
             since: How many were met before them.
             but_for: Paths of those that it does not.
         """
-        self._filled.update(path for path in self._paths[since:] if path not in but_for)
+        self._is_filled += [False] * (since - len(self._is_filled))
+        if but_for:
+            self._is_filled += [path not in but_for for path in self._paths[since:]]
+        else:
+            self._is_filled += [True] * (self.num_met - since)
 
     def _on_leaf(self, path: str, obj: object) -> Node | None:
         if isinstance(obj, _TENSORS):
@@ -303,17 +322,22 @@ class _Flattener:
             return None
         if not all(issubclass(kind, _TENSORS) for kind in set(map(type, obj.values()))):
             return None
-        if not all(map(str.isascii, obj)) or any(map(is_like_a_tag, obj)):
-            return None
-        paths = [f"{path}.{key}" for key in obj]
-        nodes: list[dict[str, Node]] = list(map(tensor_node, paths))
-        self._paths += paths
+        names = list(obj)
+        branch = self._before.branches.get(path)
+        if branch is None or branch.names != names:
+            if not all(map(str.isascii, names)) or any(map(is_like_a_tag, names)):
+                return None
+            paths = [f"{path}.{name}" for name in names]
+            nodes = dict(zip(names, map(tensor_node, paths), strict=True))
+            branch = _Branch(names, paths, cast(dict[str, Node], nodes))
+        self._branches[path] = branch
+        self._paths += branch.paths
         self._objects += obj.values()
-        self._nodes += nodes
-        self._layouts += [self.layout] * len(paths)
+        self._nodes += branch.nodes.values()
+        self._layouts += [self.layout] * len(names)
         if self._open:
-            self.labels.update(dict.fromkeys(paths, self._open))
-        return dict(zip(obj, nodes, strict=True))
+            self.labels.update(dict.fromkeys(branch.paths, self._open))
+        return branch.nodes
 
     def _add(self, path: str, obj: torch.Tensor | Marked, tag: str) -> dict[str, Node]:
         """Return the node of a tensor, which refers to its key or, after `_tie`, to another's."""
@@ -326,15 +350,15 @@ class _Flattener:
             self.labels[path] = self._open
         return node
 
-    def finish(self) -> tuple[_Pass, dict[str, Any]]:
-        """Return the pass, for the next one, and each tensor or marker by key.
+    def finish(self) -> tuple[_Pass, dict[str, Any], dict[str, torch.Tensor]]:
+        """Return the pass, for the next one, and by key each tensor or marker and what it holds.
 
         Raises:
             PlacementError: For a tensor that cannot be stored, and for two of one key.
         """
-        addresses = self._tie()
+        held, addresses = self._tie()
         before, made = self._before, _Pass()
-        made.keys, made.layouts = self._paths, self._layouts
+        made.keys, made.layouts, made.branches = self._paths, self._layouts, self._branches
         tensors = dict(zip(made.keys, self._objects, strict=True))
         if len(tensors) < len(made.keys):
             key = next(key for key, number in Counter(made.keys).items() if number > 1)
@@ -342,28 +366,36 @@ class _Flattener:
                 f"{key}: two tensors of the state have this key (a name with a dot in it, or a "
                 f"number and the same number as text?); rename one"
             )
-        made.traits = _all_traits(self._objects, made.meshes)
-        columns = (made.keys, made.traits, made.layouts)
-        last = (before.keys, before.traits, before.layouts)
+        made.traits = Traits(self._objects, held)
+        is_same = (made.keys, made.layouts) == (before.keys, before.layouts)
         again: list[str] = []
-        if columns == last:
+        if is_same and made.traits.same_as(before.traits):
             made.leaves, made.structure = before.leaves.copy(), before.structure
         else:
-            known = {key: facts for key, *facts in zip(*last, strict=True)}
-            again = [key for key, *facts in zip(*columns, strict=True) if known.get(key) != facts]
+            again = self._changed(made, before)
+            if is_same and not again:
+                made.structure = before.structure
             made.leaves = {key: before.leaves.get(key, _NONE) for key in made.keys}
+        by_key = dict(zip(made.keys, held, strict=True))
         made.memory = {key: each for key, each in before.memory.items() if key in tensors}
         # Views of a tensor are of the memory that it had.
-        again += [
-            key
-            for key, each in made.memory.items()
-            if memory_key(held_tensor(tensors[key])) != each
-        ]
+        again += [key for key, each in made.memory.items() if memory_key(by_key[key]) != each]
         self._make_again(again, made, tensors)
-        made.addresses = addresses
-        if columns != last or addresses != before.addresses:
-            _refuse_shared_memory({key: tensors[key] for key in made.keys if key in self._filled})
-        return made, tensors
+        made.filled = list(compress(made.keys, self._is_filled))
+        made.addresses = list(compress(addresses, self._is_filled))
+        # Memory that was looked at before, by tensors of the same traits, has not changed.
+        is_known = made.structure is before.structure and made.filled == before.filled
+        if not is_known or made.addresses != before.addresses:
+            _refuse_shared_memory({key: by_key[key] for key in made.filled})
+        return made, tensors, by_key
+
+    @staticmethod
+    def _changed(made: _Pass, before: _Pass) -> list[str]:
+        """Return the keys of all tensors that the pass before did not meet with these traits."""
+        last = zip(before.keys, before.traits.of_each(), before.layouts, strict=True)
+        known = {key: facts for key, *facts in last}
+        now = zip(made.keys, made.traits.of_each(), made.layouts, strict=True)
+        return [key for key, *facts in now if known.get(key) != facts]
 
     def _make_again(self, keys: list[str], made: _Pass, tensors: dict[str, Any]) -> None:
         """Make the leaves of some tensors.
@@ -372,7 +404,8 @@ class _Flattener:
         """
         if not keys:
             return
-        facts = dict(zip(made.keys, zip(made.traits, made.layouts, strict=True), strict=True))
+        columns = zip(made.traits.of_each(), made.layouts, strict=True)
+        facts = dict(zip(made.keys, columns, strict=True))
         replica_sets: ReplicaSets = {}
         alike: dict[object, TensorLeaf] = {}
         for key in keys:
@@ -393,16 +426,18 @@ class _Flattener:
                 made.memory[key] = memory_key(held_tensor(obj))
             made.leaves[key] = leaf
 
-    def _tie(self) -> list[int]:
+    def _tie(self) -> tuple[list[torch.Tensor], list[int]]:
         """Let nodes of tensors that were met before refer to the first one's key.
 
         Returns:
-            The address of each tensor that is left.
+            What each tensor that is left holds on this rank, and its address.
         """
-        addresses = list(map(_address, self._objects))
+        held = held_tensors(self._objects)
+        addresses = _addresses(held)
+        distinct = set(addresses)
+        if len(distinct) == len(addresses) and 0 not in distinct:
+            return held, addresses
         counts = Counter(addresses)
-        if len(counts) == len(addresses) and 0 not in counts:
-            return addresses
         keys: dict[object, str] = {}
         tied: set[int] = set()
         for i, address in enumerate(addresses):
@@ -418,18 +453,20 @@ class _Flattener:
                 self._nodes[i]["k"] = known
                 tied.add(i)
         if tied:
-            for column in (self._paths, self._objects, self._layouts, addresses):
+            self._branches = {}
+            for column in (self._paths, self._objects, self._layouts, self._is_filled, held,
+                           addresses):  # fmt: skip
                 column[:] = [each for i, each in enumerate(column) if i not in tied]
-        return addresses
+        return held, addresses
 
 
-def _refuse_shared_memory(tensors: Mapping[str, Any]) -> None:
-    """Raise PlacementError for tensors that a load into this very state would refuse.
+def _refuse_shared_memory(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise PlacementError for local tensors that a load into this very state would refuse.
 
     Cost: a sort of their addresses.
     """
     requests = [
-        TensorRequest(path=key, tensor=i, boxes=None, locals=(held_tensor(each).detach(),))
+        TensorRequest(path=key, tensor=i, boxes=None, locals=(each,))
         for i, (key, each) in enumerate(tensors.items())
     ]
     if LocalMemory(requests).is_disjoint() and not files_mapped_twice():
@@ -460,58 +497,28 @@ def _is_whole(leaf: TensorLeaf, obj: object) -> bool:
     ]
 
 
-def _address(obj: Any) -> int:
+def _is_own(kind: type[torch.Tensor]) -> bool:
+    """Return True if a class of tensors answers for its tensors."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the address of each tensor's first element, see `_address`."""
+    try:
+        return list(map(_DATA_PTR, tensors))
+    except (RuntimeError, ValueError):
+        return list(map(_address, tensors))
+
+
+_DATA_PTR = methodcaller("data_ptr")
+
+
+def _address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's first element; 0 if it has none or if it cannot be known."""
     try:
-        return (obj if type(obj) in _PLAIN else held_tensor(obj)).data_ptr()
+        return tensor.data_ptr()
     except (RuntimeError, ValueError):  # sparse and lazy tensors
         return 0
-
-
-def _all_traits(objects: list[Any], meshes: dict[int, DeviceMesh]) -> list[object]:
-    """Return the traits of each tensor or marker."""
-    try:
-        return [
-            (each.dtype, each.shape, each.layout, each.is_meta)
-            if type(each) in _PLAIN
-            else _traits(each, meshes)
-            for each in objects
-        ]
-    except RuntimeError:  # a nested tensor, which has no shape
-        return [_traits(each, meshes) for each in objects]
-
-
-def _traits(obj: Any, meshes: dict[int, DeviceMesh]) -> object:
-    """Everything that decides what a tensor or marker claims, but for its key and layout.
-
-    A mesh is compared by identity, since another one of the same ranks may have other
-    communicators; placements by type, too, since some of different types are equal. None for a
-    tensor that has no shape; its leaf is refused.
-    """
-    if isinstance(obj, DTensor):
-        local, spec = local_tensor(obj), spec_of(obj)
-        placements, mesh = spec.placements, spec.mesh
-        meshes[id(mesh)] = mesh
-        return (
-            obj.dtype, obj.shape, id(mesh), placements, *map(type, placements),
-            type(local), local.dtype, local.shape,
-        )  # fmt: skip
-    if isinstance(obj, torch.Tensor):
-        if is_lazy(obj) or obj.is_nested:
-            return None
-        plain = (obj.dtype, obj.shape, obj.layout, obj.is_meta)
-        # A class that answers for its tensors is refused by its name; any other one is like plain.
-        is_own = type(obj).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        return (*plain, type(obj)) if is_own else plain
-    if isinstance(obj, Sharded):
-        dims = None if obj.dims is None else tuple(obj.dims.items())
-        return "sharded", _traits(obj.local, meshes), obj.shape, dims, obj.offset, obj.over
-    if isinstance(obj, FlatShard):
-        like = _traits(obj.like, meshes)
-        return "flat", _traits(obj.local, meshes), like, obj.start, obj.over
-    if isinstance(obj, Padded):
-        return "padded", _traits(obj.value, meshes), obj.shape
-    return "replicated", _traits(obj.local, meshes)
 
 
 def _identity(obj: Any) -> object:
@@ -530,7 +537,7 @@ def _identity(obj: Any) -> object:
     is_empty_shard = is_shard and local.numel() == 0
     where = id(local) if is_empty_shard else _known_memory(local)
     placed = local if isinstance(inner, Replicated) else inner
-    return where and (where, _traits(placed, {}), obj.shape if inner is not obj else None)
+    return where and (where, traits_of(placed, {}), obj.shape if inner is not obj else None)
 
 
 def _known_memory(tensor: torch.Tensor) -> object:
@@ -540,18 +547,3 @@ def _known_memory(tensor: torch.Tensor) -> object:
     if tensor.numel() == 0:
         return storage_id(tensor), tensor.storage_offset(), tensor.stride(), tensor.device
     return memory_key(tensor)
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Without a collection of cyclic garbage in the body, which makes many objects and no cycles.
-
-    A full collection of a training process takes a tenth of a second and more.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -80,6 +80,8 @@ class FlatState:
     """By key, in the order of the tree; without locals if a tensor is held whole."""
     tensors: Mapping[str, Any] = field(default_factory=dict)
     """Key -> the tensor or marker."""
+    held: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Key -> what that holds on this rank, see `held_tensor`."""
     nodes: Mapping[str, object] = field(default_factory=dict)
     """Part name -> encoded tree, in which each tensor is a reference to its key."""
     labels: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -89,8 +91,15 @@ class FlatState:
 
     def local(self, key: str, number: int) -> torch.Tensor:
         """Return the tensor of one box of a leaf, as it is now."""
-        locals_ = self.leaves[key].locals
-        return locals_[number] if locals_ else held_tensor(self.tensors[key]).detach()
+        return self.locals([(key, number)])[0]
+
+    def locals(self, places: Iterable[tuple[str, int]]) -> list[torch.Tensor]:
+        """Return the tensor of a box of a leaf, as it is now, for each key and number of a box."""
+        leaves, held = self.leaves, self.held
+        return [
+            views[number] if (views := leaves[key].locals) else held[key].detach()
+            for key, number in places
+        ]
 
 
 def held_tensor(obj: Any) -> torch.Tensor:

@@ -8,15 +8,18 @@ been read, `Matcher.build` makes the loaded trees.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from holdfast._torch import local_tensor, spec_of
+from holdfast._torch import DTENSOR_PLACED, local_tensor, spec_of
 from holdfast.arrays.boxes import Box
 from holdfast.errors import HoldfastError, MismatchError
 from holdfast.format.values import (
@@ -24,9 +27,11 @@ from holdfast.format.values import (
     dataclass_of,
     decode_tree,
     is_per_rank,
+    is_plain_dict,
     is_tensor,
     items_of,
     key_name,
+    keys_of_tensors,
     mapping_of,
     sequence_of,
     tag_of,
@@ -64,6 +69,7 @@ from holdfast.state.stored import (
     used_paths,
 )
 from holdfast.state.tensor_elements import TORCH_TO_NAME, refused_cast, tensor_array, torch_dtype
+from holdfast.state.traits import PLAIN, held_tensors
 
 
 class TensorRequest(NamedTuple):
@@ -141,13 +147,17 @@ class LocalMemory:
         counts = np.fromiter((len(entry.locals) for entry in requests), np.int64, len(requests))
         n = len(tensors)
         self.request = np.repeat(np.arange(len(requests)), counts)
-        self.address = np.fromiter((each.data_ptr() for each in tensors), np.int64, n)
-        self.nbytes = np.fromiter((each.nbytes for each in tensors), np.int64, n)
-        plain = (
-            each.is_cpu and each.is_contiguous() and not each.is_conj() and not each.is_neg()
-            for each in tensors
-        )
-        self.is_plain = np.fromiter(plain, np.bool_, n)
+        columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
+        # A few at a time, so that a tensor is in the cache for all questions.
+        for first in range(0, n, _NUM_CACHED):
+            some = tensors[first : first + _NUM_CACHED]
+            for column, question in zip(columns, _QUESTIONS, strict=True):
+                column += map(question, some)
+        address, nbytes, is_cpu, is_contiguous, is_conj, is_neg = columns
+        self.address = np.array(address, dtype=np.int64)
+        self.nbytes = np.array(nbytes, dtype=np.int64)
+        self.is_plain = np.array(is_cpu, dtype=np.bool_) & np.array(is_contiguous, dtype=np.bool_)
+        self.is_plain &= ~(np.array(is_conj, dtype=np.bool_) | np.array(is_neg, dtype=np.bool_))
 
     def is_disjoint(self) -> bool:
         """Return True if all are plain and no two have a byte in common; False may mean either."""
@@ -159,9 +169,21 @@ class LocalMemory:
         return bool((start[1:] >= (start + self.nbytes[order])[:-1]).all())
 
 
+_MIN_COLUMNAR = 16
+"""With fewer entries, a dict is matched entry by entry as fast."""
+_NUM_CACHED = 256
+"""Of so many tensors the objects stay in the cache of a core."""
+_QUESTIONS: tuple[Callable[[Any], Any], ...] = (
+    torch.Tensor.data_ptr,
+    attrgetter("nbytes"),
+    attrgetter("is_cpu"),
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_conj,
+    torch.Tensor.is_neg,
+)
+
 PLAIN_VALUES = frozenset({type(None), bool, int, float, str, bytes})
 """Types of values that JSON or a tag has, so that no codec is asked for them."""
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 LocalTarget = tuple[str, tuple[int, ...], tuple[Box, ...] | None, tuple[torch.Tensor, ...]]
 """Dtype name, global shape, boxes (None: the whole), and what is filled."""
 
@@ -265,6 +287,10 @@ class Matcher:
         inner = self._fields(template)
         if inner is not None:
             return self._build_registered(template, inner, node, path)
+        if type(template) is dict and is_plain_dict(node) and template.keys() == node.keys():
+            kinds = set(map(type, template.values()))
+            if all(issubclass(kind, torch.Tensor) for kind in kinds):
+                return mapping_of(node, {name: template[name] for name in node})
         named = members_of(node, self._codecs) if isinstance(template, Mapping) else None
         if isinstance(template, Mapping) and named is not None:
             return self._build_mapping(template, named, node, path)
@@ -329,6 +355,12 @@ class Matcher:
 
     def _match_mapping(self, template: Mapping[Any, object], node: Any, path: str) -> None:
         """Match the entries of a mapping with the stored ones, by name."""
+        if (
+            type(template) is dict
+            and is_plain_dict(node)
+            and self._match_dict(template, node, path)
+        ):
+            return
         named = members_of(node, self._codecs)
         if named is None:
             if any(self._registered.holds_tensors(v) for v in template.values()):
@@ -360,6 +392,52 @@ class Matcher:
         if not self._closed:
             for name, stored in rest:
                 self._request_all(stored, f"{path}.{key_name(name)}")
+
+    def _match_dict(self, template: dict[Any, object], node: dict[str, Any], path: str) -> bool:
+        """Match a dict of tensors with the stored one by columns, if all of it fits.
+
+        Returns:
+            False if something does not, or is of another kind: then nothing has been done.
+        """
+        names, targets = list(template), list(template.values())
+        if len(names) < _MIN_COLUMNAR or set(map(type, names)) != {str}:
+            return False
+        keys = keys_of_tensors(list(map(node.get, names)))
+        ids = list(map(id, targets))
+        if keys is None or len(set(ids)) < len(ids) or not self._sources.keys().isdisjoint(ids):
+            return False
+        paths = [f"{path}.{name}" for name in names]
+        held = self._targets.local_targets(targets, paths, self._layout)
+        if held is None:
+            return False
+        forms, locals_ = held
+        stored = list(map(self._tensors.get, keys))
+        # Many tensors have few forms: each pair of a target's and a stored one is compared once.
+        pairs = list(zip(map(id, forms), stored, strict=True))
+        distinct = {pair: i for i, pair in enumerate(pairs)}
+        cast: set[tuple[int, object]] = set()
+        for pair, i in distinct.items():
+            (target_dtype, target_shape, _), info = forms[i], stored[i]
+            if info is None or info[1] != target_shape:
+                return False
+            if info[0] != target_dtype:
+                if self._refused_cast(info[0], target_dtype):
+                    return False
+                cast.add(pair)
+        result = self.result
+        result.touched.update(paths)
+        self._sources.update(zip(ids, keys, strict=True))
+        if cast:
+            result.cast += [p for p, pair in zip(paths, pairs, strict=True) if pair in cast]
+        positions = map(self._positions.__getitem__, keys)
+        boxes = [form[2] for form in forms]
+        columns = zip(paths, positions, boxes, locals_, repeat(False), strict=False)
+        result.tensors += map(partial(tuple.__new__, TensorRequest), columns)
+        if len(node) > len(names) and not self._closed:
+            for name, child in node.items():
+                if name not in template:
+                    self._request_all(child, f"{path}.{key_name(name)}")
+        return True
 
     def _refuse_equal_keys(
         self, template: Mapping[Any, object], rest: Sequence[tuple[Any, Any]], path: str
@@ -634,7 +712,8 @@ class LocalTargets:
             # The attributes themselves: the properties of a DTensor cost several times as much.
             local, spec = local_tensor(template), spec_of(template)
             shape = template.shape if spec.tensor_meta is None else spec.tensor_meta.shape
-            like = (id(spec.mesh), spec.placements, shape, local.shape)
+            placements = (spec.placements, *map(type, spec.placements))
+            like = (id(spec.mesh), placements, shape, local.shape)
             boxes = self._boxes.get(like)
             dtype = TORCH_TO_NAME.get(local.dtype)
             if boxes is not None and dtype is not None and _is_readable(local):
@@ -654,6 +733,73 @@ class LocalTargets:
         if like is not None and len(leaf.boxes) == 1 and leaf.boxes[0].shape == like[3]:
             self._boxes[like] = leaf.boxes
         return leaf.dtype, leaf.shape, leaf.boxes, leaf.locals
+
+    def local_targets(
+        self, templates: Sequence[Any], paths: Sequence[str], layout: Layout
+    ) -> tuple[list[_Form], list[tuple[torch.Tensor, ...]]] | None:
+        """Return `local_target` of many tensors: the form of each, and what is filled.
+
+        Those that are alike in everything that their form follows from have one form. None if they
+        have to be looked at one by one: there is another one than of a plain type or a DTensor, or
+        one that cannot be filled as it is.
+        """
+        kinds = set(map(type, templates))
+        if not kinds <= _COLUMNAR:
+            return None
+        held = held_tensors(templates)
+        if not set(map(type, held)) <= PLAIN:
+            return None
+        try:
+            bodies: list[object] = list(map(_LOCAL_FORMS, held))
+            if DTensor in kinds:
+                placed = iter(self._placed([each for each in templates if type(each) is DTensor]))
+                bodies = [
+                    (body, next(placed)) if type(each) is DTensor else body
+                    for body, each in zip(bodies, templates, strict=True)
+                ]
+            # The first one of each body stands for all.
+            known: dict[object, int] = {}
+            firsts = [known.setdefault(body, i) for i, body in enumerate(bodies)]
+            forms: dict[int, _Form] = {}
+            for first in known.values():
+                target = self.local_target(templates[first], paths[first], layout)
+                dtype, shape, boxes, locals_ = target
+                if boxes is None:
+                    is_whole = locals_[0] is held[first]
+                else:
+                    is_whole = [box.shape for box in boxes] == [tuple(held[first].shape)]
+                if not is_whole:
+                    return None
+                forms[first] = (dtype, shape, boxes)
+        except (AttributeError, HoldfastError, RuntimeError):
+            return None  # a nested tensor has no shape; what is refused is refused with its path
+        return list(map(forms.__getitem__, firsts)), list(zip(held, strict=True))
+
+    def _placed(self, tensors: Sequence[DTensor]) -> list[object]:
+        """Return what the boxes of DTensors follow from, but for their local tensors.
+
+        Raises:
+            AttributeError: A DTensor does not know its shape.
+        """
+        placed = list(map(DTENSOR_PLACED, tensors))
+        # Placements of other types may be equal to one of these.
+        kinds = set(map(type, chain.from_iterable(placements for _, placements, _ in placed)))
+        is_plain = kinds <= {Replicate, Shard}
+        # From here on equal ones are one object. Neighbours are compared: hashing costs more.
+        known: dict[object, object] = {}
+        last: object = None
+        result: list[object] = []
+        for mesh, each, shape in placed:
+            if each is not last and (each != last or not is_plain):
+                last = known.setdefault(each if is_plain else (each, *map(type, each)), each)
+            result.append((id(mesh), id(last), shape))
+        return result
+
+
+_Form = tuple[str, tuple[int, ...], tuple[Box, ...] | None]
+"""Dtype name, global shape and boxes of a target, see `LocalTarget`."""
+_COLUMNAR = PLAIN | {DTensor}
+_LOCAL_FORMS = attrgetter("dtype", "shape", "layout", "is_meta")
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:

@@ -35,9 +35,14 @@ class _Mapping(NamedTuple):
     file: tuple[str, str]
     offset: int
 
+    @property
+    def file_stop(self) -> int:
+        """Byte of the file past the mapping."""
+        return self.offset + self.stop - self.start
+
 
 def files_mapped_twice() -> list[_Mapping]:
-    """Return where files are mapped that are mapped more than once, by address; Linux alone tells.
+    """Return by address where bytes of a file are mapped more than once; Linux alone tells.
 
     Cost: reads one line for each mapping of the process.
     """
@@ -52,7 +57,23 @@ def files_mapped_twice() -> list[_Mapping]:
             start, stop = (int(each, 16) for each in addresses.split("-"))
             file = (device, inode)
             by_file.setdefault(file, []).append(_Mapping(start, stop, file, int(offset, 16)))
-    return sorted(each for group in by_file.values() if len(group) > 1 for each in group)
+    return sorted(each for group in by_file.values() for each in _in_common(group))
+
+
+def _in_common(mappings: Sequence[_Mapping]) -> list[_Mapping]:
+    """Return those of one file that have a byte of it in common with another one.
+
+    Rings of the kernel are mapped in two parts, which have none.
+    """
+    shared: set[_Mapping] = set()
+    ordered = sorted(mappings, key=lambda each: each.offset)
+    longest: _Mapping | None = None
+    for each in ordered:
+        if longest is not None and each.offset < longest.file_stop:
+            shared |= {longest, each}
+        if longest is None or each.file_stop > longest.file_stop:
+            longest = each
+    return [each for each in mappings if each in shared]
 
 
 def _mapped_in_common(requests: Sequence[TensorRequest]) -> list[str]:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from holdfast.arrays.types import IntArray, WordArray
+from holdfast.collector import collector_paused
 from holdfast.errors import (
     CorruptionError,
     DriftError,
@@ -108,11 +109,13 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
     """Make the directory a complete, durable checkpoint that lacks only its name."""
     # First, prove that the records of all ranks fit the plan; assemble index and manifest.
     try:
-        records = [
-            _read_done(storage, directory, position, plan, header)
-            for position in range(len(plan.plan.ranks))
-        ]
-        index_bytes, manifest = assemble(plan.plan, records, header)
+        with collector_paused():
+            records = [
+                _read_done(storage, directory, position, plan, header)
+                for position in range(len(plan.plan.ranks))
+            ]
+            index_bytes, manifest = assemble(plan.plan, records, header)
+            manifest_bytes = encode_manifest(manifest)
     except HoldfastError:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -130,7 +133,7 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
                 f"reported {info.nbytes}; save again"
             )
     # Third, write index and manifest.
-    for name, data in ((INDEX, index_bytes), (MANIFEST, encode_manifest(manifest))):
+    for name, data in ((INDEX, index_bytes), (MANIFEST, manifest_bytes)):
         path = f"{directory}/{name}"
         if storage.exists(path):  # of an earlier, killed commit
             storage.remove_tree(path, durable=False)
@@ -411,25 +414,33 @@ def _holders(plan: CommitPlan, reported: WordArray, rows: IntArray) -> tuple[str
 
 
 def _merge_values(plan: CommitPlan, records: list[DoneRecord]) -> dict[str, Node]:
-    """Merge the trees of all ranks into one; identical bytes are decoded once."""
+    """Merge the trees of all ranks into one; parts of identical bytes are decoded once."""
     trees: dict[bytes, dict[str, Node]] = {}
+    # Ranks whose random streams differ have other bytes, and yet most parts in common.
+    nodes: dict[bytes, Node] = {}
     labelled: list[tuple[str, dict[str, Node]]] = []
     for position, record in enumerate(records):
         label = f"rank {plan.ranks[position]}"
         if record.values not in trees:
             try:
-                trees[record.values] = msgspec.json.decode(record.values, type=dict[str, Any])
+                parts = msgspec.json.decode(record.values, type=dict[str, msgspec.Raw])
+                tree = trees[record.values] = {}
+                for name, raw in parts.items():
+                    data = bytes(raw)
+                    if data not in nodes:
+                        nodes[data] = msgspec.json.decode(data)
+                    tree[name] = nodes[data]
             except (msgspec.DecodeError, RecursionError) as error:
                 raise CorruptionError(f"{label}: its values cannot be decoded: {error}") from error
         labelled.append((label, trees[record.values]))
     names: dict[str, None] = {}
     for _, tree in labelled:
         names.update(dict.fromkeys(tree))
-    parts: dict[str, Node] = {}
+    merged: dict[str, Node] = {}
     for name in names:
         having = [(label, tree[name]) for label, tree in labelled if name in tree]
-        parts[name] = merge_nodes(having, path=name)
-    return parts
+        merged[name] = merge_nodes(having, path=name)
+    return merged
 
 
 def _metadata(header: SaveHeader) -> dict[str, Any]:

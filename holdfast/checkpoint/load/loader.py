@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import msgspec
 import torch
@@ -34,6 +35,7 @@ from holdfast.checkpoint.load.requests import (
 from holdfast.checkpoint.load.target_memory import without_ties
 from holdfast.checkpoint.options import LoadOptions, OnDrift
 from holdfast.checkpoint.reports import FellBack, JobReading, LoadReport, is_below
+from holdfast.collector import collector_paused
 from holdfast.errors import (
     ConfigError,
     CorruptionError,
@@ -47,7 +49,6 @@ from holdfast.format.names import step_dir
 from holdfast.format.values import Codecs
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
-from holdfast.state.flatten import collector_paused
 from holdfast.state.markers import FromPart, OnLayout, Stored
 from holdfast.state.matcher import LocalMemory, Matcher, MatchResult
 from holdfast.state.parts import (
@@ -209,7 +210,11 @@ class Loader:
         return LoadReport(
             step=chosen,
             path=self._storage.describe(step_dir(chosen)),
-            loaded=tuple(entry.path for entry in result.tensors if not is_below(entry.path, later)),
+            loaded=tuple(
+                path
+                for path in map(attrgetter("path"), result.tensors)
+                if not later or not is_below(path, later)
+            ),
             handed_over=later,
             missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
             fresh=tuple(result.fresh),
@@ -443,7 +448,7 @@ class Loader:
 
 def _refuse_left_over(written: set[str], result: MatchResult, step: int) -> None:
     """Raise CorruptionError if a load of this step would leave a written target as it is."""
-    left = sorted(written - {each.path for each in result.tensors})
+    left = sorted(written - {each.path for each in result.tensors}) if written else []
     if left:
         raise CorruptionError(
             f"step {step} lacks {len(left)} entries that a damaged newer checkpoint has "

@@ -7,13 +7,16 @@ import logging
 import os
 import struct
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
-from holdfast.arrays.box_table import BoxTable, pad_shapes, union_nbytes
+from holdfast.arrays.box_table import BoxTable, enumerate_ranges, pad_shapes, union_nbytes
 from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.load.choose_exchange import Choose, host_numbers
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
@@ -39,18 +42,32 @@ _ALONE = -1
 """The round of what is not sent to any rank: read before the first."""
 
 
-_Kept = tuple[int, int, int, bool, int, int, int, int]
-"""Columns: what this rank keeps of one piece for one requested box.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kept:
+    """What this rank keeps of its pieces for requested boxes: columns of n rows, by piece.
 
-    piece       among those that this rank reads, in their order
-    overlap     of the plan
-    box         requested box
-    is_run      whether it is one run of bytes; otherwise it is copied with strides
-    start       byte of the joint read at which the run starts, or the whole piece without one
-    at          byte of the box where the run goes
-    nbytes      of the run
-    address     where it goes in plain memory; -1 if a `Target` takes it
-"""
+    Many small tensors: the least work for each. So most columns are lists, which are faster to look
+    up one by one.
+    """
+
+    piece: list[int]
+    """Among those that this rank reads, in their order."""
+    overlap: list[int]
+    """Of the plan."""
+    box: list[int]
+    """Requested box."""
+    is_run: list[bool]
+    """Whether it is one run of bytes; otherwise it is copied with strides."""
+    start: IntArray
+    """Byte of the joint read at which the run starts, or the whole piece without one."""
+    at: list[int]
+    """Byte of the box where the run goes."""
+    nbytes: list[int]
+    """Of the run."""
+    address: list[int]
+    """Where it goes in plain memory; -1 if a `Target` takes it."""
+    num_others: IntArray
+    """(n + 1,) how many rows before each a `Target` takes."""
 
 
 class LoadExecutor:
@@ -96,7 +113,8 @@ class LoadExecutor:
         self._transfers: RankTransfers | None = None
         self._nbytes_unique: int | None = None
         tensors = files.manifest.tensors
-        self._itemsize = np.array([DTYPES[t.dtype].itemsize for t in tensors], dtype=np.int64)
+        sizes = {name: DTYPES[name].itemsize for name in {info.dtype for info in tensors}}
+        self._itemsize = np.array([sizes[info.dtype] for info in tensors], dtype=np.int64)
         self.boxes = requested_boxes(requests, files.manifest)
         self.nbytes_needed = int(self.boxes.extent.prod(axis=1) @ self._itemsize[self.boxes.tensor])
         self.nbytes_received = 0
@@ -195,8 +213,8 @@ class LoadExecutor:
 
     def touched(self) -> list[str]:
         """Paths of the targets that something was written to."""
-        kept = [entry for first, last in self._written for entry in self._kept[first:last]]
-        boxes = np.array([k[2] for k in kept if k[-1] >= 0], dtype=np.int64)
+        kept, rows = self._kept, [i for first, last in self._written for i in range(first, last)]
+        boxes = np.array([kept.box[i] for i in rows if kept.address[i] >= 0], dtype=np.int64)
         requests = np.unique(self._request_of[boxes])
         paths = [self._requests[number].path for number in requests.tolist()]
         return paths + [t.path for each in self._targets.values() for t in each if t.is_touched]
@@ -288,16 +306,17 @@ class LoadExecutor:
         source, at, size = plan.overlaps.run_copies(overlap, plan.start[piece], plan.stop[piece])
         box, is_run = plan.overlaps.request[overlap], plan.overlaps.is_run[overlap]
         stored = [info.dtype for info in self._files.manifest.tensors]
-        memory = self._memory
-        is_alike = [
-            TORCH_TO_NAME.get(local.dtype) == stored[self._requests[number].tensor]
-            for local, number in zip(memory.tensors, memory.request.tolist(), strict=True)
-        ]
+        memory, tensor = self._memory, self.boxes.tensor
+        dtypes = list(map(attrgetter("dtype"), memory.tensors))
+        codes = {name: code for code, name in enumerate(sorted(set(stored)))}
+        code_of = {each: codes.get(TORCH_TO_NAME.get(each, ""), -1) for each in set(dtypes)}
+        held = np.array([code_of[each] for each in dtypes], dtype=np.int64)
+        is_alike = held == np.array([codes[name] for name in stored], dtype=np.int64)[tensor]
         num_boxes = max(len(plan.requests.boxes), 1)
         counts = np.bincount(numbers[numbers >= 0], minlength=num_boxes)
         # No box that several tensors get, or of which some piece is copied with strides.
         counts[box[~is_run]] = 0
-        is_direct = memory.is_plain & np.array(is_alike, dtype=np.bool_) & is_alone
+        is_direct = memory.is_plain & is_alike & is_alone
         is_direct &= (numbers >= 0) & (counts[numbers] == 1)
         address = np.full(num_boxes, -1, dtype=np.int64)
         nbytes = np.zeros(num_boxes, dtype=np.int64)
@@ -306,16 +325,24 @@ class LoadExecutor:
         self._request_of = np.zeros(num_boxes, dtype=np.int64)
         self._request_of[numbers[is_direct]] = memory.request[is_direct]
         self._targets = make_targets(
-            self._requests, np.where(is_direct, -1, numbers).tolist(), stored
+            self._requests, memory, np.where(is_direct, -1, numbers), stored
         )
         # A kept run goes to an address if its box is plain memory and the run lies inside.
         fits = (address[box] >= 0) & (at + size <= nbytes[box])
         place = np.where(fits, address[box] + at, -1)
         start = begin + np.where(is_run, source, 0)
         number = np.repeat(np.arange(len(self._pieces)), np.diff(self._kept_ptr))
-        columns = (number, overlap, box, is_run, start, at, size, place)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        self._kept: list[_Kept] = list(rows)
+        self._kept = _Kept(
+            piece=number.tolist(),
+            overlap=overlap.tolist(),
+            box=box.tolist(),
+            is_run=is_run.tolist(),
+            start=start,
+            at=at.tolist(),
+            nbytes=size.tolist(),
+            address=place.tolist(),
+            num_others=np.concatenate([[0], np.cumsum(place < 0)]),
+        )
 
     def _reads_of(self, number: int) -> list[range]:
         """The pieces of a round that are read together."""
@@ -409,8 +436,11 @@ class LoadExecutor:
         """The memory that a joint read belongs into as it is, if there is, and its target."""
         if last != first + 1:
             return None, None
-        _, _, box, is_run, _, at, size, address = self._kept[first]
-        if not is_run or size != nbytes:
+        kept = self._kept
+        box, at, size, address = (
+            column[first] for column in (kept.box, kept.at, kept.nbytes, kept.address)
+        )
+        if not kept.is_run[first] or size != nbytes:
             return None, None
         if address >= 0:
             self._written.append((first, last))
@@ -421,12 +451,23 @@ class LoadExecutor:
     def _keep(self, first: int, last: int, data: memoryview) -> None:
         """Copy what this rank requests of a joint read to its targets."""
         base = ctypes.addressof(ctypes.c_char.from_buffer(data)) if len(data) else 0
-        overlaps = self._plan.overlaps
+        overlaps, kept = self._plan.overlaps, self._kept
         self._written.append((first, last))
-        for piece, overlap, box, is_run, start, at, nbytes, address in self._kept[first:last]:
-            # Many small tensors: the least work for each. The plan has checked every bound.
+        starts = kept.start[first:last]
+        columns = [
+            kept.address[first:last], (base + starts).tolist(), kept.nbytes[first:last]
+        ]  # fmt: skip
+        # The plan has checked every bound.
+        if kept.num_others[first] == kept.num_others[last]:
+            deque(map(ctypes.memmove, *columns), maxlen=0)
+            return
+        columns += [
+            each[first:last] for each in (kept.piece, kept.overlap, kept.box, kept.is_run, kept.at)
+        ]
+        for address, source, nbytes, piece, overlap, box, is_run, at in zip(*columns, strict=True):
+            start = source - base
             if address >= 0:
-                ctypes.memmove(address, base + start, nbytes)
+                ctypes.memmove(address, source, nbytes)
             elif is_run:
                 for target in self._targets[box]:
                     target.put(at, data[start : start + nbytes])
@@ -448,14 +489,19 @@ def requested_boxes(requests: Sequence[TensorRequest], manifest: Manifest) -> Bo
     tensor = np.repeat(tensors, counts)
     offset = np.zeros((len(tensor), num_dims), dtype=np.int64)
     extent = pad_shapes(shapes, num_dims)[tensor]
-    # Most requests are for whole tensors: only the others need a separate step.
-    first = (np.cumsum(counts) - counts).tolist()
-    cut = [(row + i, box) for each, row in zip(requests, first, strict=True)
-           for i, box in enumerate(each.boxes or ())]  # fmt: skip
-    if cut:
-        rows = [row for row, _ in cut]
-        offset[rows] = pad_shapes([box.offset for _, box in cut], num_dims, fill=0)
-        extent[rows] = pad_shapes([box.shape for _, box in cut], num_dims)
+    # Requests for whole tensors are complete. Of the others many have the same boxes.
+    cut = np.array([each.boxes is not None for each in requests], dtype=np.bool_)
+    if cut.any():
+        distinct = {id(each.boxes): each.boxes for each in requests if each.boxes is not None}
+        numbers = {each: number for number, each in enumerate(distinct)}
+        number = np.array([numbers[id(each.boxes)] for each in requests if each.boxes is not None])
+        boxes = [box for each in distinct.values() for box in each]
+        sizes = np.array(list(map(len, distinct.values())), dtype=np.int64)
+        which, place = enumerate_ranges(counts[cut])
+        rows = (np.cumsum(counts) - counts)[cut][which] + place
+        at = (np.cumsum(sizes) - sizes)[number][which] + place
+        offset[rows] = pad_shapes([box.offset for box in boxes], num_dims, fill=0)[at]
+        extent[rows] = pad_shapes([box.shape for box in boxes], num_dims)[at]
     return BoxTable(tensor=tensor, offset=offset, extent=extent)
 
 

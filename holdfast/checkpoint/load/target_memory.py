@@ -9,12 +9,13 @@ import ctypes
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from holdfast.arrays.boxes import Box
-from holdfast.arrays.types import AnyArray
+from holdfast.arrays.types import AnyArray, IntArray
 from holdfast.format.byte_ranges import StridedCopy, elements
-from holdfast.state.matcher import TensorRequest
+from holdfast.state.matcher import LocalMemory, TensorRequest
 from holdfast.state.tensor_elements import TORCH_TO_NAME, torch_dtype
 
 
@@ -118,24 +119,24 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 
 def make_targets(
-    requests: Sequence[TensorRequest], numbers: Sequence[int], stored: Sequence[str]
+    requests: Sequence[TensorRequest],
+    memory: LocalMemory,
+    numbers: IntArray,
+    stored: Sequence[str],
 ) -> dict[int, list[Target]]:
     """Return what to fill with each requested box, by its number.
 
     Args:
         requests: Of this rank.
-        numbers: Of the box of each local tensor of the requests, in order; -1 for those that need
-            no target.
+        memory: Their local tensors.
+        numbers: (n,) of the box of each local tensor; -1 for those that need no target.
         stored: Dtype name of each tensor of the checkpoint.
     """
     targets: dict[int, list[Target]] = {}
-    number = iter(numbers)
-    for request in requests:
-        for local in request.locals:
-            box = next(number)
-            if box >= 0:
-                target = Target(local, path=request.path, stored=stored[request.tensor])
-                targets.setdefault(box, []).append(target)
+    for i in np.flatnonzero(numbers >= 0).tolist():
+        request = requests[int(memory.request[i])]
+        target = Target(memory.tensors[i], path=request.path, stored=stored[request.tensor])
+        targets.setdefault(int(numbers[i]), []).append(target)
     return targets
 
 

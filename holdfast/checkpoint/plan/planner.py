@@ -34,12 +34,13 @@ from holdfast.checkpoint.plan.kept_plans import (
 )
 from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan, rank_plan
+from holdfast.collector import collector_paused
 from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest128
 from holdfast.format.stored_copies import CopyPolicy
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
-from holdfast.state.flatten import LeafCache, collector_paused, flatten_state
+from holdfast.state.flatten import LeafCache, flatten_state
 from holdfast.storage import Storage
 from holdfast.writer.records import EncodedPlan, encode_plan
 

@@ -97,7 +97,7 @@ class RankPlan:
             if local.names != self.tensors:
                 what = "the state's keys, dtypes, shapes or layouts"
             raise PlanError(f"{what} are not those that this save was planned for")
-        sources = list(map(local.source, self.rows))
+        sources = local.flat.locals([local.rows[row] for row in self.rows])
         for index, where in self.cuts:
             sources[index] = sources[index][where]
         return sources

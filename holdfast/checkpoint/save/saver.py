@@ -25,6 +25,7 @@ from holdfast.checkpoint.save.pending import (
 )
 from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import StagingBuffer
+from holdfast.collector import collector_paused
 from holdfast.errors import ErrorRecord, HoldfastError, StorageError
 from holdfast.format.root_identity import RootIdentity
 from holdfast.format.values import Codecs
@@ -127,7 +128,8 @@ class Saver:
         """
         self.wait_staged()
         phases = Phases()
-        with phases.timed("total"):
+        # A save makes many objects and no cycles, and so does its job, in a thread of its own.
+        with collector_paused(), phases.timed("total"):
             writer = self._keeping_writer()
             agreed = self._handshake.agree(request, state, phases)
             plan = agreed.plan_or_raise()
@@ -167,7 +169,7 @@ class Saver:
         self.wait_staged()
         phases = Phases()
         self._submitted = None
-        with phases.timed("stall"):
+        with collector_paused(), phases.timed("stall"):
             writer = self._live_writer()
             agreed = self._handshake.agree(request, state, phases, in_flight=len(self._buffers) - 1)
             report = agreed.report(request.step, self._storage, phases)

@@ -96,6 +96,26 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor, first: int, stop: int
     ctypes.memmove(target.data_ptr() + first, source.data_ptr() + first, stop - first)
 
 
+def _copy_rows(staging: Staging, sources: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
+    """Copy rows of host tensors; those that are neighbours here and in the image as one.
+
+    Parameters and moments that are views of one buffer lie so.
+    """
+    own = [sources[row] for row in rows]
+    address = np.fromiter((each.data_ptr() for each in own), np.int64, len(own))
+    start, nbytes = staging.starts[[*rows]], staging.row_nbytes[[*rows]]
+    is_joined = (address[1:] == (address + nbytes)[:-1]) & (start[1:] == (start + nbytes)[:-1])
+    if 2 * np.count_nonzero(is_joined) < len(own) or not all(map(is_plain, own)):
+        copy_now([staging.destinations[row] for row in rows], own)
+        return
+    target = staging.address + start
+    first = np.concatenate([[0], np.flatnonzero(~is_joined) + 1])
+    total = np.add.reduceat(nbytes, first)
+    for at, length in zip(first.tolist(), total.tolist(), strict=True):
+        if length:  # a tensor without elements has no address
+            ctypes.memmove(int(target[at]), int(address[at]), length)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return True if its bytes in memory are those to store."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
@@ -144,6 +164,7 @@ class Staging:
     Args:
         image: of the data file.
         view: the buffer's bytes.
+        address: of the first of them.
         destinations: of each row, a view of the buffer with its dtype and shape.
         forms: shape and dtype of each row.
         starts: byte at which each row starts.
@@ -156,6 +177,7 @@ class Staging:
 
     image: Image
     view: memoryview
+    address: int
     destinations: tuple[torch.Tensor, ...]
     forms: list[tuple[torch.Size, torch.dtype]]
     starts: IntArray
@@ -219,6 +241,7 @@ def prepare_staging(
     return Staging(
         image=image,
         view=view,
+        address=ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0,
         destinations=tuple(destinations),
         forms=[(source.shape, source.dtype) for source in sources],
         starts=image.starts,
@@ -306,7 +329,7 @@ def _copied_closely(staging: Staging, sources: Sequence[torch.Tensor]) -> Iterat
         is_cut = int(staging.row_nbytes[last]) > PIECE_NBYTES and is_plain(sources[last])
         whole = rows[:-1] if is_cut else rows
         if whole:
-            copy_now([staging.destinations[row] for row in whole], [sources[row] for row in whole])
+            _copy_rows(staging, sources, whole)
         if is_cut:
             start, nbytes = int(staging.starts[last]), int(staging.row_nbytes[last])
             for first in range(0, nbytes, PIECE_NBYTES):
@@ -367,9 +390,12 @@ def _enqueue(
     for device, own_rows in by_device.items():
         if not own_rows:
             continue
+        copier = copiers[device]
+        if device.type == "cpu":
+            _copy_rows(staging, sources, own_rows)
+            continue
         targets = [staging.destinations[row] for row in own_rows]
         own = [sources[row] for row in own_rows]
-        copier = copiers[device]
         if copier is None:
             copy_now(targets, own)
         else:

@@ -8,7 +8,8 @@ rooms ask here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeGuard
 
 import msgspec
@@ -52,6 +53,15 @@ def is_like_a_tag(key: str) -> bool:
 def is_tensor(node: Any) -> TypeGuard[dict[str, Any]]:
     """Return True if a node refers to a tensor or an array by its key."""
     return tag_of(node) in TENSORS
+
+
+def keys_of_tensors(nodes: Sequence[Any]) -> list[Any] | None:
+    """Return the keys of nodes that all refer to tensors or arrays; None if one does not."""
+    try:
+        tags = {node[TAG] for node in nodes}
+        return [node[_KEY] for node in nodes] if tags.issubset(TENSORS) else None
+    except (LookupError, TypeError):  # a list, a plain dict or a plain value
+        return None
 
 
 def is_per_rank(node: Any) -> TypeGuard[dict[str, Any]]:
@@ -204,6 +214,9 @@ def without_implied_keys(parts: dict[str, Any]) -> dict[str, Any]:
     return {name: _shrink(node, name) for name, node in parts.items()}
 
 
+_IMPLIED = MappingProxyType({tag: {TAG: tag} for tag in TENSORS})
+
+
 def _shrink(node: Any, path: str) -> Any:
     """Return a node without the keys that its path implies."""
     if isinstance(node, list):
@@ -212,7 +225,16 @@ def _shrink(node: Any, path: str) -> Any:
         return node
     tag = node.get(TAG)
     if tag is None:
-        return {name: _shrink(item, f"{path}.{name}") for name, item in node.items()}
+        # A tensor with nothing but its implied key is one node for all: most leaves are such.
+        return {
+            name: _IMPLIED[item[TAG]]
+            if type(item) is dict
+            and len(item) == 2
+            and item.get(_KEY) == f"{path}.{name}"
+            and item.get(TAG) in _IMPLIED
+            else _shrink(item, f"{path}.{name}")
+            for name, item in node.items()
+        }
     if tag in TENSORS and node.get(_KEY) == path:
         node = node.copy()
         del node[_KEY]

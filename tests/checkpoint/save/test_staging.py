@@ -90,6 +90,66 @@ def test_every_kind_of_tensor_is_staged_bitwise() -> None:
         assert_staged(staging, sources)
 
 
+@pytest.mark.parametrize("by_slices", [True, False])
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=30),
+    gaps=st.lists(st.integers(0, 30), max_size=8),
+    odd=st.sampled_from(["", "strided", "elsewhere", "conjugated"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_neighbours_in_memory_are_staged_bitwise(
+    by_slices: bool, sizes: list[int], gaps: list[int], odd: str
+) -> None:
+    """Views of one buffer, without and with gaps, some of them at another place or strided."""
+    dtype = torch.complex64 if odd == "conjugated" else torch.float32
+    flat = torch.randn(1000).to(dtype)
+    sources, at = [], 0
+    for i, size in enumerate(sizes):
+        at += i in gaps
+        sources.append(flat[at : at + size])
+        at += size
+    middle = len(sizes) // 2
+    if odd == "strided":
+        sources[middle] = flat[: 2 * sizes[middle] : 2]
+    elif odd == "elsewhere":
+        sources[middle] = sources[middle].clone()
+    elif odd == "conjugated":
+        sources[middle] = sources[middle].conj()
+    memory = SharedMemory()
+    staging, names = lay_out(memory, sources)
+    if by_slices:
+        for _ in stage_by_slices(staging, sources, {}):
+            pass
+    else:
+        stage(staging, sources, names, {})
+    staged = [bytes(staging.view[s:e]) for s, e in bounds_of(staging)]
+    assert staged == [each.resolve_conj().contiguous().numpy().tobytes() for each in sources]
+    memory.close()
+
+
+def bounds_of(staging: Staging) -> list[tuple[int, int]]:
+    ends = staging.starts + staging.row_nbytes
+    return list(zip(staging.starts.tolist(), ends.tolist(), strict=True))
+
+
+def test_neighbours_are_copied_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    memmove = ctypes.memmove
+
+    def note(target: int, source: int, nbytes: int) -> None:
+        moved.append(nbytes)
+        memmove(target, source, nbytes)
+
+    monkeypatch.setattr(ctypes, "memmove", note)
+    flat = torch.randn(2000)
+    sources = [*flat[:1000].split(10), *flat[1001:].split(10)]
+    memory = SharedMemory()
+    staging, names = lay_out(memory, sources, slice_nbytes=1 << 20)
+    stage(staging, sources, names, {})
+    assert moved == [4000, 3996]
+    memory.close()
+
+
 def test_large_tensors_are_staged_mib_by_mib() -> None:
     """After each step the image is in place up to the byte stated, whatever the tensors are."""
     numel = (5 << 20) // 8

@@ -1,0 +1,170 @@
+"""Traits: everything that decides what a tensor or marker claims, but for its key and layout.
+
+A save compares them with those of the save before, for every tensor. So they are read by loops that
+run in C, kind by kind, and compared as columns; the traits of a single tensor are made only where
+columns differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from holdfast._torch import DTENSOR_FORMS, DTENSOR_SPECS, local_tensor, local_tensors, spec_of
+from holdfast.state.leaves import held_tensor
+from holdfast.state.markers import FlatShard, Padded, Sharded
+
+PLAIN = frozenset((torch.Tensor, nn.Parameter))
+"""Types that neither wait nor answer for their tensors."""
+_DTENSOR = frozenset((DTensor,))
+_PLAIN_FORMS = attrgetter("dtype", "shape", "layout", "is_meta")
+
+
+def held_tensors(objects: Sequence[Any]) -> list[torch.Tensor]:
+    """Return what each tensor or marker holds on this rank, see `held_tensor`."""
+    kinds = list(map(type, objects))
+    distinct = set(kinds)
+    if distinct <= PLAIN:
+        return list(objects)
+    if distinct <= PLAIN | {DTensor}:
+        is_dtensor = _selector(kinds, distinct, _DTENSOR)
+        local = iter(local_tensors(_chosen(objects, is_dtensor)))
+        flags = _flags(is_dtensor, kinds)
+        return [next(local) if d else obj for obj, d in zip(objects, flags, strict=True)]
+    return [each if type(each) in PLAIN else held_tensor(each) for each in objects]
+
+
+class Traits:
+    """The traits of the tensors and markers of one pass over a state, as they were then.
+
+    Args:
+        objects: In order.
+        held: What each of them holds.
+
+    The meshes are kept, so that no other one has the `id` of one of these.
+    """
+
+    def __init__(self, objects: Sequence[Any], held: Sequence[torch.Tensor]) -> None:
+        kinds = list(map(type, objects))
+        distinct = set(kinds)
+        self._other_meshes: dict[int, DeviceMesh] = {}
+        self._all: list[object] | None = None
+        # Which objects are of each kind; None for all.
+        self._is_plain = _selector(kinds, distinct, PLAIN)
+        self._is_dtensor = _selector(kinds, distinct, _DTENSOR)
+        try:
+            self._plain = list(map(_PLAIN_FORMS, _chosen(objects, self._is_plain)))
+        except RuntimeError:  # a nested tensor, which has no shape
+            self._plain, self._is_plain = [], [False] * len(kinds)
+        dtensors = _chosen(objects, self._is_dtensor)
+        self._forms = list(map(DTENSOR_FORMS, dtensors))
+        self._meshes, self._placements = (list(map(each, dtensors)) for each in DTENSOR_SPECS)
+        self._local_kinds = list(map(type, _chosen(held, self._is_dtensor)))
+        self._others: list[object] = []
+        if len(self._plain) + len(self._forms) < len(kinds):
+            known = map(any, zip(_flags(self._is_plain, kinds), _flags(self._is_dtensor, kinds),
+                                 strict=True))  # fmt: skip
+            self._others = [
+                traits_of(each, self._other_meshes)
+                for each, is_known in zip(objects, known, strict=True)
+                if not is_known
+            ]
+        self._num = len(kinds)
+
+    def same_as(self, last: Traits) -> bool:
+        """Return True if all traits are those of another pass; False may mean either.
+
+        Meshes and placements are compared by identity, which implies that they are the same: these
+        objects do not change, and both passes keep them.
+        """
+        return (
+            self._num == last._num
+            and self._is_plain == last._is_plain
+            and self._is_dtensor == last._is_dtensor
+            and self._plain == last._plain
+            and self._forms == last._forms
+            and self._local_kinds == last._local_kinds
+            and self._others == last._others
+            and all(map(is_, self._meshes, last._meshes))
+            and all(map(is_, self._placements, last._placements))
+        )
+
+    def of_each(self) -> list[object]:
+        """Return the traits of each tensor or marker; equal ones claim the same."""
+        if self._all is None:
+            plain, others = iter(self._plain), iter(self._others)
+            dtensors = (
+                (dtype, shape, id(mesh), placements, *map(type, placements), kind, *local)
+                for (dtype, shape, *local), mesh, placements, kind in zip(
+                    self._forms, self._meshes, self._placements, self._local_kinds, strict=True
+                )
+            )
+            flags = range(self._num)
+            is_plain = _flags(self._is_plain, flags)
+            is_dtensor = _flags(self._is_dtensor, flags)
+            self._all = [
+                next(plain) if p else next(dtensors) if d else next(others)
+                for p, d in zip(is_plain, is_dtensor, strict=True)
+            ]
+        return self._all
+
+
+_Selector = list[bool] | None
+"""Whether each object is of a kind; None if all are."""
+
+
+def _selector(kinds: Sequence[type], distinct: set[type], which: frozenset[type]) -> _Selector:
+    if distinct <= which:
+        return None
+    if distinct.isdisjoint(which):
+        return []
+    return list(map(which.__contains__, kinds))
+
+
+def _chosen(objects: Sequence[Any], selector: _Selector) -> Sequence[Any]:
+    return objects if selector is None else list(compress(objects, selector))
+
+
+def _flags(selector: _Selector, objects: Sequence[Any]) -> list[bool]:
+    return selector or [selector is None] * len(objects)
+
+
+def traits_of(obj: Any, meshes: dict[int, DeviceMesh]) -> object:
+    """Return the traits of one tensor or marker.
+
+    A mesh is compared by identity, since another one of the same ranks may have other
+    communicators; placements by type, too, since some of different types are equal. None for a
+    tensor that has no shape; its leaf is refused.
+    """
+    if isinstance(obj, DTensor):
+        local, spec = local_tensor(obj), spec_of(obj)
+        placements, mesh = spec.placements, spec.mesh
+        meshes[id(mesh)] = mesh
+        return (
+            obj.dtype, obj.shape, id(mesh), placements, *map(type, placements),
+            type(local), local.dtype, local.shape,
+        )  # fmt: skip
+    if isinstance(obj, torch.Tensor):
+        if is_lazy(obj) or obj.is_nested:
+            return None
+        plain = (obj.dtype, obj.shape, obj.layout, obj.is_meta)
+        # A class that answers for its tensors is refused by its name; any other one is like plain.
+        is_own = type(obj).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        return (*plain, type(obj)) if is_own else plain
+    if isinstance(obj, Sharded):
+        dims = None if obj.dims is None else tuple(obj.dims.items())
+        return "sharded", traits_of(obj.local, meshes), obj.shape, dims, obj.offset, obj.over
+    if isinstance(obj, FlatShard):
+        like = traits_of(obj.like, meshes)
+        return "flat", traits_of(obj.local, meshes), like, obj.start, obj.over
+    if isinstance(obj, Padded):
+        return "padded", traits_of(obj.value, meshes), obj.shape
+    return "replicated", traits_of(obj.local, meshes)
