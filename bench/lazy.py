@@ -1,10 +1,10 @@
 """The stall of a lazily staged save next to a memcpy: `python -m bench.lazy`.
 
-Four ranks hold parameters and Adam's moments as DTensors, split over all of them. In turns within
+The ranks hold parameters and Adam's moments as DTensors, split over all of them. In turns within
 one run: a memcpy of a rank's bytes, an asynchronous save that copies them before it returns, and
 one that lets them be copied later. After each save comes a step, whose time has the wait for what
-is not copied yet; a step without a save before it is the third column's measure. Cores that no rank
-uses shorten the wait and not the stall, so the number of cores is printed.
+is not copied yet; a step without a save before it is the third column's measure. The copy takes a
+core while the caller continues: without `--ranks` there is a spare one for each rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from bench.ranks import RankContext, run_ranks
 from bench.timing import Measured, Series, interleave, median_of, slowest, timed
 from holdfast import Checkpointer, KeepLast, Layout, OptimizerState, ProcessGroups
 
-NUM_RANKS = 4
 MEMCPY, AT_ONCE, LAZILY, NO_SAVE = "memcpy", "at once", "lazily", "no save"
 BAR = 0.1
 
@@ -37,11 +36,11 @@ def measure(
     context: RankContext, directory: str, num_layers: int, width: int, num_rounds: int
 ) -> tuple[Series, int]:
     """One rank: all arms in turns; and its bytes."""
-    with ProcessGroups.create(Layout(dp=NUM_RANKS)) as groups:
+    with ProcessGroups.create(Layout(dp=context.num_ranks)) as groups:
         mesh = groups.mesh("dp")
         torch.manual_seed(context.rank)
         model = nn.ParameterList(
-            DTensor.from_local(torch.randn(width // NUM_RANKS, width), mesh, [Shard(0)])
+            DTensor.from_local(torch.randn(width // context.num_ranks, width), mesh, [Shard(0)])
             for _ in range(num_layers)
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -94,18 +93,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m bench.lazy", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="small: a check, no claim")
+    parser.add_argument("--ranks", type=int, help="by default half as many as there are cores")
     options = parser.parse_args(arguments)
+    num_cores = os.cpu_count() or 1
+    num_ranks = options.ranks or max(num_cores // 2, 1)
     num_layers, width, rounds = (4, 1024, 2) if options.quick else (24, 2048, 9)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
         results = run_ranks(
-            NUM_RANKS, measure, directory, num_layers, width, rounds, timeout_s=900
+            num_ranks, measure, directory, num_layers, width, rounds, timeout_s=900
         ).results
     series = slowest([each for each, _ in results])
     floor = median_of(series, MEMCPY, "stall")
     table = Table(
         "", "stall, ms", "x memcpy", "step after it, ms", "CPU of both, ms", "durable, ms",
-        title=f"{sum(n for _, n in results) / 1e9:.2f} GB, {NUM_RANKS} ranks on "
-        f"{os.cpu_count()} cores",
+        title=f"{sum(n for _, n in results) / 1e9:.2f} GB, {num_ranks} ranks on "
+        f"{num_cores} cores",
     )  # fmt: skip
     for name in (MEMCPY, AT_ONCE, LAZILY, NO_SAVE):
         row = [name]
