@@ -63,7 +63,7 @@ def stopped_rank(rank: RankContext, directory: str, words: tuple[str, ...]) -> t
             return trainer.run(), trainer.progress.step
 
 
-@pytest.mark.parametrize("extra", [(), ("--async-save", "--tp", "2")])
+@pytest.mark.parametrize("extra", [(), ("--async-save", "--lazy-staging", "--tp", "2")])
 def test_one_rank_that_is_asked_stops_all_at_one_saved_step(
     tmp_path: Path, extra: tuple[str, ...]
 ) -> None:
@@ -295,6 +295,14 @@ def test_what_a_run_does_not_do_is_said(capsys: pytest.CaptureFixture[str]) -> N
     assert "nothing of this run" not in capsys.readouterr().out
     assert main([*words, "--save", "ck", "--load", "ck"]) == 0
     assert "step 2 of 2: nothing is left to train" in capsys.readouterr().out
-    for flag in ("--async-save", "--keep-last=2", "--no-save-optim", "--no-save-rng"):
+    assert main([*words, "--save", "ck", "--lazy-staging"]) == 2
+    assert "--lazy-staging has no meaning without --async-save" in capsys.readouterr().err
+    for flag in (
+        "--async-save",
+        "--keep-image-s=9",
+        "--keep-last=2",
+        "--no-save-optim",
+        "--no-save-rng",
+    ):
         assert main([*words, flag]) == 2
         assert "has no meaning without --save" in capsys.readouterr().err

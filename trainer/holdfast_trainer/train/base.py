@@ -327,8 +327,9 @@ class BaseTrainer(ABC):
     def save(self) -> None:
         """Save the state at the current step; collective.
 
-        With `async_save` it returns once the state is copied; the save is reported as saved at the
-        first step after it is committed.
+        With `async_save` it returns once the state is copied, or, with `lazy_staging`, agreed on;
+        the next update waits for the rest of the copy. The save is reported as saved at the first
+        step after it is committed.
         """
         if self._checkpointer is None:
             raise ConfigError("a save in a run without --save: add --save DIR")
@@ -343,7 +344,12 @@ class BaseTrainer(ABC):
         overwrite = step in self._damaged
         if self.config.checkpoint.async_save:
             self._finish_save()
-            pending = self._checkpointer.save_async(step, state, overwrite=overwrite)
+            pending = self._checkpointer.save_async(
+                step,
+                state,
+                overwrite=overwrite,
+                stage="lazily" if self.config.checkpoint.lazy_staging else "at once",
+            )
             self._pending = (pending, time.perf_counter() - started, began)
         else:
             with recording_drift(self.machine):

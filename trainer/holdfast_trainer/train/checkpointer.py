@@ -26,6 +26,7 @@ def make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Che
         max_copy_fraction=config.max_copy_fraction,
         max_copied_nbytes=config.max_copied_nbytes,
         check_replicas_every=config.check_replicas_every,
+        keep_image_s=config.keep_image_s,
     )
 
 
@@ -74,7 +75,7 @@ def load_checkpoint(
                 ) from error
             note(f"the state at step {begin.step} that a fault has left was given up: {error}")
             num_fallbacks -= 1
-    return Checkpointer(config.load, groups=groups).load(
+    return Checkpointer(config.load, groups=groups, keep_image_s=config.keep_image_s).load(
         state,
         step=None if begin.is_fault or num_fallbacks else begin.step,
         allow_missing=may_be_missing,
