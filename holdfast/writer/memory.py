@@ -62,10 +62,10 @@ class SharedMemory:
                 flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
                 self.fd = os.memfd_create("holdfast-staging", flags)
                 os.ftruncate(self.fd, rounded)
+                # A forked child inherits the mapping, which keeps others from sealing the memory
+                # while it lives. It must not be kept from it (MADV_DONTFORK): when the child frees
+                # this object, it would unmap whatever lies at that address by then.
                 self._map = mmap.mmap(self.fd, rounded)
-                # A forked child has no use for it, and its mapping would keep the writer from
-                # sealing the memory after this process has gone.
-                self._map.madvise(mmap.MADV_DONTFORK)
             except (OSError, ValueError) as error:
                 self.close()
                 # Memory files have the size limit of all files, too.
