@@ -31,6 +31,7 @@ def serve(pipe: Connection, rank: int, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     # All of this before the state is taken: what every job does is no change.
     _write_to(os.devnull)
+    faulthandler.enable(file=sys.stderr, all_threads=True)  # what a fatal signal has interrupted
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     state: ProcessState | None = None
     with contextlib.suppress(EOFError, OSError):
