@@ -98,12 +98,14 @@ def run_rank(
     layout = Layout(dp=NUM_RANKS)
     with ProcessGroups.create(layout, timeout_s=DEADLINE_S, data_timeout_s=DEADLINE_S) as groups:
         do = _prepare(action, groups, root)
-        groups.control.barrier(phase="test")
-        if after_s is not None and context.rank == 0:
-            threading.Timer(after_s, _ip, ("link", "set", "port", "nomaster")).start()
         began = time.monotonic()
         error = ""
         try:
+            # The cut may come before the last message of the barrier has reached every rank.
+            groups.control.barrier(phase="test")
+            if after_s is not None and context.rank == 0:
+                threading.Timer(after_s, _ip, ("link", "set", "port", "nomaster")).start()
+            began = time.monotonic()
             do()
         except HoldfastError as raised:
             error = f"{type(raised).__name__}: {raised}"
