@@ -69,7 +69,7 @@ from holdfast.state.stored import (
     used_paths,
 )
 from holdfast.state.tensor_elements import TORCH_TO_NAME, refused_cast, tensor_array, torch_dtype
-from holdfast.state.traits import PLAIN, held_tensors
+from holdfast.state.traits import PLAIN, PLAIN_FORMS, held_tensors
 
 
 class TensorRequest(NamedTuple):
@@ -750,7 +750,7 @@ class LocalTargets:
         if not set(map(type, held)) <= PLAIN:
             return None
         try:
-            bodies: list[object] = list(map(_LOCAL_FORMS, held))
+            bodies: list[object] = list(map(PLAIN_FORMS, held))
             if DTensor in kinds:
                 placed = iter(self._placed([each for each in templates if type(each) is DTensor]))
                 bodies = [
@@ -799,7 +799,6 @@ class LocalTargets:
 _Form = tuple[str, tuple[int, ...], tuple[Box, ...] | None]
 """Dtype name, global shape and boxes of a target, see `LocalTarget`."""
 _COLUMNAR = PLAIN | {DTensor}
-_LOCAL_FORMS = attrgetter("dtype", "shape", "layout", "is_meta")
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:

@@ -25,7 +25,8 @@ from holdfast.state.markers import FlatShard, Padded, Sharded
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
 """Types that neither wait nor answer for their tensors."""
 _DTENSOR = frozenset((DTensor,))
-_PLAIN_FORMS = attrgetter("dtype", "shape", "layout", "is_meta")
+PLAIN_FORMS = attrgetter("dtype", "shape", "layout", "is_meta")
+"""The traits of a plain tensor."""
 
 
 def held_tensors(objects: Sequence[Any]) -> list[torch.Tensor]:
@@ -61,7 +62,7 @@ class Traits:
         self._is_plain = _selector(kinds, distinct, PLAIN)
         self._is_dtensor = _selector(kinds, distinct, _DTENSOR)
         try:
-            self._plain = list(map(_PLAIN_FORMS, _chosen(objects, self._is_plain)))
+            self._plain = list(map(PLAIN_FORMS, _chosen(objects, self._is_plain)))
         except RuntimeError:  # a nested tensor, which has no shape
             self._plain, self._is_plain = [], [False] * len(kinds)
         dtensors = _chosen(objects, self._is_dtensor)

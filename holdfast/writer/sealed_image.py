@@ -10,13 +10,11 @@ import os
 import sys
 
 from holdfast.errors import StorageError
+from holdfast.writer.memory import HUGE_NBYTES, collapse_pages
 
 # By number: `fcntl` has the names on Linux only.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEALS = 0b1111  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE
-_HUGE_NBYTES = 2 << 20
-"""Of a huge page on x86 and on most of ARM; elsewhere the advice below is refused."""
-_COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -115,9 +113,7 @@ class SealedImage:
 
         Cost: one copy; 2 MiB of memory at a time. Does nothing where the kernel declines.
         """
-        whole = self._nbytes // _HUGE_NBYTES * _HUGE_NBYTES
-        if whole:
-            _libc().madvise(self._address, whole, _COLLAPSE)
+        collapse_pages(self._address, self._address + self._nbytes)
 
     def close(self) -> None:
         """See `Source.close`."""
@@ -134,12 +130,12 @@ class SealedImage:
             return
         libc = _libc()
         reserve = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        room_nbytes = -(-self._nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + _HUGE_NBYTES
+        room_nbytes = -(-self._nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE_NBYTES
         room = libc.mmap(None, room_nbytes, 0, reserve, -1, 0)
         if room == _FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._room, self._room_nbytes = room, room_nbytes
-        place = -(-room // _HUGE_NBYTES) * _HUGE_NBYTES
+        place = -(-room // HUGE_NBYTES) * HUGE_NBYTES
         flags = mmap.MAP_SHARED | 0x10  # MAP_FIXED
         if libc.mmap(place, self._nbytes, mmap.PROT_READ, flags, fd, 0) == _FAILED:
             code = ctypes.get_errno()
@@ -156,5 +152,4 @@ def _libc() -> ctypes.CDLL:
         ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
     ]  # fmt: skip
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc

@@ -24,11 +24,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from holdfast.writer.memory import HUGE_NBYTES, collapse_pages
+
 Span = tuple[int, int]
 """Addresses of the first byte, and of the one behind the last."""
 
 PAGE_NBYTES = mmap.PAGESIZE
-HUGE_NBYTES = 2 << 20
 
 _USERFAULTFD = {"x86_64": 323, "aarch64": 282}
 """Numbers of the system call."""
@@ -39,7 +40,6 @@ _PAGEMAP_SCAN = 0xC0606610
 _WP_UNPOPULATED, _WP_ASYNC = 1 << 13, 1 << 15
 _MODE_WP, _WRITEPROTECT_ON = 2, 1
 _CHECK_WPASYNC, _IS_WRITTEN = 2, 2
-_ADVISE_HUGE, _ADVISE_COLLAPSE = 14, 25
 
 
 class WatchError(Exception):
@@ -162,8 +162,8 @@ class WriteWatch:
         if start >= stop or (start, stop) in self._collapsed:
             return
         self._collapsed.add((start, stop))
-        self._libc.madvise(start, stop - start, _ADVISE_HUGE)
-        self._libc.madvise(start, stop - start, _ADVISE_COLLAPSE)
+        self._libc.madvise(start, stop - start, mmap.MADV_HUGEPAGE)
+        collapse_pages(start, stop)
 
     @staticmethod
     def _call(descriptor: int, request: int, argument: bytes) -> None:
