@@ -13,7 +13,7 @@ import torch
 from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
 from holdfast.checkpoint.save.handshake import AgreedSave
-from holdfast.checkpoint.save.lazy_staging import LateCopy, LazyStaging
+from holdfast.checkpoint.save.lazy_staging import LateCopy, LateRows, LazyStaging
 from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import (
     Copiers,
@@ -55,36 +55,16 @@ class SaveExecutor:
         self._buffers = buffers
         self._copiers: Copiers = {}
 
-    def stage(
+    def prepare(
         self, buffer: StagingBuffer, plan: RankPlan, local: LocalState, phases: Phases
-    ) -> tuple[Staging, bytes]:
-        """Copy this rank's rows into the buffer; with the digests of the boxes it vouches for."""
+    ) -> None:
+        """Lay out the buffer and touch its memory, by a copy of this rank's rows."""
         sources = plan.sources(local)
         staging = self._lay_out(buffer, plan, sources, phases)
         with phases.timed("stage"):
             stage(staging, sources, plan.names, self._copiers)
-        others = self._digests_of_others(plan, local, phases)
-        return staging, self._checks(staging, plan, others, phases)
 
     def submit(
-        self,
-        writer: Writer,
-        buffer: StagingBuffer,
-        agreed: AgreedSave,
-        request: SaveRequest,
-        phases: Phases,
-        *,
-        after: Callable[[SaveOutcome], None],
-    ) -> Ticket:
-        """Stage, then submit the job to the writer, which calls `after` when it has committed."""
-        plan = agreed.plan_or_raise()
-        staging, checks = self.stage(buffer, plan, agreed.local, phases)
-        ticket = self._ticket(agreed, plan, request, checks, after=after)
-        with phases.timed("submit"):
-            self._submit(writer, ticket, buffer, staging, agreed, request)
-        return ticket
-
-    def submit_later(
         self,
         writer: Writer,
         buffer: StagingBuffer,
@@ -96,21 +76,23 @@ class SaveExecutor:
         lazy: LazyStaging,
         after: Callable[[SaveOutcome], None],
     ) -> tuple[Ticket, LateCopy | None]:
-        """Stage what may change at any time.
+        """Stage, then submit the job to the writer, which calls `after` when it has committed.
 
         Returns:
-            The ticket; and the copy of the rest, to be started, after which the job is submitted:
-            None if there is no rest, and the job is submitted already.
+            The ticket; and of a lazy save the copy of what is not staged yet, to be started, after
+            which the job is submitted: None if all is staged, and the job is submitted already.
         """
         plan, local = agreed.plan_or_raise(), agreed.local
         sources = plan.sources(local)
         staging = self._lay_out(buffer, plan, sources, phases)
-        check_sources(staging, sources, plan.names)
+        rows = LateRows({}, {})
         with phases.timed("stage"):
-            # Watched first: what is written from here on is noticed.
-            rows = lazy.choose(state, plan, local, sources, _others(plan))
+            if request.stage == "lazily":
+                # Watched first: what is written from here on is noticed.
+                check_sources(staging, sources, plan.names)
+                rows = lazy.choose(state, plan, local, sources, _others(plan))
             stage(staging, sources, plan.names, self._copiers, but_for=rows.copied)
-        ticket = self._ticket(agreed, plan, request, b"", after=after)
+        ticket = self._ticket(agreed, plan, request, after=after)
         others = self._digests_of_others(plan, local, phases, but_for=rows.compared)
 
         def submit(phases: Phases) -> None:
@@ -146,13 +128,12 @@ class SaveExecutor:
         agreed: AgreedSave,
         plan: RankPlan,
         request: SaveRequest,
-        checks: bytes,
         *,
         after: Callable[[SaveOutcome], None],
     ) -> Ticket:
         commits = plan.commit is not None
         return Ticket(
-            self._job(agreed, plan, request, checks),
+            self._job(agreed, plan, request),
             commits=commits,
             nbytes=plan.image.nbytes,
             after=after if commits else None,
@@ -185,7 +166,7 @@ class SaveExecutor:
         and dtype is checked against the plan before the first byte is written.
         """
         plan, local = agreed.plan_or_raise(), agreed.local
-        job = self._job(agreed, plan, request, b"")
+        job = self._job(agreed, plan, request)
         sources = plan.sources(local)
         staging = self._lay_out(self._buffers[0], plan, sources, phases)
         check_sources(staging, sources, plan.names)
@@ -235,15 +216,12 @@ class SaveExecutor:
         with suppress(StorageError):
             writer.keep_image(image, memory=buffer.memory)
 
-    def _job(
-        self, agreed: AgreedSave, plan: RankPlan, request: SaveRequest, checks: bytes
-    ) -> WriteJob:
+    def _job(self, agreed: AgreedSave, plan: RankPlan, request: SaveRequest) -> WriteJob:
         """The job of an agreed save, with what differs between saves under its plan."""
         return msgspec.structs.replace(
             self.empty_job(agreed.directory, agreed.save_id, request),
             plan_digest=plan.plan_digest,
             file=plan.file,
-            checks=checks,
             values=agreed.local.values,
             root=agreed.root,
             row_boxes=plan.row_boxes if self._options.fingerprints else (),

@@ -181,7 +181,9 @@ class LateCopy:
 
     def _compare(self, digests: dict[int, int]) -> list[str]:
         """Add the digest of each row that is compared; return names of those that changed."""
-        changed = []
+        changed: list[str] = []
+        if not self._rows.compared:
+            return changed
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             for row, late in self._rows.compared.items():
                 digest = None if late.has_moved else _digest(memory, late, *self._edges[row])

@@ -184,18 +184,12 @@ class Saver:
             buffer = next(buffer for buffer in self._buffers if buffer.is_free())
             self._submitted = buffer.pending = pending
             after = partial(self._after_outcome, plan=plan)
-            if request.stage == "lazily":
-                pending.ticket, late = self._executor.submit_later(
-                    writer, buffer, agreed, request, phases,
-                    state=state, lazy=self._lazy, after=after,
-                )  # fmt: skip
-                if late is not None:
-                    pending.staged = late.staged
-                    late.start()
-            else:
-                pending.ticket = self._executor.submit(
-                    writer, buffer, agreed, request, phases, after=after
-                )
+            pending.ticket, late = self._executor.submit(
+                writer, buffer, agreed, request, phases, state=state, lazy=self._lazy, after=after
+            )
+            if late is not None:
+                pending.staged = late.staged
+                late.start()
         self._report_later(pending)
         return PendingSave(pending)
 
@@ -264,7 +258,7 @@ class Saver:
         self._counts["planned"] += agreed.planned
         plan = agreed.plan_or_raise()
         for buffer in self._buffers:
-            self._executor.stage(buffer, plan, agreed.local, phases)
+            self._executor.prepare(buffer, plan, agreed.local, phases)
 
     def _after_outcome(self, outcome: SaveOutcome, *, plan: RankPlan) -> None:
         """`_after_commit` in the thread that receives outcomes."""
