@@ -1,0 +1,15 @@
+"""Formats that people have: read as if they were our own, written, and converted.
+
+In comes a path to a checkpoint that another program wrote; out comes a `Catalog` (what tensors
+there are, in which byte ranges of which files, and the tree of values), and from it a read-only
+`Storage` in which the engine and every command see a checkpoint like any other. Nothing of a
+foreign file is ever run: pickles are interpreted by a closed list of inert types.
+
+- A *format* is one module: `detect` by content, `open` to a catalog, `write` from one.
+- `CatalogStorage` shows a catalog as a checkpoint without digests: manifest and index are made in
+  memory, data files are ranges of the foreign ones.
+- A name map turns one catalog into another: renamed, split, joined, transposed, cast.
+- `convert` streams a catalog into another format under a budget of memory, and proves the result.
+
+Read first: `catalog.py`, `view.py`, `formats.py`.
+"""

@@ -1,0 +1,290 @@
+"""A checkpoint of any format, described: its tensors with the place of their bytes, and its values.
+
+A format's reader makes a catalog, a name map turns one catalog into another, a writer writes one.
+None of them holds the data: a catalog of a terabyte is some megabytes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from holdfast.arrays.boxes import Box, contiguous_start, flat_range_boxes
+from holdfast.errors import CorruptionError, MismatchError
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.values import Node
+from holdfast.storage import Source, Storage
+
+
+class OpenFiles:
+    """The files of a foreign checkpoint, opened on first use; any number of threads may read.
+
+    A context manager: leaving it closes them. A file that is asked for later is opened again.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._sources: dict[str, Source] = {}
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> OpenFiles:
+        """Return the object itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the files."""
+        self.close()
+
+    def source(self, name: str) -> Source:
+        """Return the open file of that name below the root; StorageError if it cannot be opened."""
+        source = self._sources.get(name)  # without the lock: nearly always it is open
+        if source is not None:
+            return source
+        with self._lock:
+            if name not in self._sources:
+                source = self.storage.open(name)
+                self._stack.callback(source.close)
+                self._sources[name] = source
+            return self._sources[name]
+
+    def describe(self, name: str) -> str:
+        """Return the path of a file for messages."""
+        return self.storage.describe(name)
+
+    def close(self) -> None:
+        """Close what is open."""
+        with self._lock:
+            self._sources.clear()
+            self._stack.close()
+
+
+class Payload(Protocol):
+    """The bytes of one chunk: its elements in row-major order, little-endian."""
+
+    @property
+    def file(self) -> str:
+        """Name of the file that has most of the bytes, for messages and for the order of reads."""
+
+    @property
+    def order(self) -> int:
+        """By what the chunks of one file are to be read: the byte where they start, if known."""
+
+    def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
+        """Fill `out` (bytes) from byte `start` of the chunk; any number of threads may call this.
+
+        Raises:
+            StorageError: The file cannot be read.
+            CorruptionError: It is not what the checkpoint states.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class FileBytes:
+    """The payload that lies in a file as it is, from byte `start`."""
+
+    file: str
+    start: int
+
+    @property
+    def order(self) -> int:
+        """The byte where it starts."""
+        return self.start
+
+    def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
+        """Read the bytes."""
+        files.source(self.file).readinto(out, start=self.start + start)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """A small payload that is in memory: a value that the format keeps among its metadata."""
+
+    data: bytes
+    file: str
+
+    @property
+    def order(self) -> int:
+        """Before everything that is read."""
+        return -1
+
+    def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
+        """Copy the bytes."""
+        out[:] = self.data[start : start + len(out)]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, and where its bytes are."""
+
+    box: Box
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogTensor:
+    """One logical tensor. Its chunks tile it; a box that is there more than once is a copy.
+
+    Args:
+        key: Its name, unique in the catalog.
+        dtype: Element type, a name of `DTYPES`.
+        shape: Global shape.
+        chunks: In any order; of an empty tensor there may be none.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def whole(self) -> Box:
+        """The box of all elements."""
+        return Box((0,) * len(self.shape), self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.whole.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalog:
+    """A checkpoint of any format, described.
+
+    Args:
+        format: Name of the format, for people ("PyTorch DCP").
+        storage: The root of its files.
+        label: Its path, for messages.
+        identity: What the description was made from (headers, metadata), so that two processes can
+            compare what they opened.
+        step: Of training; 0 where the format does not have one.
+        created: ISO 8601 UTC; of the newest file, where the format does not say.
+        tensors: By key.
+        parts: The tree of the state, as in a manifest; tensors are nodes that name their key.
+        left_out: What the checkpoint has and the catalog has not, one sentence each.
+    """
+
+    format: str
+    storage: Storage
+    label: str
+    identity: bytes
+    step: int = 0
+    created: str = "1970-01-01T00:00:00+00:00"
+    tensors: Mapping[str, CatalogTensor]
+    parts: Mapping[str, Node]
+    left_out: Sequence[str] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each once."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class TensorReader:
+    """Reads any box of one tensor of a catalog, from the chunks that have it.
+
+    Raises CorruptionError, in `read_box`, if no chunk has some of the elements.
+    """
+
+    def __init__(self, tensor: CatalogTensor, files: OpenFiles) -> None:
+        self.tensor = tensor
+        self._files = files
+        # Of copies the first one counts, as everywhere.
+        chunks: dict[Box, Chunk] = {}
+        for chunk in tensor.chunks:
+            chunks.setdefault(chunk.box, chunk)
+        self._chunks = sorted(chunks.values(), key=lambda chunk: chunk.box.offset)
+
+    def read_box(self, box: Box, out: memoryview) -> None:
+        """Fill `out` (bytes, contiguous) with a box, row-major.
+
+        Raises:
+            MismatchError: The box is not inside the tensor, or the buffer does not fit.
+            CorruptionError: Some elements are in no chunk.
+            StorageError: A file cannot be read.
+
+        Cost: one read for each run of each chunk that the box overlaps; no more memory than the
+        strided runs of one chunk.
+        """
+        tensor, itemsize = self.tensor, self.tensor.itemsize
+        if not tensor.whole.contains(box) or len(out) != box.numel * itemsize:
+            raise MismatchError(
+                f"tensor {tensor.key!r} of shape {list(tensor.shape)}: {box} does not fit"
+            )
+        if not box.numel:
+            return
+        left = box.numel
+        for chunk in self._chunks:
+            common = chunk.box.intersect(box)
+            if common is None:
+                continue
+            self._copy(chunk, common, box, out)
+            left -= common.numel
+        if left:
+            raise CorruptionError(
+                f"tensor {tensor.key!r}: {left} of {box.numel} elements are in no chunk"
+            )
+
+    def _copy(self, chunk: Chunk, common: Box, box: Box, out: memoryview) -> None:
+        """Copy the elements `common` of a chunk into the memory of `box`."""
+        itemsize = self.tensor.itemsize
+        start = contiguous_start(common, chunk.box)
+        at = contiguous_start(common, box)
+        nbytes = common.numel * itemsize
+        if start is not None and at is not None:
+            piece = out[at * itemsize : at * itemsize + nbytes]
+            chunk.payload.readinto(piece, start=start * itemsize, files=self._files)
+            return
+        # Strided on one side: the span of the chunk that has all of it, then a copy.
+        first, span = _span(common, chunk.box)
+        data = memoryview(bytearray(span * itemsize))
+        chunk.payload.readinto(data, start=first * itemsize, files=self._files)
+        # Raw elements: a copy moves bytes, whatever they mean.
+        kind = np.dtype(f"V{itemsize}")
+        strides = [itemsize * math.prod(chunk.box.shape[dim + 1 :]) for dim in range(box.ndim)]
+        values = np.ndarray(common.shape, dtype=kind, buffer=data, strides=strides)
+        target = np.frombuffer(out, dtype=kind).reshape(box.shape)
+        target[common.relative_to(box.offset)] = values
+
+
+def _span(inner: Box, outer: Box) -> tuple[int, int]:
+    """Return the first element of `inner` in row-major `outer`, and the elements up to its last."""
+    first = last = 0
+    for offset, size, base, length in zip(
+        inner.offset, inner.shape, outer.offset, outer.shape, strict=True
+    ):
+        first = first * length + offset - base
+        last = last * length + offset - base + size - 1
+    return first, last - first + 1
+
+
+def read_flat(reader: TensorReader, out: memoryview, *, start: int) -> None:
+    """Fill `out` from byte `start` of the row-major bytes of the whole tensor.
+
+    `start` and the length are multiples of the element's size. Errors as `TensorReader.read_box`.
+    """
+    tensor = reader.tensor
+    first, count = start // tensor.itemsize, len(out) // tensor.itemsize
+    for box in flat_range_boxes(tensor.shape, first, first + count):
+        nbytes = box.numel * tensor.itemsize
+        reader.read_box(box, out[:nbytes])
+        out = out[nbytes:]
+
+
+def pieces_of(tensor: CatalogTensor, *, max_nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, nbytes) of consecutive pieces of a tensor's row-major bytes."""
+    step = max(max_nbytes // tensor.itemsize, 1) * tensor.itemsize
+    for start in range(0, tensor.nbytes, step):
+        yield start, min(step, tensor.nbytes - start)
