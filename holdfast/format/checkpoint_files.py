@@ -16,7 +16,7 @@ import numpy as np
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
 from holdfast.format.digest import digest64, digest128
 from holdfast.format.index import decode_index, describe_row, validate_index
-from holdfast.format.manifest import FileInfo, Manifest, decode_manifest
+from holdfast.format.manifest import FileInfo, Manifest, decode_manifest, has_digests
 from holdfast.format.names import INDEX, MANIFEST
 from holdfast.format.stored_copies import Copies, find_copies
 from holdfast.format.versions import (
@@ -76,6 +76,7 @@ class CheckpointFiles:
 
     Attributes:
         has_copies: True if any box is stored more than once.
+        has_digests: False for a foreign format: then nothing that is read can be verified.
         take_image: Where `read_pieces` looks for the bytes of a data file before it asks the
             storage; None for nowhere.
         stats: The cost of reading so far.
@@ -105,6 +106,12 @@ class CheckpointFiles:
         # For sources, the pin and `stats`, which several reading threads use.
         self._lock = threading.Lock()
         self._block_nbytes = manifest.block_nbytes
+        self.has_digests = has_digests(manifest)
+        # Only a storage that describes a foreign format may say that there is nothing to check.
+        if not self.has_digests and getattr(storage, "has_digests", True):
+            raise CorruptionError(
+                f"{storage.describe(join_path(directory, MANIFEST))}: it states digests of 0 bytes"
+            )
         self.has_copies = bool((index.copy != 0).any())
         self._copies: Copies | None = None
         self.take_image: TakeImage | None = None
@@ -220,6 +227,7 @@ class CheckpointFiles:
         Raises:
             CorruptionError: No copy is good; the message names tensor, file and byte.
         """
+        verify = verify and self.has_digests
         file = int(self.index.file[rows[0]])
         image = self._image(file)
         bad: Sequence[int] = range(len(rows))
@@ -307,15 +315,16 @@ class CheckpointFiles:
         place, block = int(self.index.start[row]), self._block_nbytes
         file = int(self.index.file[row])
         source = image or self._source(file)
+        self._count(read=len(out), file=file, is_image=image is not None)
+        if not verify:
+            source.readinto(out, start=place + start)
+            return
         stated = self.index.digests(row)[start // block : -(-stop // block)].tolist()
         num_blocks = max(_STEP_NBYTES // block, 1)
         step = num_blocks * block
-        self._count(read=len(out), file=file, is_image=image is not None)
         for at in range(0, len(out), step):
             data = out[at : at + step]
             source.readinto(data, start=place + start + at)
-            if not verify:
-                continue
             first = at // block
             wrong = _find_wrong_block(data, stated[first : first + num_blocks], block)
             if wrong is not None:

@@ -20,7 +20,13 @@ from holdfast.arrays.box_table import BoxTable, check_tilings, pad_shapes, uniqu
 from holdfast.arrays.types import AnyArray, BoolArray, IntArray, WordArray
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.dtypes import DTYPES, dtype_named
-from holdfast.format.manifest import MAX_HEADER_NBYTES, MAX_INDEX_NBYTES, MAX_NDIM, Manifest
+from holdfast.format.manifest import (
+    MAX_HEADER_NBYTES,
+    MAX_INDEX_NBYTES,
+    MAX_NDIM,
+    Manifest,
+    has_digests,
+)
 
 PAYLOAD_ALIGN = 4096
 """Alignment of a data file's payload, so that it can be mapped and read directly."""
@@ -149,7 +155,7 @@ def parse_header(header: bytes | memoryview, *, file_nbytes: int, place: str) ->
             start=len(header) + raw.data_offsets[0],
             nbytes=raw.data_offsets[1] - raw.data_offsets[0],
         )
-        for name, raw in _raw_entries(header[8:], place)
+        for name, raw in _raw_entries(header[8:], place)[0].items()
     ]
     entries.sort(key=lambda entry: (entry.start, entry.nbytes))
     end = len(header)
@@ -163,7 +169,13 @@ def parse_header(header: bytes | memoryview, *, file_nbytes: int, place: str) ->
     return entries
 
 
-def _raw_entries(text: bytes, place: str) -> list[tuple[str, _RawEntry]]:
+def header_metadata(header: bytes | memoryview, *, place: str) -> dict[str, str]:
+    """Return the `__metadata__` of a whole header; empty without one. Errors: `parse_header`."""
+    return _raw_entries(bytes(header)[8:], place)[1]
+
+
+def _raw_entries(text: bytes, place: str) -> tuple[dict[str, _RawEntry], dict[str, str]]:
+    """Return the entries of a header by name, and its metadata."""
     # json, because msgspec keeps the last of two equal names, and that must be an error here.
     try:
         pairs: list[tuple[str, object]] = json.loads(text.decode(), object_pairs_hook=_Pairs)
@@ -173,10 +185,9 @@ def _raw_entries(text: bytes, place: str) -> list[tuple[str, _RawEntry]]:
         if len(table) != len(pairs):
             raise CorruptionError(f"{place}: the header repeats a name")
         metadata = table.pop(_METADATA, None)
-        if metadata is not None:
-            msgspec.convert(_as_dict(metadata), dict[str, str])
+        words = {} if metadata is None else msgspec.convert(_as_dict(metadata), dict[str, str])
         plain = {name: _as_dict(raw) for name, raw in table.items()}
-        return list(msgspec.convert(plain, dict[str, _RawEntry]).items())
+        return msgspec.convert(plain, dict[str, _RawEntry]), words
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{place}: this is not a safetensors header: {error}") from None
 
@@ -283,6 +294,8 @@ def require_index_size(manifest: Manifest, *, place: str) -> None:
     Each row is an entry of some data file's header, which the manifest states the length of, so
     an index that cannot be one is found without being read.
     """
+    if not has_digests(manifest):
+        return  # made in memory, and its files have no headers
     rows = manifest.index.num_rows
     num_headers = sum(file.header_nbytes for file in manifest.files)
     num_dims = max((len(tensor.shape) for tensor in manifest.tensors), default=0)
@@ -457,7 +470,9 @@ def _check_bytes(index: ChunkIndex, manifest: Manifest) -> None:
         index, manifest, np.asarray(index.nbytes == expected),
         lambda row: f"{index.nbytes[row]} bytes are stated, but its box has {expected[row]}",
     )  # fmt: skip
-    num_blocks = -(-index.nbytes // manifest.block_nbytes)
+    num_blocks = np.zeros_like(index.nbytes)
+    if has_digests(manifest):
+        num_blocks = -(-index.nbytes // manifest.block_nbytes)
     _require(
         index, manifest, np.equal(np.diff(index.digest_ptr), num_blocks),
         lambda row: "it does not have one digest per block",

@@ -117,6 +117,7 @@ class Snapshot(CheckpointFiles):
         Cost: a buffer of at most 4 MiB (or one digest block, if larger) for each thread; opens each
         data file once for the snapshot.
         """
+        verify = verify and self.has_digests
         tensor = self.tensor_id(key)
         info = self.manifest.tensors[tensor]
         itemsize = DTYPES[info.dtype].itemsize

@@ -20,7 +20,7 @@ from holdfast.format.index import (
     parse_header,
     validate_index,
 )
-from holdfast.format.manifest import FileInfo, Manifest
+from holdfast.format.manifest import FileInfo, Manifest, has_digests
 from holdfast.format.names import DATA_DIR, INDEX, MANIFEST
 from holdfast.format.stored_copies import find_copies
 from holdfast.format.versions import join_path, read_index, read_manifest, save_id_of
@@ -133,6 +133,9 @@ class _Verifier:
             return self._damages
         self._total = manifest.index.nbytes + sum(file.nbytes for file in manifest.files)
         index = self._index(manifest)
+        if not has_digests(manifest):
+            self._reach(manifest, index)
+            return self._damages
         for number, file in enumerate(manifest.files):
             before = self._done
             try:
@@ -145,6 +148,23 @@ class _Verifier:
             self._advance(file.nbytes - (self._done - before))
         self._strays(manifest)
         return self._damages
+
+    def _reach(self, manifest: Manifest, index: ChunkIndex | None) -> None:
+        """Without digests: report the chunks of which the first or last byte cannot be read."""
+        if index is None:
+            return
+        byte = memoryview(bytearray(1))
+        for number, file in enumerate(manifest.files):
+            with closing(self._storage.open(join_path(self._directory, file.name))) as source:
+                for row in np.flatnonzero(index.file == number).tolist():
+                    key = manifest.tensors[index.tensor[row]].key
+                    start, nbytes = int(index.start[row]), int(index.nbytes[row])
+                    try:
+                        source.readinto(byte, start=start)
+                        source.readinto(byte, start=start + nbytes - 1)
+                    except HoldfastError as error:
+                        self._report(file.name, error, key=key)
+            self._advance(file.nbytes)
 
     def run_on(
         self, manifest: Manifest, index: ChunkIndex, number: int, source: Source

@@ -49,7 +49,7 @@ def forecast_reads(
             itemsize=itemsize,
             writer=nobody,
             hosts=np.zeros(1, dtype=np.int64),
-            grain=manifest.block_nbytes,
+            grain=manifest.block_nbytes or 1,
         )
         row = plan.row
         if files.has_copies:

@@ -105,7 +105,7 @@ class LoadExecutor:
         self._control = control
         self._requests = requests
         self._memory = memory
-        self._verify = verify
+        self._verify = verify and files.has_digests
         self._num_threads = num_threads
         self._has_failed = threading.Event()
         self._local = threading.local()
@@ -149,7 +149,7 @@ class LoadExecutor:
             itemsize=self._itemsize,
             writer=np.array(writer, dtype=np.int64),
             hosts=host_numbers(hosts if hosts else list(map(str, range(len(tables))))),
-            grain=block if self._verify else min(block, _UNVERIFIED_NBYTES),
+            grain=block if self._verify else min(block or _UNVERIFIED_NBYTES, _UNVERIFIED_NBYTES),
             copies=self._files.copies if self._files.has_copies else None,
             choose=choose,
         )

@@ -201,7 +201,7 @@ def _print(opened: OpenCheckpoint, args: Args, rows: list[TensorRow]) -> None:
     snapshot, manifest = opened.snapshot, opened.snapshot.manifest
     is_narrow = args.tensor is not None
     if not is_narrow:
-        _print_summary(console, opened.label, manifest)
+        _print_summary(console, opened, manifest)
         if args.part is None:
             _print_parts(console, manifest)
     if args.files:
@@ -219,22 +219,29 @@ def _print(opened: OpenCheckpoint, args: Args, rows: list[TensorRow]) -> None:
             console.print(value_tree(part, manifest.parts[part], tensors=tensors))
 
 
-def _print_summary(console: Console, label: str, manifest: Manifest) -> None:
+def _print_summary(console: Console, opened: OpenCheckpoint, manifest: Manifest) -> None:
     """Name and value of what is known of the checkpoint as a whole."""
     totals = manifest.totals
     extra = totals.stored_nbytes - totals.nbytes
     copies = f" + {in_bytes(extra)} of copies" if extra else ""
+    step = f"{manifest.step}, saved {when(manifest.created)} UTC, id {manifest.save_id}"
+    by = ("by", f"holdfast {manifest.holdfast}, torch {manifest.torch}, format {manifest.version}")
+    if opened.foreign:
+        step = f"{manifest.step}, files of {when(manifest.created)} UTC"
+        by = ("format", f"{opened.foreign}; it has no digests, so nothing read can be verified")
     lines = [
-        ("checkpoint", label),
-        ("step", f"{manifest.step}, saved {when(manifest.created)} UTC, id {manifest.save_id}"),
-        ("by", f"holdfast {manifest.holdfast}, torch {manifest.torch}, format {manifest.version}"),
+        ("checkpoint", opened.label),
+        ("step", step),
+        by,
         ("holds", f"{counted(totals.num_tensors, 'tensor')}, {in_bytes(totals.nbytes)}{copies} "
                   f"in {counted(len(manifest.files), 'file')}"),
     ]  # fmt: skip
     lines += [
         ("layout", f"{layout_in_words(x)} ({in_ranges(x.ranks)}), order {clean(x.order)}")
         for x in manifest.layouts
+        if not opened.foreign
     ]
+    lines += [("left out", sentence) for sentence in opened.left_out]
     if manifest.metadata:
         lines.append(("metadata", metadata_in_words(manifest.metadata)))
     for name, text in lines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -12,10 +12,13 @@ from pathlib import Path
 
 from holdfast.cli.support.messages import counted
 from holdfast.errors import ConfigError, StorageError
+from holdfast.foreign.formats import detect_format, open_catalog
+from holdfast.foreign.location import Location
+from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.versions import Lease, read_lease, save_id_of
-from holdfast.storage import PosixStorage
+from holdfast.storage import PosixStorage, Storage
 
 _MAX_RUN_DEPTH = 2
 _MAX_RUN_DIRECTORIES = 2000
@@ -26,9 +29,11 @@ _NUM_ATTEMPTS = 5
 class StoredCheckpoint:
     """One committed checkpoint: its storage, the directory in it, and its path for messages."""
 
-    storage: PosixStorage
+    storage: Storage
     directory: str
     label: str
+    foreign: str = ""
+    """Name of its format, if it is not our own."""
 
 
 def open_root(path: Path) -> PosixStorage:
@@ -119,6 +124,8 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
     Raises:
         ConfigError: there is none; the message says what was looked for.
     """
+    if path.is_file() and (foreign := _find_foreign(path, step=step)):
+        return foreign
     storage = open_root(path)
     if storage.exists(MANIFEST):
         if step is not None and path.resolve().name != step_dir(step):
@@ -126,12 +133,30 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
         return StoredCheckpoint(storage=storage, directory="", label=str(path))
     steps = list_steps(storage)
     if not steps:
+        if foreign := _find_foreign(path, step=step):
+            return foreign
         raise ConfigError(_nothing_at(path, storage))
     if step is not None and step not in steps:
         known = ", ".join(map(str, steps[-8:]))
         raise ConfigError(f"{path} has no committed step {step}; it has {known}")
     directory = step_dir(steps[-1] if step is None else step)
     return StoredCheckpoint(storage=storage, directory=directory, label=str(path / directory))
+
+
+def _find_foreign(path: Path, *, step: int | None) -> StoredCheckpoint | None:
+    """The checkpoint in a foreign format at a path; None if it is in none that is known."""
+    location = Location.of(path)
+    if detect_format(location) is None:
+        return None
+    storage = CatalogStorage(open_catalog(location))
+    if step not in (None, storage.catalog.step):
+        raise ConfigError(f"{path} has step {storage.catalog.step}, not {step}")
+    return StoredCheckpoint(
+        storage=storage,
+        directory=storage.directory,
+        label=storage.catalog.label,
+        foreign=storage.catalog.format,
+    )
 
 
 def _nothing_at(path: Path, storage: PosixStorage) -> str:
@@ -152,6 +177,10 @@ class OpenCheckpoint:
 
     snapshot: Snapshot
     label: str
+    foreign: str = ""
+    """Name of its format, if it is not our own."""
+    left_out: Sequence[str] = ()
+    """What a foreign checkpoint has that is not shown, one sentence each."""
 
 
 @contextmanager
@@ -170,7 +199,13 @@ def open_checkpoint(path: Path, *, step: int | None = None) -> Iterator[OpenChec
         Snapshot.open(checkpoint.storage, checkpoint.directory) as snapshot,
     ):
         lease.set_version(snapshot.manifest.save_id)
-        yield OpenCheckpoint(snapshot=snapshot, label=checkpoint.label)
+        storage = checkpoint.storage
+        yield OpenCheckpoint(
+            snapshot=snapshot,
+            label=checkpoint.label,
+            foreign=checkpoint.foreign,
+            left_out=storage.catalog.left_out if isinstance(storage, CatalogStorage) else (),
+        )
 
 
 @contextmanager
@@ -204,7 +239,7 @@ def lease_checkpoint(
 def _from_above(path: Path, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
     """A checkpoint named by its own directory, seen from the directory above, where leases are."""
     real = path.resolve()
-    if checkpoint.directory or parse_step_dir(real.name) is None:
+    if checkpoint.foreign or checkpoint.directory or parse_step_dir(real.name) is None:
         return checkpoint
     return StoredCheckpoint(
         storage=PosixStorage(real.parent), directory=real.name, label=checkpoint.label

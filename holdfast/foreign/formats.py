@@ -1,0 +1,65 @@
+"""The formats that are known, and which of them a path has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.errors import ConfigError
+from holdfast.foreign import safetensors_files
+from holdfast.foreign.catalog import Catalog
+from holdfast.foreign.location import Location
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One format.
+
+    Args:
+        name: As the command line has it.
+        title: As people call it.
+        detect: Whether a location has this format, by content.
+        open: Its description. HoldfastError if it is damaged or cannot be read.
+    """
+
+    name: str
+    title: str
+    detect: Callable[[Location], bool]
+    open: Callable[[Location], Catalog]
+
+
+FORMATS: tuple[Format, ...] = (
+    Format(
+        name="safetensors",
+        title="Hugging Face safetensors",
+        detect=safetensors_files.detect,
+        open=safetensors_files.open_catalog,
+    ),
+)
+"""In the order in which they are tried: the ones with a file of their own first."""
+
+
+def detect_format(location: Location) -> Format | None:
+    """Return the format of a location, or None if it has none of those known."""
+    return next((each for each in FORMATS if each.detect(location)), None)
+
+
+def open_catalog(path: str | os.PathLike[str] | Location) -> Catalog:
+    """Describe the foreign checkpoint at a path.
+
+    Raises:
+        ConfigError: Nothing is there, or nothing in a known format.
+        CorruptionError: It is damaged, or asks for what is never run.
+        StorageError: It cannot be read.
+
+    Cost: reads the metadata of the checkpoint, not its tensors.
+    """
+    location = path if isinstance(path, Location) else Location.of(path)
+    found = detect_format(location)
+    if found is None:
+        known = ", ".join(each.title for each in FORMATS)
+        raise ConfigError(
+            f"{location.label} is not a checkpoint in a format that is known: {known}"
+        )
+    return found.open(location)

@@ -1,0 +1,105 @@
+"""A path that may be a foreign checkpoint: a folder, or one file of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+
+from holdfast.errors import ConfigError, StorageError
+from holdfast.storage import PosixStorage, Source, Storage
+
+_MAX_NAMES = 1_000_000
+
+
+class Folder(PosixStorage):
+    """A folder of foreign files, in which links are followed, unlike in our own roots.
+
+    The caches that people name (of the Hugging Face hub) consist of links. A format opens only
+    names that the folder lists, so a link is as good as the file that its owner put there.
+    """
+
+    def open(self, path: str) -> Source:
+        """See `Storage.open`."""
+        target = self._target(path)
+        return (
+            super().open(path) if target is None else PosixStorage(target.parent).open(target.name)
+        )
+
+    def size(self, path: str) -> int:
+        """See `Storage.size`."""
+        target = self._target(path)
+        return (
+            super().size(path) if target is None else PosixStorage(target.parent).size(target.name)
+        )
+
+    def read(self, path: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        target = self._target(path)
+        if target is None:
+            return super().read(path, start=start, nbytes=nbytes)
+        return PosixStorage(target.parent).read(target.name, start=start, nbytes=nbytes)
+
+    def _target(self, path: str) -> Path | None:
+        """Return the file that a link leads to; None if the path is not a link."""
+        place = self.root / path
+        try:
+            return place.resolve(strict=True) if place.is_symlink() else None
+        except OSError as error:
+            raise StorageError(f"{place} is a link that leads nowhere: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class Location:
+    """A folder, or a file in it.
+
+    Args:
+        storage: The folder.
+        file: Name of the file; None for the folder itself.
+        label: The path, for messages.
+    """
+
+    storage: Storage
+    file: str | None
+    label: str
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Location:
+        """Return the location of a path; ConfigError if nothing is there."""
+        path = Path(path)
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist")
+        if path.is_dir():
+            return cls(Folder(path), None, str(path))
+        return cls(Folder(path.parent), path.name, str(path))
+
+    def names(self) -> Sequence[str]:
+        """Return the names in the folder, sorted."""
+        return self._names
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return self.storage.list("")[:_MAX_NAMES]
+
+    def has(self, name: str) -> bool:
+        """Return True if the folder has a file of that name."""
+        return self.file is None and self.storage.exists(name) and not self.storage.is_dir(name)
+
+    def head(self, name: str, nbytes: int) -> bytes:
+        """Return the first bytes of a file, fewer if it is shorter; empty if it is not one."""
+        try:
+            return self.storage.read(name, nbytes=min(nbytes, self.storage.size(name)))
+        except StorageError:
+            return b""
+
+    def created(self, names: Iterable[str]) -> str:
+        """Return when the newest of these files was written, ISO 8601 UTC."""
+        times = [0.0]
+        for name in names:
+            path = self.storage.local_path(name)
+            if path is not None and path.exists():
+                times.append(path.stat().st_mtime)
+        return datetime.fromtimestamp(int(max(times)), UTC).isoformat()

@@ -1,0 +1,237 @@
+"""Hugging Face folders and single `.safetensors` files, whole or as PyTorch DCP shards them.
+
+The tensors are the part `model`, under the names that they have in the files. Only headers are read
+to open one. An index (`*.safetensors.index.json`) states which file has which tensor; a folder
+without one is all of its files. DCP's variant cuts tensors over files and states each piece's
+offset in the header (`DCP_SHARDING_INFO`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.arrays.boxes import Box
+from holdfast.errors import CorruptionError, PlacementError
+from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes
+from holdfast.foreign.location import Location
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.index import HeaderEntry, header_metadata, header_nbytes, parse_header
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES
+from holdfast.format.values import tensor_node
+from holdfast.storage import Source
+
+FORMAT = "safetensors"
+PART = "model"
+"""The part of the state that weights without a tree are."""
+
+_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".safetensors.index.json"
+_SHARDED = "DCP_SHARDING_INFO"
+
+
+def detect(location: Location) -> bool:
+    """Return True for a safetensors file, and for a folder that has some."""
+    if location.file is not None:
+        return _is_safetensors(location, location.file)
+    return any(_is_safetensors(location, name) for name in _names(location))
+
+
+def _is_safetensors(location: Location, name: str) -> bool:
+    """Return True if a file starts as a safetensors file does: a length, and a JSON object."""
+    head = location.head(name, 9)
+    if len(head) < 9:
+        return False
+    length = int.from_bytes(head[:8], "little")
+    return head[8:] == b"{" and 2 <= length <= location.storage.size(name)
+
+
+def _names(location: Location) -> list[str]:
+    """Return the names in the folder that are those of safetensors files."""
+    return [name for name in location.names() if name.endswith(_SUFFIX)]
+
+
+def open_catalog(location: Location) -> Catalog:
+    """Describe a folder or a file.
+
+    Raises:
+        CorruptionError: A header or the index is damaged, a tensor is there twice or not at all, or
+            pieces do not tile their tensor.
+        StorageError: A file cannot be read.
+
+    Cost: reads the headers.
+    """
+    names, wanted, left_out = _files_of(location)
+    identity = bytearray()
+    pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
+    for name in names:
+        header = _read_header(location, name)
+        identity += header
+        for piece in _pieces(location, name, header):
+            if wanted is not None and wanted.get(piece.entry.name) != name:
+                left_out.append(f"{name}: {piece.entry.name!r}, which the index does not name")
+                continue
+            pieces[piece.entry.name].append(piece)
+    missing = sorted(set(wanted or ()) - set(pieces))
+    if missing:
+        raise CorruptionError(
+            f"{location.label}: the index names {len(missing)} tensors that their files lack, for "
+            f"example {missing[0]!r}"
+        )
+    tensors = [_tensor(location, name, each) for name, each in pieces.items()]
+    return Catalog(
+        format=FORMAT,
+        storage=location.storage,
+        label=location.label,
+        identity=bytes(identity),
+        created=location.created(names),
+        tensors={tensor.key: tensor for tensor in tensors},
+        parts={PART: {name: tensor_node(_key(name)) for name in pieces}},
+        left_out=[*left_out, *_others(location)],
+    )
+
+
+def _others(location: Location) -> list[str]:
+    """Say which files of the folder may hold state, too, and are not read with it."""
+    if location.file is not None:
+        return []
+    return [
+        f"{name}: name this file to read it"
+        for name in location.names()
+        if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".npz"))
+    ]
+
+
+def _key(name: str) -> str:
+    return f"{PART}.{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One entry of one file, and its offset in the tensor; None for a whole tensor."""
+
+    file: str
+    entry: HeaderEntry
+    offset: tuple[int, ...] | None
+
+
+def _files_of(location: Location) -> tuple[list[str], Mapping[str, str] | None, list[str]]:
+    """Return the files, by tensor the file that an index states, and what is left out."""
+    if location.file is not None:
+        return [location.file], None, []
+    indices = [name for name in location.names() if name.endswith(_INDEX_SUFFIX)]
+    names = [name for name in _names(location) if _is_safetensors(location, name)]
+    if not indices:
+        return names, None, []
+    if len(indices) > 1:
+        raise CorruptionError(
+            f"{location.label} has {len(indices)} indices ({', '.join(indices)}): name one file"
+        )
+    wanted = _read_index(location, indices[0])
+    used = sorted(set(wanted.values()))
+    left_out = [f"{name}: no tensor of the index is in it" for name in names if name not in used]
+    return used, wanted, left_out
+
+
+def _read_index(location: Location, name: str) -> dict[str, str]:
+    """Return the weight map of an index; every file of it is a plain name in the folder."""
+    place = location.storage.describe(name)
+    size = location.storage.size(name)
+    if size > MAX_MANIFEST_NBYTES:
+        raise CorruptionError(f"{place}: {size} bytes are too many for an index")
+    try:
+        text = location.storage.read(name)
+        table = msgspec.convert(json.loads(text.decode()), dict[str, object])
+        wanted = msgspec.convert(table["weight_map"], dict[str, str])
+    except (ValueError, KeyError, RecursionError) as error:
+        raise CorruptionError(f"{place}: this is not an index of tensors: {error}") from None
+    present = set(_names(location))
+    for key, file in wanted.items():
+        # Compared with the listing: no other path is ever opened, whatever the index says.
+        if file not in present:
+            raise CorruptionError(
+                f"{place}: tensor {key!r} is to be in {file!r}, which is not a file of the folder"
+            )
+    return wanted
+
+
+def _read_header(location: Location, name: str) -> bytes:
+    """Return the whole header of a file, its length included."""
+    place = location.storage.describe(name)
+    with closing(location.storage.open(name)) as source:
+        prefix = _read(source, 0, min(8, source.nbytes))
+        return _read(source, 0, header_nbytes(prefix, file_nbytes=source.nbytes, place=place))
+
+
+def _read(source: Source, start: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    source.readinto(memoryview(data), start=start)
+    return bytes(data)
+
+
+def _pieces(location: Location, name: str, header: bytes) -> Iterator[_Piece]:
+    """Yield the entries of a file with their offsets."""
+    place = location.storage.describe(name)
+    entries = parse_header(header, file_nbytes=location.storage.size(name), place=place)
+    sharding = header_metadata(header, place=place).get(_SHARDED)
+    offsets = _offsets(sharding, place) if sharding else {}
+    for entry in entries:
+        dtype = DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise CorruptionError(
+                f"{place}: tensor {entry.name!r} has the element type {entry.dtype}, which is not "
+                f"supported"
+            )
+        if entry.nbytes != math.prod(entry.shape) * dtype.itemsize:
+            raise CorruptionError(
+                f"{place}: tensor {entry.name!r} has {entry.nbytes} bytes, not those of "
+                f"{entry.dtype} {list(entry.shape)}"
+            )
+        if offsets and entry.name not in offsets:
+            raise CorruptionError(f"{place}: {_SHARDED} lacks the tensor {entry.name!r}")
+        yield _Piece(name, entry, offsets.get(entry.name))
+
+
+class _Saved(msgspec.Struct):
+    saved_offsets: list[int]
+
+
+def _offsets(text: str, place: str) -> dict[str, tuple[int, ...]]:
+    """Return by tensor where the piece of this file lies in it."""
+    try:
+        table = msgspec.json.decode(text, type=dict[str, _Saved])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CorruptionError(f"{place}: {_SHARDED} cannot be decoded: {error}") from None
+    return {name: tuple(each.saved_offsets) for name, each in table.items()}
+
+
+def _tensor(location: Location, name: str, pieces: list[_Piece]) -> CatalogTensor:
+    """Return a tensor with its chunks; whole ones are there once."""
+    first = pieces[0]
+    if len(pieces) > 1 and any(piece.offset is None for piece in pieces):
+        files = ", ".join(sorted({piece.file for piece in pieces}))
+        raise CorruptionError(f"{location.label}: tensor {name!r} is in several files: {files}")
+    try:
+        chunks = [
+            Chunk(
+                Box(piece.offset or (0,) * len(piece.entry.shape), piece.entry.shape),
+                FileBytes(piece.file, piece.entry.start),
+            )
+            for piece in pieces
+        ]
+        ends = [chunk.box.stop for chunk in chunks]
+        shape = tuple(map(max, zip(*ends, strict=True)))
+    except (PlacementError, ValueError) as error:
+        raise CorruptionError(f"{location.label}: pieces of {name!r} do not fit: {error}") from None
+    odd = {piece.entry.dtype for piece in pieces} - {first.entry.dtype}
+    if odd:
+        raise CorruptionError(
+            f"{location.label}: pieces of {name!r} are {first.entry.dtype} and {odd.pop()}"
+        )
+    return CatalogTensor(key=_key(name), dtype=first.entry.dtype, shape=shape, chunks=tuple(chunks))
