@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast.checkpoint.load.loader import Loader
+from holdfast.checkpoint.load.sources import LoadSource, open_source
 from holdfast.checkpoint.options import (
     LoadOptions,
     OnDrift,
@@ -130,6 +132,7 @@ class Checkpointer:
         )
         self._groups = groups if groups is not None else _default_groups()
         codecs = codecs if codecs is not None else Codecs()
+        self._codecs, self._on_drift = codecs, on_drift
         self._root = RootIdentity(self._storage)
         self._saver = Saver(
             self._storage, self._groups, codecs=codecs, options=options, root=self._root
@@ -384,6 +387,7 @@ class Checkpointer:
         state: Mapping[str, object],
         *,
         step: int | None = None,
+        source: LoadSource | None = None,
         ignore_unexpected: bool | Sequence[str] = False,
         allow_missing: Sequence[str] = (),
         allow_dropped: Sequence[str] = (),
@@ -401,6 +405,10 @@ class Checkpointer:
         Args:
             state: as of `save`; what it holds is overwritten.
             step: which checkpoint; default the newest committed one.
+            source: load from there instead of from the own root: the path of another run or of one
+                of its checkpoints, or of a checkpoint in a foreign format (`holdfast.foreign`),
+                which is read in place by byte ranges. It counts as a start, not as a step that was
+                saved. A foreign one has no digests: `LoadReport.is_verified` says so.
             ignore_unexpected: leave stored entries that no rank asks for: all, or by patterns.
             allow_missing: `fnmatch` patterns of full paths that may be absent.
             allow_dropped: patterns of per-rank values whose coordinates no rank of this layout has.
@@ -427,7 +435,6 @@ class Checkpointer:
         With `max_fallbacks`: two more.
         """
         _check_mapping(state)
-        self._root.check()
         options = LoadOptions(
             step=step,
             ignore_unexpected=ignore_unexpected,
@@ -439,7 +446,7 @@ class Checkpointer:
             max_fallbacks=max_fallbacks,
         )
         self._saver.wait_staged()  # a load writes to what may still be copied
-        return self._note_loaded(self._loader.load(state, options))
+        return self._load(state, options, source)
 
     @timed_report
     @guarded
@@ -447,6 +454,7 @@ class Checkpointer:
         self,
         *,
         step: int | None = None,
+        source: LoadSource | None = None,
         verify: bool = True,
         exchange: bool | Literal["auto"] = "auto",
         max_fallbacks: int | None = 0,
@@ -463,16 +471,35 @@ class Checkpointer:
 
         Cost: each rank reads or receives all tensors, and holds them.
         """
-        self._root.check()
         options = LoadOptions(
             step=step, verify=verify, exchange=exchange, max_fallbacks=max_fallbacks
         )
-        return self._note_loaded(self._loader.load(None, options))
+        return self._load(None, options, source)
 
-    def _note_loaded(self, report: LoadReport) -> LoadReport:
-        """Count what was read; a step that was loaded is saved, too."""
+    def _load(
+        self,
+        state: Mapping[str, object] | None,
+        options: LoadOptions,
+        source: LoadSource | None,
+    ) -> LoadReport:
+        """Load from the own root or from a source, and count what was read."""
+        if source is None:
+            self._root.check()
+            report = self._loader.load(state, options)
+            self._note_saved(report.step)  # a step that was loaded is saved, too
+        else:
+            self._loader.forget()
+            storage, step = open_source(source, step=options.step)
+            loader = Loader(
+                storage,
+                self._groups,
+                codecs=self._codecs,
+                settle_s=0.0,
+                on_drift=self._on_drift,
+                is_source=True,
+            )
+            report = loader.load(state, replace(options, step=step))
         self._nbytes_loaded += report.nbytes_read
-        self._note_saved(report.step)
         return report
 
     def inspect(self, step: int | None = None) -> CheckpointInfo:

@@ -184,6 +184,11 @@ class LoadReport:
     """Part name -> loaded tree, for parts that are plain trees."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The `metadata=` of the save; empty if it had none."""
+    is_verified: bool = True
+    """True if every block read was checked against its digest: not with `verify=False`, and not
+    from a foreign format, which has none."""
+    left_out: tuple[str, ...] = ()
+    """What a foreign checkpoint has that is not read at all, one sentence each."""
     nbytes_needed: int = 0
     """Of tensor data, requested on this rank."""
     nbytes_read: int = 0
@@ -270,9 +275,11 @@ class LoadReport:
                 ("damaged copies replaced", self.replaced),
                 ("kept images refused", self.refused_images),
                 ("newer checkpoints given up", self.fell_back),
+                ("left out by the format", self.left_out),
             )
             if names
         )
+        extra += "" if self.is_verified else ", without digests"
         copied = ""
         if self.nbytes_from_images:
             copied = f", {self.nbytes_from_images / 1e6:.1f} MB copied from memory,"

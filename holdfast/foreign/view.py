@@ -62,6 +62,11 @@ class CatalogStorage:
         self._records = {MANIFEST: self._manifest, INDEX: self._index}
 
     @property
+    def left_out(self) -> Sequence[str]:
+        """What the checkpoint has and this storage does not show."""
+        return self.catalog.left_out
+
+    @property
     def is_cached_on_host(self) -> bool:
         """As the storage of the files."""
         return bool(getattr(self.catalog.storage, "is_cached_on_host", True))

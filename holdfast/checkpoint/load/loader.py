@@ -73,7 +73,11 @@ _MAX_CANDIDATES = 10_000
 
 
 class Loader:
-    """Loads under one set of groups."""
+    """Loads under one set of groups.
+
+    Args:
+        is_source: The storage is not the checkpointer's own: ranks compare which one it is.
+    """
 
     def __init__(
         self,
@@ -84,18 +88,20 @@ class Loader:
         settle_s: float,
         on_drift: OnDrift,
         takes_images: bool = False,
+        is_source: bool = False,
     ) -> None:
         self._storage = storage
         self._takes_images = takes_images
         self._groups = groups
         self._codecs = codecs
         self._on_drift = on_drift
+        self._label = storage.describe("") if is_source else ""
         self._is_cached: bool = getattr(storage, "is_cached_on_host", True)
         self._finder = Finder(storage, groups, settle_s=settle_s)
 
     def load(self, state: Mapping[str, object] | None, options: LoadOptions) -> LoadReport:
         """One load; see `Checkpointer.load`. None for the state: all of what is stored."""
-        self._finder.version = None
+        self.forget()
         # A load makes many objects that stay: each pass of the garbage collector would visit them.
         # Made in inference mode, they would stay inference tensors, which no step can update.
         with collector_paused(), torch.inference_mode(False):
@@ -103,6 +109,10 @@ class Loader:
                 return self._load_newest_good(state, options)
             with ExitStack() as stack:
                 return self._load(state, options.step, options, stack, set())
+
+    def forget(self) -> None:
+        """Forget which checkpoint was loaded last: the next load is another loader's."""
+        self._finder.version = None
 
     def was_replaced(self, error: BaseException) -> bool:
         """After a failure of all ranks: whether the checkpoint has been replaced meanwhile.
@@ -225,6 +235,8 @@ class Loader:
             not_requested=_not_requested(files, state, parts),
             values=values,
             metadata=files.manifest.metadata,
+            is_verified=options.verify and files.has_digests,
+            left_out=tuple(getattr(self._storage, "left_out", ())),
             nbytes_needed=executor.nbytes_needed,
             nbytes_read=files.stats.nbytes_read,
             nbytes_received=executor.nbytes_received,
@@ -241,6 +253,7 @@ class Loader:
         """Return what all ranks must request alike."""
         return {
             "step": options.step,
+            "source": self._label,
             "verify": options.verify,
             "exchange": options.exchange,
             "max_fallbacks": options.max_fallbacks,
