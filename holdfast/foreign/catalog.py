@@ -10,8 +10,8 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -174,6 +174,7 @@ class Catalog:
         tensors: By key.
         parts: The tree of the state, as in a manifest; tensors are nodes that name their key.
         left_out: What the checkpoint has and the catalog has not, one sentence each.
+        metadata: The user's own JSON object, where the format has one.
     """
 
     format: str
@@ -185,6 +186,7 @@ class Catalog:
     tensors: Mapping[str, CatalogTensor]
     parts: Mapping[str, Node]
     left_out: Sequence[str] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -14,15 +14,25 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from holdfast.arrays.boxes import Box
-from holdfast.errors import CorruptionError, PlacementError
+from holdfast.errors import ConfigError, CorruptionError, PlacementError, PlanError
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes
 from holdfast.foreign.location import Location
+from holdfast.foreign.output import Extent, Output, OutputFile
+from holdfast.foreign.weights import Weights, weights_of
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.index import HeaderEntry, header_metadata, header_nbytes, parse_header
+from holdfast.format.index import (
+    HeaderEntry,
+    ImageEntry,
+    header_metadata,
+    header_nbytes,
+    layout_image,
+    parse_header,
+)
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES
 from holdfast.format.values import tensor_node
 from holdfast.storage import Source
@@ -34,6 +44,10 @@ PART = "model"
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SHARDED = "DCP_SHARDING_INFO"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".npz")
+DEFAULT_MAX_FILE_NBYTES = 5_000_000_000
+"""As large as a file of a Hugging Face folder usually is."""
+_MAX_CARRIED_NBYTES = 256 << 20
 
 
 def detect(location: Location) -> bool:
@@ -102,9 +116,7 @@ def _others(location: Location) -> list[str]:
     if location.file is not None:
         return []
     return [
-        f"{name}: name this file to read it"
-        for name in location.names()
-        if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".npz"))
+        f"{name}: name this file to read it" for name in location.names() if name.endswith(_PICKLES)
     ]
 
 
@@ -235,3 +247,98 @@ def _tensor(location: Location, name: str, pieces: list[_Piece]) -> CatalogTenso
             f"{location.label}: pieces of {name!r} are {first.entry.dtype} and {odd.pop()}"
         )
     return CatalogTensor(key=_key(name), dtype=first.entry.dtype, shape=shape, chunks=tuple(chunks))
+
+
+def layout(
+    catalog: Catalog,
+    *,
+    part: str | None = None,
+    max_file_nbytes: int = DEFAULT_MAX_FILE_NBYTES,
+    config_from: Path | None = None,
+    is_folder: bool = True,
+) -> Output:
+    """Lay out the tensors of one part as a Hugging Face folder, or as one file.
+
+    Args:
+        catalog: What to write.
+        part: See `weights_of`.
+        max_file_nbytes: A folder gets more files than one beyond it; a larger tensor has its own.
+        config_from: A folder whose other files (config, tokenizer) are copied.
+        is_folder: False for a single file.
+
+    Raises:
+        ConfigError: The part is not there, or `config_from` is not a folder.
+        PlanError: A name or type cannot be written.
+    """
+    weights = weights_of(catalog, part)
+    sizes = {name: catalog.tensors[key].nbytes for name, key in weights.keys.items()}
+    groups = _split(sizes, max_file_nbytes if is_folder else sum(sizes.values()) + 1)
+    files = []
+    placed: dict[str, str] = {}
+    for number, names in enumerate(groups, start=1):
+        file = f"model-{number:05d}-of-{len(groups):05d}{_SUFFIX}"
+        file = f"model{_SUFFIX}" if len(groups) == 1 else file
+        placed |= dict.fromkeys(names, file)
+        files.append(_layout_file(catalog, weights, names, file))
+    if len(groups) > 1:
+        table = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": placed}
+        text = json.dumps(table, indent=2, sort_keys=True).encode() + b"\n"
+        files.append(OutputFile.of(f"model{_INDEX_SUFFIX}", text))
+    return Output(
+        files=files,
+        is_folder=is_folder,
+        carried=_carried(config_from) if config_from is not None else {},
+        notes=weights.left_out,
+    )
+
+
+def _split(sizes: Mapping[str, int], max_nbytes: int) -> list[list[str]]:
+    """Split names into files, in their order."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, nbytes in sizes.items():
+        if groups[-1] and filled + nbytes > max_nbytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += nbytes
+    return groups
+
+
+def _layout_file(catalog: Catalog, weights: Weights, names: list[str], file: str) -> OutputFile:
+    """Lay out one file."""
+    tensors = [catalog.tensors[weights.keys[name]] for name in names]
+    for name, tensor in zip(names, tensors, strict=True):
+        if DTYPES[tensor.dtype].envelope != tensor.dtype:
+            raise PlanError(
+                f"tensor {name!r} is {tensor.dtype}, which safetensors files cannot hold"
+            )
+    image = layout_image(
+        [
+            ImageEntry(name=name, dtype=tensor.dtype, shape=tensor.shape)
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
+    )
+    return OutputFile(
+        name=file,
+        nbytes=image.nbytes,
+        literals=[(0, image.header)],
+        extents=[
+            Extent(start=start, key=tensor.key, box=tensor.whole, to_key=_key(name))
+            for name, tensor, start in zip(names, tensors, image.starts.tolist(), strict=True)
+            if tensor.nbytes
+        ],
+    )
+
+
+def _carried(folder: Path) -> dict[str, Path]:
+    """Return the files of a folder that are not weights: config, tokenizer, templates."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder with the config of a model")
+    return {
+        path.name: path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and not path.name.endswith((_SUFFIX, ".index.json", *_PICKLES))
+        and path.stat().st_size <= _MAX_CARRIED_NBYTES
+    }

@@ -1,0 +1,312 @@
+"""What a writer makes: files of literal bytes and boxes of tensors, streamed to their place.
+
+A format's writer is arithmetic: it lays out the files and touches no data. `write_output` moves the
+bytes, for every format alike, in a few threads and under a budget of memory. Everything is written
+below a temporary name; what was written is opened again as its format and every box compared with
+what was read from the source, and only then it gets its name.
+
+    layout        literals and extents of each file, from a catalog
+    copy          read a piece of a box, digest it, write it; durable at the end of each file
+    finish        files that need the digests of all others (an index, a manifest)
+    prove         open the result by its own reader, compare the digest of every box
+    name          one rename
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from holdfast.arrays.boxes import Box, split_box
+from holdfast.errors import ConfigError, CorruptionError, StorageError
+from holdfast.foreign.catalog import Catalog, OpenFiles, TensorReader
+from holdfast.storage import PosixStorage, Sink
+
+DEFAULT_MEMORY_NBYTES = 256 << 20
+"""Memory that a conversion takes for the bytes on their way, unless another budget is given."""
+_NUM_THREADS = 4
+_MIN_PIECE_NBYTES = 1 << 20
+_SHARE = 4
+"""A piece is this fraction of its thread's share: reading strided boxes needs more than once its
+size."""
+
+OnProgress = Callable[[int], object]
+"""Called with the number of bytes that were just written or compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """A box of a tensor, row-major, at a place of a file.
+
+    Args:
+        start: Byte of the file.
+        key: The tensor in the source catalog.
+        box: The box.
+        crc_at: Bytes of the file that get the CRC-32 of the payload, little-endian.
+        to_key: The tensor in the result, as its own reader has it.
+    """
+
+    start: int
+    key: str
+    box: Box
+    crc_at: tuple[int, ...] = ()
+    to_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFile:
+    """One file: its size, and what is where."""
+
+    name: str
+    nbytes: int
+    literals: Sequence[tuple[int, bytes]] = ()
+    extents: Sequence[Extent] = ()
+
+    @classmethod
+    def of(cls, name: str, data: bytes) -> OutputFile:
+        """Return a file of literal bytes."""
+        return cls(name=name, nbytes=len(data), literals=[(0, data)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What is known of one extent after it was written."""
+
+    digest: bytes
+    """XXH3-128 of its bytes."""
+    blocks: Sequence[int]
+    """XXH3-64 of each block, if the output asks for blocks."""
+
+
+Digests = Mapping[tuple[str, int], Written]
+"""By file name and start of the extent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A checkpoint to be written.
+
+    Args:
+        files: In the order in which they are written.
+        is_folder: False for a format that is one file; then there is one file, of any name.
+        block_nbytes: Bytes per block digest; 0 for none.
+        finish: Makes the last files from the digests of the others.
+        carried: Files that are copied as they are, by the name they get.
+        notes: What the format cannot hold or holds otherwise, one sentence each.
+    """
+
+    files: Sequence[OutputFile]
+    is_folder: bool = True
+    block_nbytes: int = 0
+    finish: Callable[[Digests], Sequence[OutputFile]] | None = None
+    carried: Mapping[str, Path] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that are written."""
+        return sum(file.nbytes for file in self.files)
+
+
+def write_output(
+    catalog: Catalog,
+    output: Output,
+    to: Path,
+    *,
+    reopen: Callable[[Path], Catalog],
+    memory_nbytes: int = DEFAULT_MEMORY_NBYTES,
+    on_progress: OnProgress = lambda nbytes: None,
+) -> None:
+    """Write an output, prove it, and give it its name; nothing that exists is overwritten.
+
+    Args:
+        catalog: The source.
+        output: What to write.
+        to: The file or folder, which must not exist.
+        reopen: Opens the result by its format, to prove it.
+        memory_nbytes: Budget for the bytes on their way.
+        on_progress: Called as bytes are written, and again as they are compared.
+
+    Raises:
+        ConfigError: The name is taken, or the budget is too small.
+        CorruptionError: The source is damaged, or what was written does not read back as it.
+        StorageError: As its message says. Nothing is left behind.
+
+    Cost: reads the source once, writes it once, reads what was written once.
+    """
+    if to.is_symlink() or to.exists():
+        raise ConfigError(f"{to} exists already; remove it or choose another name")
+    if memory_nbytes < _NUM_THREADS * _SHARE * _MIN_PIECE_NBYTES:
+        raise ConfigError(
+            f"a budget of {memory_nbytes} bytes is too small: at least "
+            f"{_NUM_THREADS * _SHARE * _MIN_PIECE_NBYTES} are needed"
+        )
+    above = PosixStorage(to.parent)
+    above.make_dir("")
+    # The suffix stays: a reader may go by it.
+    temporary = f".tmp-{secrets.token_hex(4)}-{to.name[-180:]}"
+    piece = memory_nbytes // (_NUM_THREADS * _SHARE)
+    try:
+        copier = _Copier(catalog, piece, output.block_nbytes, on_progress)
+        copier.write(above, temporary, output)
+        copier.prove(reopen(to.parent / temporary))
+        above.rename_dir(temporary, to.name)
+    except BaseException:
+        with suppress(StorageError):
+            above.remove_tree(temporary, durable=False)
+        raise
+
+
+class _Copier:
+    """Moves the bytes of one output, and proves that they arrived."""
+
+    def __init__(
+        self, catalog: Catalog, piece: int, block_nbytes: int, on_progress: OnProgress
+    ) -> None:
+        self._catalog = catalog
+        self._piece = piece
+        self._block = block_nbytes
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._digests: dict[tuple[str, int], Written] = {}
+        self._extents: list[tuple[str, Extent]] = []
+
+    def write(self, above: PosixStorage, temporary: str, output: Output) -> None:
+        """Write all files below a temporary name, durably."""
+        if not output.is_folder:
+            (file,) = output.files
+            self._write_files(above, [(temporary, file)])
+            return
+        above.make_dir(temporary, durable=False)
+        for name in dict.fromkeys(f.name.rpartition("/")[0] for f in output.files):
+            above.make_dir(f"{temporary}/{name}".rstrip("/"), durable=False)
+        self._write_files(above, [(f"{temporary}/{f.name}", f) for f in output.files])
+        last = output.finish(self._digests) if output.finish is not None else ()
+        self._write_files(above, [(f"{temporary}/{f.name}", f) for f in last])
+        for name, source in output.carried.items():
+            above.write_file(f"{temporary}/{name}", source.read_bytes())
+        for name in dict.fromkeys(f.name.rpartition("/")[0] for f in output.files):
+            above.sync_dir(f"{temporary}/{name}".rstrip("/"))
+
+    def _write_files(self, storage: PosixStorage, files: Sequence[tuple[str, OutputFile]]) -> None:
+        with OpenFiles(self._catalog.storage) as sources, _pool() as pool:
+            for path, file in files:
+                with storage.create(path, nbytes=file.nbytes) as sink:
+                    for start, data in file.literals:
+                        sink.write_at(start, memoryview(data))
+                    tasks = [
+                        pool.submit(self._copy, file.name, extent, sink, sources)
+                        for extent in file.extents
+                    ]
+                    for task in tasks:
+                        task.result()
+                    sink.sync()
+                self._extents += [(file.name, extent) for extent in file.extents]
+
+    def _copy(self, name: str, extent: Extent, sink: Sink, sources: OpenFiles) -> None:
+        """Copy one box to its file, piece by piece."""
+        hashed, crc, at = xxhash.xxh3_128(), 0, extent.start
+        blocks = _BlockDigests(self._block)
+        for data in self._read(self._catalog, extent.key, extent.box, sources):
+            hashed.update(data)
+            if extent.crc_at:
+                crc = zlib.crc32(data, crc)
+            blocks.update(data)
+            sink.write_at(at, data)
+            at += len(data)
+            self._advance(len(data))
+        for place in extent.crc_at:
+            sink.write_at(place, memoryview(crc.to_bytes(4, "little")))
+        written = Written(digest=hashed.digest(), blocks=blocks.finish())
+        with self._lock:
+            self._digests[name, extent.start] = written
+
+    def _read(
+        self, catalog: Catalog, key: str, box: Box, sources: OpenFiles
+    ) -> Iterator[memoryview]:
+        """Yield the bytes of a box in row-major order; each piece is valid until the next."""
+        reader = TensorReader(catalog.tensors[key], sources)
+        itemsize = reader.tensor.itemsize
+        buffer = memoryview(bytearray(min(self._piece, box.numel * itemsize)))
+        for part in split_box(box, max_numel=max(self._piece // itemsize, 1)):
+            data = buffer[: part.numel * itemsize]
+            reader.read_box(part, data)
+            yield data
+
+    def prove(self, result: Catalog) -> None:
+        """Compare every box of the result with what was read of the source.
+
+        Raises:
+            CorruptionError: A tensor is not there, is another one, or has other bytes.
+        """
+        extents = {extent.to_key: extent for _, extent in self._extents}
+        if set(extents) != {k for k, t in result.tensors.items() if t.nbytes}:
+            odd = sorted(set(extents) ^ set(result.tensors))
+            raise CorruptionError(f"{result.label}: what was written lacks or adds {odd[:3]}")
+        with OpenFiles(result.storage) as sources, _pool() as pool:
+            tasks = [
+                pool.submit(self._compare, name, extent, result, sources)
+                for name, extent in self._extents
+            ]
+            for task in tasks:
+                task.result()
+
+    def _compare(self, name: str, extent: Extent, result: Catalog, sources: OpenFiles) -> None:
+        source, target = self._catalog.tensors[extent.key], result.tensors[extent.to_key]
+        is_alike = (source.dtype, source.shape) == (target.dtype, target.shape)
+        hashed = xxhash.xxh3_128()
+        if is_alike:
+            for data in self._read(result, extent.to_key, extent.box, sources):
+                hashed.update(data)
+                self._advance(len(data))
+        if not is_alike or hashed.digest() != self._digests[name, extent.start].digest:
+            raise CorruptionError(
+                f"{result.label}: tensor {extent.to_key!r} does not read back as it was written"
+            )
+
+    def _advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._on_progress(nbytes)
+
+
+class _BlockDigests:
+    """Digests of blocks of bytes that arrive in pieces of any size; none for blocks of 0 bytes."""
+
+    def __init__(self, block_nbytes: int) -> None:
+        self._block = block_nbytes
+        self._digests: list[int] = []
+        self._hashed = xxhash.xxh3_64()
+        self._filled = 0
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes."""
+        while self._block and len(data):
+            part = data[: self._block - self._filled]
+            self._hashed.update(part)
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == self._block:
+                self._end()
+
+    def finish(self) -> list[int]:
+        """Return the digests, that of a last short block included."""
+        if self._filled:
+            self._end()
+        return self._digests
+
+    def _end(self) -> None:
+        self._digests.append(self._hashed.intdigest())
+        self._hashed.reset()
+        self._filled = 0
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_NUM_THREADS, "holdfast-convert")

@@ -1,0 +1,220 @@
+"""Our own format on both sides of a conversion: described as a catalog, and laid out from one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.arrays.box_table import BoxTable
+from holdfast.arrays.boxes import Box, flat_range_boxes
+from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, OpenFiles
+from holdfast.foreign.output import Digests, Extent, Output, OutputFile, Written
+from holdfast.format.digest import DEFAULT_BLOCK_NBYTES, digest128
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.index import ChunkIndex, Image, ImageEntry, encode_index, layout_image
+from holdfast.format.manifest import (
+    WHOLE,
+    FileInfo,
+    IndexInfo,
+    LayoutInfo,
+    Manifest,
+    TensorInfo,
+    Totals,
+    encode_manifest,
+)
+from holdfast.format.names import INDEX, MANIFEST, data_file
+from holdfast.format.reader import Snapshot
+from holdfast.storage import PosixStorage
+from holdfast.version import __version__
+
+FORMAT = "holdfast"
+_FILE_NBYTES = 4 << 30
+"""Tensors of one data file, so that it can be copied and checked alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotBytes:
+    """The payload of a chunk of our own checkpoint, verified as it is read."""
+
+    snapshot: Snapshot
+    key: str
+    box: Box
+    file: str
+    order: int
+
+    def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
+        """Read elements of the chunk; CorruptionError if no copy of them is good."""
+        itemsize = DTYPES[self.snapshot.tensor(self.key).dtype].itemsize
+        first, count = start // itemsize, len(out) // itemsize
+        for part in flat_range_boxes(self.box.shape, first, first + count):
+            offset = tuple(map(sum, zip(part.offset, self.box.offset, strict=True)))
+            nbytes = part.numel * itemsize
+            self.snapshot.read_box(self.key, Box(offset, part.shape), out[:nbytes])
+            out = out[nbytes:]
+
+
+def catalog_of(snapshot: Snapshot) -> Catalog:
+    """Describe a checkpoint of our own; its digests are checked at every read."""
+    manifest, index = snapshot.manifest, snapshot.index
+    tensors = {}
+    for info in manifest.tensors:
+        rows = [row for row in snapshot.rows_of(info.key).tolist() if not index.copy[row]]
+        boxes = [index.box(row, ndim=len(info.shape)) for row in rows]
+        tensors[info.key] = CatalogTensor(
+            key=info.key,
+            dtype=info.dtype,
+            shape=tuple(info.shape),
+            chunks=tuple(
+                Chunk(
+                    box,
+                    SnapshotBytes(
+                        snapshot,
+                        info.key,
+                        box,
+                        manifest.files[index.file[row]].name,
+                        int(index.start[row]),
+                    ),
+                )
+                for row, box in zip(rows, boxes, strict=True)
+            ),
+        )
+    return Catalog(
+        format=FORMAT,
+        storage=snapshot.storage,
+        label=snapshot.storage.describe(snapshot.directory),
+        identity=snapshot.records.manifest,
+        step=manifest.step,
+        created=manifest.created,
+        tensors=tensors,
+        parts=manifest.parts,
+        metadata=manifest.metadata,
+    )
+
+
+def reopen(path: Path) -> Catalog:
+    """Describe a checkpoint directory of our own at a path of any name."""
+    return catalog_of(Snapshot.open(PosixStorage(path.parent), path.name))
+
+
+def layout(catalog: Catalog, *, step: int) -> Output:
+    """Lay out everything of a catalog as a checkpoint of our own."""
+    groups: list[list[CatalogTensor]] = [[]]
+    filled = 0
+    for tensor in catalog.tensors.values():
+        if groups[-1] and filled + tensor.nbytes > _FILE_NBYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += tensor.nbytes
+    images = [
+        layout_image([ImageEntry(name=t.key, dtype=t.dtype, shape=t.shape) for t in group])
+        for group in groups
+    ]
+    files = [
+        OutputFile(
+            name=data_file(number),
+            nbytes=image.nbytes,
+            literals=[(0, image.header)],
+            extents=[
+                Extent(start=start, key=t.key, box=t.whole, to_key=t.key)
+                for t, start in zip(group, image.starts.tolist(), strict=True)
+                if t.nbytes
+            ],
+        )
+        for number, (group, image) in enumerate(zip(groups, images, strict=True))
+    ]
+    return Output(
+        files=files,
+        block_nbytes=DEFAULT_BLOCK_NBYTES,
+        finish=lambda digests: _records(catalog, files, images, digests, step=step),
+        notes=catalog.left_out,
+    )
+
+
+def _records(
+    catalog: Catalog,
+    files: Sequence[OutputFile],
+    images: Sequence[Image],
+    digests: Digests,
+    *,
+    step: int,
+) -> list[OutputFile]:
+    """Make index and manifest, once the digests of all data are known."""
+    number = {key: i for i, key in enumerate(catalog.tensors)}
+    rows = [
+        (file, extent, digests[each.name, extent.start])
+        for file, each in enumerate(files)
+        for extent in each.extents
+    ]
+    index = _index(catalog, number, rows)
+    data = encode_index(index)
+    stored = int(index.nbytes.sum())
+    metadata: dict[str, Any] = dict(catalog.metadata)
+    manifest = Manifest(
+        step=step,
+        save_id=digest128(catalog.identity)[:12],
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        holdfast=__version__,
+        torch=f"converted from {catalog.format}",
+        layouts=[LayoutInfo(name="model", axes={}, order="", ranks=[0])],
+        signature=digest128(catalog.identity),
+        block_nbytes=DEFAULT_BLOCK_NBYTES,
+        placements=[WHOLE],
+        tensors=[
+            TensorInfo(key=t.key, dtype=t.dtype, shape=list(t.shape))
+            for t in catalog.tensors.values()
+        ],
+        parts=dict(catalog.parts),
+        files=[
+            FileInfo(
+                name=file.name,
+                nbytes=image.nbytes,
+                header_nbytes=len(image.header),
+                header_digest=digest128(image.header),
+                writer=0,
+                coordinate={},
+            )
+            for file, image in zip(files, images, strict=True)
+        ],
+        index=IndexInfo(nbytes=len(data), digest=digest128(data), num_rows=index.num_rows),
+        totals=Totals(num_tensors=len(catalog.tensors), nbytes=stored, stored_nbytes=stored),
+        metadata=metadata,
+    )
+    return [OutputFile.of(INDEX, data), OutputFile.of(MANIFEST, encode_manifest(manifest))]
+
+
+def _index(
+    catalog: Catalog, number: dict[str, int], rows: Sequence[tuple[int, Extent, Written]]
+) -> ChunkIndex:
+    num_dims = max((len(t.shape) for t in catalog.tensors.values()), default=0)
+    boxes = BoxTable.from_boxes(
+        [number[extent.key] for _, extent, _ in rows],
+        [extent.box for _, extent, _ in rows],
+        num_dims=num_dims,
+    )
+    nbytes = [
+        math.prod(extent.box.shape) * catalog.tensors[extent.key].itemsize for _, extent, _ in rows
+    ]
+    zeros = np.zeros(len(rows), dtype=np.int64)
+    counts = np.array([len(written.blocks) for _, _, written in rows], dtype=np.int64)
+    words = [word for _, _, written in rows for word in written.blocks]
+    return ChunkIndex(
+        tensor=boxes.tensor,
+        offset=boxes.offset,
+        extent=boxes.extent,
+        file=np.array([file for file, _, _ in rows], dtype=np.int64),
+        start=np.array([extent.start for _, extent, _ in rows], dtype=np.int64),
+        nbytes=np.array(nbytes, dtype=np.int64),
+        copy=zeros,
+        holders=zeros,
+        holder_ptr=np.array([0, 1], dtype=np.int64),
+        holder=np.array([0], dtype=np.int64),
+        digest_ptr=np.append(0, np.cumsum(counts)),
+        digest=np.array(words, dtype=np.uint64),
+    )

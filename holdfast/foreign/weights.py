@@ -1,0 +1,71 @@
+"""The weights of a catalog as a flat table of names: what formats without a tree can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.foreign.catalog import Catalog
+from holdfast.format.values import attributes_of, is_plain_dict, is_tensor, join_path, tensor_keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Tensors by name, and what the table leaves out.
+
+    Args:
+        keys: By name the key in the catalog. Tied tensors have several names.
+        left_out: What is not in the table, one sentence each.
+    """
+
+    keys: Mapping[str, str]
+    left_out: tuple[str, ...]
+
+
+def weights_of(catalog: Catalog, part: str | None) -> Weights:
+    """Return the tensors of one part under their names in it.
+
+    Args:
+        catalog: The checkpoint.
+        part: Which part; None for `model`, or the only one that has tensors.
+
+    Raises:
+        ConfigError: There is no such part, or none is meant by None.
+    """
+    part = _choose(catalog, part)
+    keys: dict[str, str] = {}
+    left_out: list[str] = []
+    for name, node in _leaves(catalog.parts[part], ""):
+        if is_tensor(node):
+            keys[name] = attributes_of(node)["k"]
+        else:
+            left_out.append(f"{join_path(part, name)} is a value, which the format cannot hold")
+    others = [name for name in catalog.parts if name != part]
+    left_out += [f"part {name!r} was not asked for" for name in others]
+    return Weights(keys=keys, left_out=tuple(left_out))
+
+
+def _choose(catalog: Catalog, part: str | None) -> str:
+    """Return the part that is meant."""
+    with_tensors = [name for name, node in catalog.parts.items() if any(tensor_keys(node))]
+    if part is None and "model" in with_tensors:
+        return "model"
+    if part is None and len(with_tensors) == 1:
+        return with_tensors[0]
+    if part is None or part not in catalog.parts:
+        asked = "no part is named 'model'" if part is None else f"part {part!r} is not there"
+        raise ConfigError(
+            f"{catalog.label}: {asked}; choose one of {', '.join(with_tensors or catalog.parts)}"
+        )
+    return part
+
+
+def _leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is not a plain dict, with its path."""
+    if not is_plain_dict(node):
+        yield name, node
+        return
+    for key, member in node.items():
+        yield from _leaves(member, join_path(name, key) if name else key)
