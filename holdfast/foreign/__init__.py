@@ -1,0 +1,1 @@
+"""Reads formats that other libraries write; nothing in a file is ever executed."""
