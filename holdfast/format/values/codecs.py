@@ -170,6 +170,7 @@ def encode_tree(
     path: str = "",
     codecs: Codecs | None = None,
     on_leaf: EncodeLeaf | None = None,
+    on_key: EncodeLeaf | None = None,
 ) -> Node:
     """Encode a tree as a node. Time and memory are linear in its size.
 
@@ -182,20 +183,24 @@ def encode_tree(
         on_leaf: Called first with every object and its path ("a.b.3"), except keys of mappings and
             members of sets. Returns a node for those that it takes (tensors, arrays, markers), else
             None.
+        on_key: The same for keys of mappings and members of sets.
 
     Raises:
         PlacementError: A type has no stored form, the tree contains itself, or it is deeper than
             100 levels. The message names path and type.
     """
-    return _Encoder(codecs or Codecs(), on_leaf).encode(tree, path)
+    return _Encoder(codecs or Codecs(), on_leaf, on_key).encode(tree, path)
 
 
 class _Encoder:
     """The walk of `encode_tree`; it keeps the open objects to detect cycles and depth."""
 
-    def __init__(self, codecs: Codecs, on_leaf: EncodeLeaf | None) -> None:
+    def __init__(
+        self, codecs: Codecs, on_leaf: EncodeLeaf | None, on_key: EncodeLeaf | None
+    ) -> None:
         self._codecs = codecs
         self._on_leaf = on_leaf
+        self._on_key = on_key
         self._open: list[object] = []
 
     def encode(self, value: object, path: str) -> Node:
@@ -288,7 +293,7 @@ class _Encoder:
         names: set[bytes] = set()
         for key, item in value.items():
             below = join_path(path, key_name(key))
-            node = self._plain(key, below)
+            node = self._key(key, below)
             name = node_bytes(node)
             if name in names:
                 raise PlacementError(
@@ -312,7 +317,11 @@ class _Encoder:
 
     def _members(self, members: Iterable[object], path: str) -> list[Node]:
         # Sorted by bytes, not by hash: equal sets must give equal files in every process.
-        return sorted((self._plain(item, path) for item in members), key=node_bytes)
+        return sorted((self._key(item, path) for item in members), key=node_bytes)
+
+    def _key(self, key: object, path: str) -> Node:
+        node = None if self._on_key is None else self._on_key(path, key)
+        return self._plain(key, path) if node is None else node
 
     def _numpy_scalar(self, value: np.generic, path: str) -> Node:
         if type(value) is np.str_:

@@ -84,6 +84,18 @@ def leaf_node(tag: str, **attributes: Any) -> dict[str, Any]:
     return {TAG: tag, **attributes}
 
 
+def codec_node(name: str, node: Node) -> dict[str, Node]:
+    """Return a value of a type that a program has to know by that name, and its plain form."""
+    return {TAG: "codec", "n": name, "v": node}
+
+
+def enum_node(name: str, *, member: str | None, value: Node) -> dict[str, Node]:
+    """Return a member of an enum: by its own name, else by its value."""
+    if member is not None:
+        return {TAG: "enum", "n": name, "v": member}
+    return {TAG: "enum", "n": name, "i": value}
+
+
 def per_rank_node(axes: Iterable[str], values: Mapping[str, Node]) -> dict[str, Node]:
     """Return a value per coordinate along axes, by the coordinates' labels."""
     return {TAG: "per_rank", "axes": [*axes], "v": dict(values)}

@@ -1,0 +1,322 @@
+"""Turns the value of a pickle into a stored tree: nodes, and the tensors and arrays in it.
+
+A value that is no plain one keeps the name of its class: an enum is an `enum` node, everything else
+a `codec` node under its full name ("argparse.Namespace"). `holdfast show` shows both; a program
+that loads the tree has to know the name, or is refused by it.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from holdfast.arrays.types import AnyArray
+from holdfast.errors import PlacementError
+from holdfast.foreign.pickled_values import (
+    Constructor,
+    EnumValue,
+    PickledArray,
+    PickledDeque,
+    PickledMapping,
+    PickledNumpyType,
+    PickledStorage,
+    PickledTensor,
+    Record,
+    TorchSize,
+)
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.values import (
+    MAX_DEPTH,
+    Node,
+    codec_node,
+    encode_tree,
+    enum_node,
+    join_path,
+    key_name,
+    shorten,
+    tensor_node,
+)
+
+MAX_TREE_COST = 1 << 23
+"""Limit of a tree: its values, and 64 characters or bytes of text, path or bytes as one more."""
+
+_FACTORIES = {
+    f"builtins.{kind.__name__}": kind
+    for kind in (bool, bytes, dict, float, int, list, set, str, tuple)
+}
+_OWN = (PickledMapping, Record, PickledDeque, TorchSize)
+_PLAIN = (bool, int, float, str, list, dict, tuple, type(None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLeaf:
+    """A tensor or array of a tree, under the key that its node refers to."""
+
+    key: str
+    value: PickledTensor | PickledArray | PickledStorage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTree:
+    """A stored tree: its node, its tensors in order, and what the tree does not keep."""
+
+    node: Node
+    leaves: tuple[NodeLeaf, ...]
+    left_out: tuple[str, ...]
+    """For people: "path: what", such as the versions of modules that torch attaches."""
+
+
+def to_node(value: object, *, path: str = "", limit: int = MAX_TREE_COST) -> NodeTree:
+    """Return the stored tree of a value of `read_pickle`.
+
+    A value that the pickle refers to twice is in the tree twice; a tied tensor is two leaves with
+    equal `identity`. A `torch.Size` becomes a tuple.
+
+    Args:
+        value: What `read_pickle` has returned, or a part of it.
+        path: Path of the tree; the keys of its tensors start with it.
+        limit: Largest tree that is made, see `MAX_TREE_COST`.
+
+    Raises:
+        PlacementError: A value has no stored form, the tree contains itself, is deeper than 100
+            levels or larger than `limit`. The message names the path.
+
+    Cost: linear in the tree.
+    """
+    _check_tree(value, path, limit)
+    walk = _Walk()
+    node = walk.encode(value, path)
+    return NodeTree(node=node, leaves=tuple(walk.leaves), left_out=tuple(walk.left_out))
+
+
+def array_form(array: PickledArray, *, path: str) -> tuple[str, AnyArray, str | None]:
+    """Return the stored form of an array: name in `DTYPES`, contiguous elements, NumPy's code.
+
+    The code is None if the elements imply it; otherwise it belongs to the node, as `d`. Raises
+    PlacementError for elements that have no stored form, such as texts.
+    """
+    try:
+        whole = array.numpy()
+    except ValueError as error:
+        raise PlacementError(f"{path}: a NumPy array that cannot be stored: {error}") from None
+    dtype = whole.dtype
+    if dtype.kind in "SU" or _is_odd(dtype):
+        raise PlacementError(
+            f"{path}: a NumPy array of dtype {dtype} cannot be stored; convert it to numbers"
+        )
+    little = np.ascontiguousarray(whole.astype(dtype.newbyteorder("<"), copy=False))
+    little = little.reshape(whole.shape)
+    is_plain = dtype.kind not in "mM" and dtype == dtype.newbyteorder("<")
+    elements = little.view("<i8") if dtype.kind in "mM" else little
+    name = next(d.name for d in DTYPES.values() if d.numpy == elements.dtype)
+    return name, elements, None if is_plain else dtype.str
+
+
+def _is_odd(dtype: np.dtype[Any]) -> bool:
+    """Return True for elements that are neither texts nor numbers or dates of 64 bits."""
+    is_number = dtype.kind in "biufcmM" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+    return not is_number and dtype.kind not in "SU"
+
+
+class _Walk:
+    """The walk of `to_node`: containers are encoded by `encode_tree`, all others here."""
+
+    def __init__(self) -> None:
+        self.leaves: list[NodeLeaf] = []
+        self.left_out: list[str] = []
+        self._keys: set[str] = set()
+
+    def encode(self, value: object, path: str) -> Node:
+        """Return the node of a value."""
+        return encode_tree(value, path=path, on_leaf=self._on_leaf, on_key=self._on_key)
+
+    def _on_key(self, path: str, value: object) -> Node:
+        # A stand-in has no stored form as a key, but for members of enums.
+        return None if type(value) in _PLAIN else self._small(path, value)
+
+    def _on_leaf(self, path: str, value: object) -> Node:
+        if type(value) in _PLAIN:
+            return None
+        match value:
+            case PickledTensor():
+                return self._tensor(path, value)
+            case PickledArray():
+                return self._array(path, value)
+            case PickledStorage():
+                self.leaves.append(NodeLeaf(key=self._key(path), value=value))
+                return codec_node("torch.storage", tensor_node(self.leaves[-1].key))
+            case PickledMapping():
+                return self._mapping(path, value)
+            case PickledDeque():
+                return self.encode(deque(value, maxlen=value.maxlen), path)
+            case TorchSize():
+                return self.encode(tuple(value), path)
+            case Record():
+                return codec_node(value.name, self.encode(_plain_form(value), path))
+        return self._small(path, value)
+
+    def _small(self, path: str, value: object) -> Node:
+        """Return the node of a value that contains no others; None if it is a plain one."""
+        match value:
+            case EnumValue():
+                name = value.name.rpartition(".")[2]
+                return enum_node(name, member=value.member, value=self.encode(value.value, path))
+            case Constructor():
+                kind = "torch.dtype" if value.name.startswith("torch.") else "type"
+                return codec_node(kind, value.name)
+            case PickledNumpyType():
+                return codec_node("numpy.dtype", _numpy_name(value, path))
+            case datetime.datetime() | datetime.date() | datetime.time():
+                return codec_node(f"datetime.{type(value).__name__}", value.isoformat())
+            case datetime.timedelta():
+                span: list[Node] = [value.days, value.seconds, value.microseconds]
+                return codec_node("datetime.timedelta", span)
+            case np.generic() if _is_odd(value.dtype):
+                raise PlacementError(f"{path}: a NumPy scalar of {value.dtype} cannot be stored")
+        return None
+
+    def _key(self, path: str) -> str:
+        key, number = path, 1
+        while key in self._keys:  # a member "a.b" next to a member "a" with a member "b"
+            number += 1
+            key = f"{path}#{number}"
+        self._keys.add(key)
+        return key
+
+    def _tensor(self, path: str, value: PickledTensor) -> Node:
+        if value.attributes:
+            self.left_out.append(f"{path}: the Python attributes of the tensor")
+        key = self._key(path)
+        self.leaves.append(NodeLeaf(key=key, value=value))
+        return tensor_node(key)
+
+    def _array(self, path: str, value: PickledArray) -> Node:
+        if value.dtype is not None and value.dtype.kind in "SU":
+            texts = value.numpy()
+            form = {"dtype": texts.dtype.str, "shape": [*texts.shape], "v": texts.ravel().tolist()}
+            return codec_node("numpy.ndarray", self.encode(form, path))
+        _, _, code = array_form(value, path=path)
+        key = self._key(path)
+        self.leaves.append(NodeLeaf(key=key, value=value))
+        node = tensor_node(key, tag="array")
+        if code is not None:
+            node["d"] = code
+        return node
+
+    def _mapping(self, path: str, value: PickledMapping) -> Node:
+        if value.state:
+            self.left_out.append(f"{path}: {_names(value.state)} attached to the {value.name}")
+        if value.name == "collections.OrderedDict":
+            return self.encode(OrderedDict(value), path)
+        if value.name == "collections.Counter":
+            counter: Counter[object] = Counter()
+            for key, count in value.items():  # Counter's own update would add numbers
+                counter[key] = count  # type: ignore[assignment]
+            return self.encode(counter, path)
+        if value.name != "collections.defaultdict":
+            return codec_node(value.name, self.encode(dict(value), path))
+        factory = None if value.factory is None else _FACTORIES.get(value.factory.name)
+        if factory is None and value.factory is not None:
+            raise PlacementError(
+                f"{path}: a defaultdict with the factory {value.factory.name} cannot be stored "
+                f"without running code on load"
+            )
+        return self.encode(defaultdict(factory, value), path)
+
+
+def _numpy_name(value: PickledNumpyType, path: str) -> str:
+    try:
+        return value.numpy().str
+    except ValueError as error:
+        raise PlacementError(f"{path}: a numpy.dtype that cannot be stored: {error}") from None
+
+
+def _names(state: object) -> str:
+    """Name the attributes of a state, shortened."""
+    if not isinstance(state, dict):
+        return "what is"
+    return shorten(", ".join(key_name(key) for key in list(state)[:8]))
+
+
+def _plain_form(record: Record) -> object:
+    """Return what a record holds as a plain tree: the shortest form that loses nothing."""
+    args, state = record.args, record.state
+    match record.name:
+        case "pathlib.PurePath":
+            return str(PurePosixPath(*map(str, args)))
+        case "torch.device" if all(type(arg) in (str, int) for arg in args):
+            return ":".join(map(str, args))
+        case "_io.BytesIO" if type(state) is tuple and state and not args:
+            return state[0]
+    if state is None:
+        return list(args)
+    return {"args": list(args), "state": state} if args else state
+
+
+def _below(value: Any, path: str) -> Iterable[tuple[object, str]]:
+    """Return what a value contains, with paths."""
+    if isinstance(value, Record):
+        value = _plain_form(value)
+        return [(value, path)] if isinstance(value, list | dict | tuple) else ()
+    if isinstance(value, dict):
+        return (
+            (inner, join_path(path, key if type(key) is str else key_name(key)))
+            for key, inner in value.items()
+        )
+    if isinstance(value, list | tuple):
+        return ((inner, join_path(path, i)) for i, inner in enumerate(value))
+    if isinstance(value, set | frozenset):
+        return ((inner, path) for inner in value)
+    return ()
+
+
+def _check_tree(value: object, path: str, limit: int) -> None:
+    """Raise PlacementError unless the tree is small, shallow and without circles.
+
+    What the pickle shares is counted each time, as the tree repeats it: a small file could
+    otherwise unfold into more than any memory.
+    """
+    left = limit
+    open_ids: dict[int, int] = {}
+    stack: list[tuple[int, int, Iterator[tuple[object, str]]]] = [(0, 0, iter([(value, path)]))]
+    depth = 0
+    while stack:
+        identity, levels, members = stack[-1]
+        item = next(members, None)
+        if item is None:
+            stack.pop()
+            open_ids.pop(identity, None)
+            depth -= levels
+            continue
+        inner, where = item
+        left -= 1 + (len(where) + _length(inner)) // 64
+        if left < 0:
+            raise PlacementError(
+                f"{shorten(where)}: the tree is too large to be stored: what the file shares "
+                f"unfolds into more than {limit} values"
+            )
+        if not isinstance(inner, list | dict | tuple | set | frozenset | Record):
+            continue
+        if id(inner) in open_ids:
+            raise PlacementError(f"{shorten(where)}: it contains itself; a cycle cannot be stored")
+        levels = 2 if isinstance(inner, _OWN) else 1
+        if depth + levels > MAX_DEPTH:
+            raise PlacementError(f"{shorten(where)}: nested deeper than {MAX_DEPTH} levels")
+        depth += levels
+        open_ids[id(inner)] = depth
+        stack.append((id(inner), levels, iter(_below(inner, where))))
+
+
+def _length(value: object) -> int:
+    """Return the characters or bytes of a value that is copied as a whole."""
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    if type(value) is int:
+        return value.bit_length() // 8
+    return 0
