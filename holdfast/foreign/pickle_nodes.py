@@ -101,21 +101,36 @@ def array_form(array: PickledArray, *, path: str) -> tuple[str, AnyArray, str | 
     The code is None if the elements imply it; otherwise it belongs to the node, as `d`. Raises
     PlacementError for elements that have no stored form, such as texts.
     """
+    code = _code(array, path)
+    whole = _elements(array, path)
+    dtype = whole.dtype
+    little = np.ascontiguousarray(whole.astype(dtype.newbyteorder("<"), copy=False))
+    little = little.reshape(whole.shape)
+    elements = little.view("<i8") if dtype.kind in "mM" else little
+    name = next(d.name for d in DTYPES.values() if d.numpy == elements.dtype)
+    return name, elements, code
+
+
+def _elements(array: PickledArray, path: str) -> AnyArray:
     try:
-        whole = array.numpy()
+        return array.numpy()
     except ValueError as error:
         raise PlacementError(f"{path}: a NumPy array that cannot be stored: {error}") from None
-    dtype = whole.dtype
-    if dtype.kind in "SU" or _is_odd(dtype):
+
+
+def _code(array: PickledArray, path: str) -> str | None:
+    """Return NumPy's code of the elements, or None if a tensor's type implies it."""
+    dtype = array.dtype
+    if dtype is None or dtype.kind in "SU" or _is_odd(dtype):
         raise PlacementError(
             f"{path}: a NumPy array of dtype {dtype} cannot be stored; convert it to numbers"
         )
-    little = np.ascontiguousarray(whole.astype(dtype.newbyteorder("<"), copy=False))
-    little = little.reshape(whole.shape)
     is_plain = dtype.kind not in "mM" and dtype == dtype.newbyteorder("<")
-    elements = little.view("<i8") if dtype.kind in "mM" else little
-    name = next(d.name for d in DTYPES.values() if d.numpy == elements.dtype)
-    return name, elements, None if is_plain else dtype.str
+    return None if is_plain else dtype.str
+
+
+def _is_text(array: PickledArray) -> bool:
+    return array.dtype is not None and array.dtype.kind in "SU"
 
 
 def _is_odd(dtype: np.dtype[Any]) -> bool:
@@ -137,7 +152,8 @@ class _Walk:
         return encode_tree(value, path=path, on_leaf=self._on_leaf, on_key=self._on_key)
 
     def _on_key(self, path: str, value: object) -> Node:
-        # A stand-in has no stored form as a key, but for members of enums.
+        if isinstance(value, Record | PickledTensor):
+            raise PlacementError(f"{path}: a {type(value).__name__} as a key cannot be stored")
         return None if type(value) in _PLAIN else self._small(path, value)
 
     def _on_leaf(self, path: str, value: object) -> Node:
@@ -197,11 +213,11 @@ class _Walk:
         return tensor_node(key)
 
     def _array(self, path: str, value: PickledArray) -> Node:
-        if value.dtype is not None and value.dtype.kind in "SU":
-            texts = value.numpy()
+        if _is_text(value):
+            texts = _elements(value, path)
             form = {"dtype": texts.dtype.str, "shape": [*texts.shape], "v": texts.ravel().tolist()}
             return codec_node("numpy.ndarray", self.encode(form, path))
-        _, _, code = array_form(value, path=path)
+        code = _code(value, path)
         key = self._key(path)
         self.leaves.append(NodeLeaf(key=key, value=value))
         node = tensor_node(key, tag="array")
@@ -262,18 +278,21 @@ def _plain_form(record: Record) -> object:
 def _below(value: Any, path: str) -> Iterable[tuple[object, str]]:
     """Return what a value contains, with paths."""
     if isinstance(value, Record):
-        value = _plain_form(value)
-        return [(value, path)] if isinstance(value, list | dict | tuple) else ()
+        return [(_plain_form(value), path)]
     if isinstance(value, dict):
-        return (
-            (inner, join_path(path, key if type(key) is str else key_name(key)))
-            for key, inner in value.items()
-        )
+        return _items(value, path)
     if isinstance(value, list | tuple):
         return ((inner, join_path(path, i)) for i, inner in enumerate(value))
     if isinstance(value, set | frozenset):
         return ((inner, path) for inner in value)
     return ()
+
+
+def _items(value: dict[object, object], path: str) -> Iterator[tuple[object, str]]:
+    for key, inner in value.items():
+        if type(key) is not str:
+            yield key, path
+        yield inner, join_path(path, key_name(key))
 
 
 def _check_tree(value: object, path: str, limit: int) -> None:
@@ -319,4 +338,10 @@ def _length(value: object) -> int:
         return len(value)
     if type(value) is int:
         return value.bit_length() // 8
+    if isinstance(value, EnumValue):
+        return _length(value.value)
+    if isinstance(value, np.generic):
+        return value.nbytes
+    if isinstance(value, PickledArray) and _is_text(value):
+        return len(value.data)
     return 0

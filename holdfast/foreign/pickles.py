@@ -14,7 +14,7 @@ Read first: `pickled_values.py`, `pickle_types.py`.
 
 from __future__ import annotations
 
-import codecs
+import re
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -78,6 +78,16 @@ _U32 = struct.Struct("<I").unpack_from
 _U64 = struct.Struct("<Q").unpack_from
 _F64 = struct.Struct(">d").unpack_from
 _STOP = ord(".")
+_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
+_LETTERS = {
+    b"n": b"\n",
+    b"r": b"\r",
+    b"t": b"\t",
+    b"a": b"\a",
+    b"b": b"\b",
+    b"f": b"\f",
+    b"v": b"\v",
+}
 
 
 def read_pickle(
@@ -293,8 +303,7 @@ class _Machine:
         line = self._line()
         if len(line) < 2 or line[0] != line[-1] or line[0] not in "\"'":
             raise _Refusal("the pickle has a text without quotation marks")
-        raw, _ = codecs.escape_decode(line[1:-1].encode())
-        self._stack.append(_old_text(raw))
+        self._stack.append(_old_text(_ESCAPE.sub(_unescaped, line[1:-1].encode())))
 
     def _binstring(self) -> None:
         self._stack.append(_old_text(self._take(self._u32())))
@@ -608,6 +617,14 @@ def _old_text(raw: bytes) -> str | bytes:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
         return raw
+
+
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    """Return the byte that an escape in a text of protocol 0 stands for."""
+    code = match.group(1)
+    if code[:1] == b"x" and len(code) == 3:
+        return bytes([int(code[1:], 16)])
+    return bytes([int(code, 8) & 0xFF]) if code.isdigit() else _LETTERS.get(code, code)
 
 
 def _kind(value: object) -> str:
