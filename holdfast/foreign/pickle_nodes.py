@@ -18,6 +18,7 @@ import numpy as np
 
 from holdfast.arrays.types import AnyArray
 from holdfast.errors import PlacementError
+from holdfast.foreign.pickle_types import TORCH_DTYPES
 from holdfast.foreign.pickled_values import (
     Constructor,
     EnumValue,
@@ -43,7 +44,7 @@ from holdfast.format.values import (
     tensor_node,
 )
 
-MAX_TREE_COST = 1 << 23
+MAX_TREE_COST = 1 << 22
 """Limit of a tree: its values, and 64 characters or bytes of text, path or bytes as one more."""
 
 _FACTORIES = {
@@ -51,6 +52,7 @@ _FACTORIES = {
     for kind in (bool, bytes, dict, float, int, list, set, str, tuple)
 }
 _OWN = (PickledMapping, Record, PickledDeque, TorchSize)
+_OMEGACONF = "omegaconf."
 _PLAIN = (bool, int, float, str, list, dict, tuple, type(None))
 
 
@@ -174,7 +176,7 @@ class _Walk:
             case TorchSize():
                 return self.encode(tuple(value), path)
             case Record():
-                return codec_node(value.name, self.encode(_plain_form(value), path))
+                return self._record(path, value)
         return self._small(path, value)
 
     def _small(self, path: str, value: object) -> Node:
@@ -184,8 +186,8 @@ class _Walk:
                 name = value.name.rpartition(".")[2]
                 return enum_node(name, member=value.member, value=self.encode(value.value, path))
             case Constructor():
-                kind = "torch.dtype" if value.name.startswith("torch.") else "type"
-                return codec_node(kind, value.name)
+                is_dtype = value.name.removeprefix("torch.") in TORCH_DTYPES
+                return codec_node("torch.dtype" if is_dtype else "type", value.name)
             case PickledNumpyType():
                 return codec_node("numpy.dtype", _numpy_name(value, path))
             case datetime.datetime() | datetime.date() | datetime.time():
@@ -225,6 +227,12 @@ class _Walk:
             node["d"] = code
         return node
 
+    def _record(self, path: str, value: Record) -> Node:
+        node = self.encode(_plain_form(value), path)
+        if value.name.startswith(_OMEGACONF):
+            self.left_out.append(f"{path}: the types and flags of the {value.name}")
+        return codec_node(value.name, node)
+
     def _mapping(self, path: str, value: PickledMapping) -> Node:
         if value.state:
             self.left_out.append(f"{path}: {_names(value.state)} attached to the {value.name}")
@@ -263,6 +271,8 @@ def _names(state: object) -> str:
 def _plain_form(record: Record) -> object:
     """Return what a record holds as a plain tree: the shortest form that loses nothing."""
     args, state = record.args, record.state
+    if record.name.startswith(_OMEGACONF) and type(state) is dict:
+        return _configuration(state)
     match record.name:
         case "pathlib.PurePath":
             return str(PurePosixPath(*map(str, args)))
@@ -273,6 +283,20 @@ def _plain_form(record: Record) -> object:
     if state is None:
         return list(args)
     return {"args": list(args), "state": state} if args else state
+
+
+def _configuration(state: dict[str, object]) -> object:
+    """Return what a container or value of OmegaConf holds, without its references to the outer."""
+    content = state.get("_content", state.get("_val"))
+    if type(content) is dict:
+        return {key: _unwrapped(inner) for key, inner in content.items()}
+    return [_unwrapped(inner) for inner in content] if type(content) is list else content
+
+
+def _unwrapped(value: object) -> object:
+    is_wrapped = isinstance(value, Record) and value.name.startswith("omegaconf.nodes.")
+    state = value.state if is_wrapped and isinstance(value, Record) else None
+    return state.get("_val") if isinstance(state, dict) else value
 
 
 def _below(value: Any, path: str) -> Iterable[tuple[object, str]]:

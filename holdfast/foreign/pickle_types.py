@@ -329,6 +329,16 @@ def _make_enum(name: str, members: Mapping[object, str]) -> Callable[[Args], Enu
     return make
 
 
+def _make_member(args: Args) -> EnumValue:
+    """`builtins.getattr`: how Python 3.11.0 to 3.11.3 store a member of an enum, and only that."""
+    cls, member = args
+    members = _ENUMS.get(cls.name) if type(cls) is Constructor else None
+    if members is None or type(member) is not str or not member.isidentifier():
+        raise ValueError("this is not a member of a listed enum")
+    value: Any = next((value for value, name in members.items() if name == member), None)
+    return EnumValue(cls.name, value, member)
+
+
 def _make_path(args: Args) -> Record:
     if any(type(part) is not str for part in args):
         raise ValueError("a path that is not of texts")
@@ -572,6 +582,7 @@ def _constructors() -> Iterator[Constructor]:
         yield Constructor(name, _make_record(name))
     for name, members in _ENUMS.items():
         yield Constructor(name, _make_enum(name, members))
+    yield Constructor("builtins.getattr", _make_member)
     for name in _PATHS:
         yield Constructor(name, _make_path)
     yield Constructor("numpy.dtype", _make_numpy_type)

@@ -17,7 +17,7 @@ import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from enum import Enum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptionError, HoldfastError, PlacementError
 from holdfast.foreign import pickles
 from holdfast.foreign.pickle_nodes import array_form
+from holdfast.foreign.pickle_types import _ENUMS
 from holdfast.foreign.pickles import (
     STANDARD_TYPES,
     Constructor,
@@ -81,7 +82,7 @@ def test_plain_values(protocol: int) -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_mappings_and_deques(protocol: int) -> None:
     ordered = OrderedDict(b=1, a=2)
-    ordered.extra = [1]  # type: ignore[attr-defined]
+    ordered.extra = [1]
     values = [
         (ordered, "collections.OrderedDict", [("b", 1), ("a", 2)]),
         (Counter("aab"), "collections.Counter", [("a", 2), ("b", 1)]),
@@ -106,8 +107,8 @@ def test_objects_are_records(protocol: int) -> None:
     assert isinstance(mine, Record)
     assert mine.name == "argparse.Namespace"
     assert mine.get("lr") == 0.5
-    assert mine.get("inner").state == {"a": 1}  # type: ignore[attr-defined]
-    assert mine.get("path").args == ("/", "a", "b")  # type: ignore[attr-defined]
+    assert mine.get("inner").state == {"a": 1}
+    assert mine.get("path").args == ("/", "a", "b")
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -172,6 +173,36 @@ def test_python_2() -> None:
     assert list(read(b"ccollections\nOrderedDict\n((l(lS'a'\naI1\naatR.").items()) == [("a", 1)]
     assert read(b"I01\n.") is True
     assert read(b"L5L\n.") == 5
+
+
+def test_every_listed_enum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pickles of enums of these names, by value and as Python 3.11.0 wrote them."""
+    assert len(_ENUMS) > 15
+    for whole, members in _ENUMS.items():
+        module, _, name = whole.rpartition(".")
+        made = Enum(name, {member: value for value, member in members.items()}, module=module)
+        parts = module.split(".")
+        for num in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:num]), ModuleType(parts[num - 1]))
+        setattr(sys.modules[module], name, made)
+        for each in made:
+            for protocol in PROTOCOLS:
+                mine = read(pickle.dumps(each, protocol))
+                assert mine == EnumValue(whole, each.value, each.name)
+            old = b"cbuiltins\ngetattr\n" + f"(c{module}\n{name}\nV{each.name}\ntR.".encode()
+            assert read(old) == mine
+        monkeypatch.undo()
+
+
+def test_getattr_is_for_enums_alone() -> None:
+    for cls in (
+        b"ccollections\nOrderedDict\n",
+        b"cargparse\nNamespace\n",
+        b"Vtext\n",
+        b"ctorch\nTensor\n",
+    ):
+        refused(b"cbuiltins\ngetattr\n(" + cls + b"V__init__\ntR.", "listed enum")
+    refused(b"cbuiltins\ngetattr\n(csignal\nSignals\nVa.b\ntR.", "listed enum")
 
 
 def test_enums_of_megatron() -> None:
@@ -392,9 +423,9 @@ BOMBS: dict[str, bytes] = {
     "protocol": b"\x80\x06N.",
     "unknown": b"\xff.",
     "zeros": bytes(1 << 20),
-    "marks": b"(" * (1 << 20),
+    "marks": b"(" * (1 << 18),
     "open marks": b"(" * (1 << 16) + b"N.",
-    "stack": b"N" * (1 << 20) + b".",
+    "stack": b"N" * (1 << 18) + b".",
     "underflow": b"0.",
     "underflow, tuple": b"N\x86.",
     "no mark": b"Nt.",
@@ -442,7 +473,7 @@ DEEP = {
 def test_depth_is_no_danger(kind: str) -> None:
     """Read and released at any depth; stored up to the depth that the format has."""
     opening, wrap = DEEP[kind]
-    value = read(nested(opening, wrap, 200_000))
+    value = read(nested(opening, wrap, 100_000))
     if kind != "state":  # what is attached to a mapping is left out
         with pytest.raises(PlacementError, match="deeper than 100"):
             to_node(value)
@@ -465,7 +496,7 @@ def test_depth_at_the_limit(levels: int) -> None:
 
 
 def test_deep_keys_are_not_hashed() -> None:
-    for levels in (17, 1000, 1_000_000):
+    for levels in (17, 1000, 200_000):
         refused(b"\x80\x02}" + nested(b"N", b"\x85", levels)[:-1] + b"Ns.", "key or member")
     doubled = b"\x80\x02}N" + b"2\x86" * 40 + b"Ns."  # 2 to the 40 members
     refused(doubled, "key or member|composed or huge")
@@ -558,7 +589,7 @@ def outcome(data: bytes) -> None:
             array_form(leaf.value, path=leaf.key)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(
     st.sampled_from(SEEDS),
     st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=8),
@@ -570,7 +601,7 @@ def test_changed_bytes(data: bytes, changes: list[tuple[int, int]]) -> None:
     outcome(bytes(changed))
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(
     st.lists(st.sampled_from(_OPCODES), max_size=60), st.sampled_from(SEEDS), st.integers(0, 200)
 )
@@ -597,7 +628,7 @@ def _args() -> st.SearchStrategy[object]:
     )  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(st.sampled_from(sorted(STANDARD_TYPES)), st.lists(_args(), max_size=6), _args())
 def test_any_arguments_of_any_listed_name(name: str, args: list[object], state: object) -> None:
     """A constructor returns something inert or refuses, whatever it is given."""
@@ -683,7 +714,7 @@ def test_arrays_have_their_elements_and_their_code() -> None:
         assert (code is not None) == (array.dtype.kind in "mM" or array.dtype.str[0] == ">")
         assert name[0] in "FIBCU"
     texts = to_node(read(pickle.dumps(np.array(["ab", "c"])))).node
-    assert texts["v"] == {"dtype": "<U2", "shape": [2], "v": ["ab", "c"]}  # type: ignore[index,call-overload]
+    assert texts["v"] == {"dtype": "<U2", "shape": [2], "v": ["ab", "c"]}
 
 
 def test_keys_of_tensors_are_distinct() -> None:
@@ -702,6 +733,26 @@ def test_what_cannot_be_stored_is_refused_by_path() -> None:
             to_node(read(pickle.dumps({name: value})), path="top")
 
 
+def test_configurations_of_omegaconf() -> None:
+    """Values know their containers, so that the pickle is circular; the tree is not."""
+    parent = Record("omegaconf.dictconfig.DictConfig")
+    value = Record("omegaconf.nodes.AnyNode", state={"_parent": parent, "_val": 0.5})
+    empty = Record("omegaconf.nodes.AnyNode", state={"_parent": parent, "_val": None})
+    items = Record(
+        "omegaconf.listconfig.ListConfig", state={"_parent": parent, "_content": [value, empty]}
+    )
+    parent.state = {"_parent": None, "_content": {"lr": value, "all": items}}
+    tree = to_node(parent, path="p")
+    codecs = Codecs(
+        codecs=[
+            Codec(name="omegaconf.dictconfig.DictConfig", type=Colour, encode=vars, decode=dict),
+            Codec(name="omegaconf.listconfig.ListConfig", type=Record, encode=vars, decode=list),
+        ]
+    )
+    assert decode_tree(tree.node, codecs=codecs) == {"lr": 0.5, "all": [0.5, None]}
+    assert [line.partition(":")[0] for line in tree.left_out] == ["p.all", "p"]
+
+
 def test_a_size_of_torch_becomes_a_tuple() -> None:
     mine = read(b"\x80\x02ctorch\nSize\nK\x01K\x02\x86\x85R.")
     assert type(mine) is TorchSize
@@ -715,7 +766,6 @@ def test_the_list_is_inert() -> None:
         make: Callable[..., object] | None = constructor.make
         assert make is None or make.__module__.startswith("holdfast.")
     assert not any(name.startswith(("os.", "subprocess.", "sys.")) for name in STANDARD_TYPES)
-    assert "builtins.getattr" not in STANDARD_TYPES
 
 
 def test_the_room_needs_no_torch() -> None:
