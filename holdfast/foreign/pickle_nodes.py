@@ -109,8 +109,8 @@ def array_form(array: PickledArray, *, path: str) -> tuple[str, AnyArray, str | 
     little = np.ascontiguousarray(whole.astype(dtype.newbyteorder("<"), copy=False))
     little = little.reshape(whole.shape)
     elements = little.view("<i8") if dtype.kind in "mM" else little
-    name = next(d.name for d in DTYPES.values() if d.numpy == elements.dtype)
-    return name, elements, code
+    known = {d.numpy: d.name for d in DTYPES.values() if d.numpy is not None}
+    return known[elements.dtype], elements, code
 
 
 def _elements(array: PickledArray, path: str) -> AnyArray:

@@ -4,10 +4,10 @@ A pickle is a program for a stack machine. This one has no instruction that reac
 is looked up in a table of `Constructor`s, and only these are applied to arguments. So the worst
 that a file can do is to be refused.
 
-Memory and time are linear in the bytes given: every opcode makes at most one object, lengths are
-checked against the bytes that are there, and what constructors copy is paid from a budget. Values
-that are in the file once and referred to many times stay shared; who walks the result as a tree
-limits that walk (`to_node` does).
+Memory and time are linear in the bytes given, at most about 250 bytes of memory for one of them:
+every opcode makes at most one object, lengths are checked against the bytes that are there, and
+what constructors copy is paid from a budget. Values that are in the file once and referred to many
+times stay shared; a walk of the result as a tree has to be limited (`to_node` does).
 
 Read first: `pickled_values.py`, `pickle_types.py`.
 """
@@ -64,6 +64,7 @@ MAX_PICKLE_NBYTES = 1 << 30
 
 _HIGHEST_PROTOCOL = 5
 _COPIES_PER_BYTE = 4
+_MAX_MEMO = 1 << 32
 _MAX_ODD_KEYS = 1 << 14
 _SMALL_KEY = 2**61 - 1
 _OLD_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -361,8 +362,15 @@ class _Machine:
     def _dup(self) -> None:
         self._stack.append(self._stack[-1])
 
+    def _number(self) -> int:
+        """Read a number of the memo; larger ones could be made to collide in its dict."""
+        number = int(self._line())
+        if not 0 <= number < _MAX_MEMO:
+            raise _Refusal("the pickle has a number in its memo that no pickle has")
+        return number
+
     def _get(self) -> None:
-        self._stack.append(self._memo[int(self._line())])
+        self._stack.append(self._memo[self._number()])
 
     def _binget(self) -> None:
         pos = self.pos
@@ -373,7 +381,7 @@ class _Machine:
         self._stack.append(self._memo[self._u32()])
 
     def _put(self) -> None:
-        self._memo[int(self._line())] = self._stack[-1]
+        self._memo[self._number()] = self._stack[-1]
 
     def _binput(self) -> None:
         pos = self.pos
