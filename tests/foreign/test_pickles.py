@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import datetime
+import io
 import os
 import pathlib
 import pickle
@@ -753,6 +754,19 @@ def test_configurations_of_omegaconf() -> None:
     )
     assert decode_tree(tree.node, codecs=codecs) == {"lr": 0.5, "all": [0.5, None]}
     assert [line.partition(":")[0] for line in tree.left_out] == ["p.all", "p"]
+
+
+def test_dicts_of_lightning_and_streams_in_memory() -> None:
+    data = b"\x80\x02clightning.fabric.utilities.data\nAttributeDict\n)\x81Vlr\nI5\ns."
+    node = to_node(read(data)).node
+    name = "lightning.fabric.utilities.data.AttributeDict"
+    codec = Codec(name=name, type=Colour, encode=vars, decode=dict)
+    assert decode_tree(node, codecs=Codecs(codecs=[codec])) == {"lr": 5}
+    stream = io.BytesIO(b"abc")
+    codec = Codec(name="_io.BytesIO", type=io.BytesIO, encode=io.BytesIO.getvalue, decode=bytes)
+    for protocol in (2, 4, 5):
+        node = to_node(read(pickle.dumps(stream, protocol))).node
+        assert decode_tree(node, codecs=Codecs(codecs=[codec])) == b"abc"
 
 
 def test_a_size_of_torch_becomes_a_tuple() -> None:
