@@ -26,6 +26,7 @@ VERBS = {
     "verify": "check every byte of a checkpoint",
     "diff": "compare two checkpoints, whatever their layouts",
     "view": "write one HTML page about a checkpoint and its run",
+    "convert": "write a checkpoint in another format",
     "export": "write tensors as safetensors or npy files",
     "prune": "remove old checkpoints by a policy",
     "faults": "show which faults a run had, on which devices, and what to do",

@@ -103,6 +103,45 @@ class FileBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class StridedBytes:
+    """The payload of a view whose elements lie in a file with strides.
+
+    Args:
+        file: The file.
+        start: Byte of the first element.
+        shape: Of the chunk.
+        stride: Elements from one to the next, per dim; not negative.
+        itemsize: Bytes of an element.
+    """
+
+    file: str
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def order(self) -> int:
+        """The byte where it starts."""
+        return self.start
+
+    def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
+        """Read the span of the elements that are asked for, and copy them in their order."""
+        kind = np.dtype(f"V{self.itemsize}")
+        first, count = start // self.itemsize, len(out) // self.itemsize
+        for box in flat_range_boxes(self.shape, first, first + count):
+            begin = sum(o * s for o, s in zip(box.offset, self.stride, strict=True))
+            span = 1 + sum((n - 1) * s for n, s in zip(box.shape, self.stride, strict=True))
+            data = memoryview(bytearray(span * self.itemsize))
+            files.source(self.file).readinto(data, start=self.start + begin * self.itemsize)
+            strides = [s * self.itemsize for s in self.stride]
+            values = np.ndarray(box.shape, dtype=kind, buffer=data, strides=strides)
+            nbytes = box.numel * self.itemsize
+            np.frombuffer(out[:nbytes], dtype=kind).reshape(box.shape)[...] = values
+            out = out[nbytes:]
+
+
+@dataclass(frozen=True, slots=True)
 class HeldBytes:
     """A small payload that is in memory: a value that the format keeps among its metadata."""
 
@@ -192,6 +231,60 @@ class Catalog:
     def nbytes(self) -> int:
         """Bytes of all tensors, each once."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+_STRIDED_NBYTES = 8 << 20
+"""Span in a file of a chunk with strides: reading a piece of it reads at most the whole."""
+
+
+def chunks_of_view(
+    file: str,
+    start: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    itemsize: int,
+    *,
+    offset: tuple[int, ...] | None = None,
+) -> tuple[Chunk, ...]:
+    """Return the chunks of a view of a file's bytes, by which it can be read in small pieces.
+
+    Args:
+        file: The file.
+        start: Byte of the first element.
+        shape: Of the view.
+        stride: Of the view, in elements.
+        itemsize: Bytes of an element.
+        offset: Where the view lies in its tensor; None for a whole tensor.
+    """
+    whole = Box(offset or (0,) * len(shape), shape)
+    if _is_row_major(shape, stride):
+        return (Chunk(whole, FileBytes(file, start)),)
+    if not whole.numel:
+        return ()
+    # Cut where the memory is cut: along the dim with the widest steps.
+    dim = max(range(len(shape)), key=lambda d: stride[d] if shape[d] > 1 else -1)
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    parts = min(max(-(-span * itemsize // _STRIDED_NBYTES), 1), shape[dim])
+    step = -(-shape[dim] // parts)
+    chunks = []
+    for at in range(0, shape[dim], step):
+        size = min(step, shape[dim] - at)
+        inner = tuple(size if d == dim else n for d, n in enumerate(shape))
+        place = tuple(o + at if d == dim else o for d, o in enumerate(whole.offset))
+        begin = start + at * stride[dim] * itemsize
+        payload = StridedBytes(file, begin, inner, stride, itemsize)
+        chunks.append(Chunk(Box(place, inner), payload))
+    return tuple(chunks)
+
+
+def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Return True if elements lie one after another in row-major order."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
 
 
 class TensorReader:

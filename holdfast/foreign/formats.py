@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
-from holdfast.foreign import safetensors_files
+from holdfast.foreign import dcp, safetensors_files, torch_files
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.location import Location
 
@@ -30,6 +30,13 @@ class Format:
 
 
 FORMATS: tuple[Format, ...] = (
+    Format(name="dcp", title="PyTorch DCP", detect=dcp.detect, open=dcp.open_catalog),
+    Format(
+        name="torch_save",
+        title="torch.save",
+        detect=torch_files.detect,
+        open=torch_files.open_catalog,
+    ),
     Format(
         name="safetensors",
         title="Hugging Face safetensors",

@@ -107,6 +107,8 @@ def layout(catalog: Catalog, *, step: int) -> Output:
     groups: list[list[CatalogTensor]] = [[]]
     filled = 0
     for tensor in catalog.tensors.values():
+        if not tensor.nbytes:
+            continue  # an empty tensor has no chunk
         if groups[-1] and filled + tensor.nbytes > _FILE_NBYTES:
             groups.append([])
             filled = 0
@@ -124,7 +126,6 @@ def layout(catalog: Catalog, *, step: int) -> Output:
             extents=[
                 Extent(start=start, key=t.key, box=t.whole, to_key=t.key)
                 for t, start in zip(group, image.starts.tolist(), strict=True)
-                if t.nbytes
             ],
         )
         for number, (group, image) in enumerate(zip(groups, images, strict=True))

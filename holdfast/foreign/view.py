@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
-from holdfast.errors import ConfigError, CorruptionError, PlacementError, StorageError
+from holdfast.errors import CorruptionError, PlacementError, PlanError, StorageError
 from holdfast.foreign.catalog import Catalog, Chunk, FileBytes, OpenFiles
 from holdfast.format.digest import digest128
 from holdfast.format.index import ChunkIndex, encode_index
@@ -267,7 +267,7 @@ class CatalogStorage:
         )
         try:
             return encode_manifest(manifest), data
-        except ConfigError as error:  # a PlanError is one too
+        except PlanError as error:
             raise CorruptionError(f"{catalog.label}: {error}") from error
 
 

@@ -1,0 +1,151 @@
+"""`holdfast convert SRC DST --to FORMAT`: a checkpoint in another format. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+
+from holdfast.cli.support.arguments import POSITIONAL
+from holdfast.cli.support.messages import EXIT_DAMAGED, counted, in_bytes, print_error
+from holdfast.cli.support.tables import make_console, make_table, print_json, progress_bar
+from holdfast.errors import ConfigError, CorruptionError, clean
+from holdfast.foreign.convert import (
+    Conversion,
+    ConvertOptions,
+    TargetFormat,
+    open_any,
+    plan_conversion,
+)
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?", re.IGNORECASE)
+_POWERS = "kmgt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Args:
+    """Write a checkpoint in another format, streamed and compared with its source at the end."""
+
+    src: Annotated[Path, POSITIONAL]
+    """A checkpoint in any format that is known, or a directory of our own (then the newest)."""
+
+    dst: Annotated[Path, POSITIONAL]
+    """The folder or file to make; for holdfast, the root that gets the step. Never overwritten."""
+
+    to: TargetFormat
+    """The format to write."""
+
+    step: int | None = None
+    """Which step of a directory of our own; the number of the step when writing our own."""
+
+    parts: str | None = None
+    """The part of the state that formats of weights get, `model` if not given."""
+
+    max_shard_size: str = "5GB"
+    """The largest file of a Hugging Face folder: a number with kB, MB, GB or MiB, GiB."""
+
+    config_from: Path | None = None
+    """A folder whose config, tokenizer and other small files are copied beside the weights."""
+
+    memory: str = "256MiB"
+    """Budget of memory for the bytes on their way."""
+
+    dry_run: bool = False
+    """Only say what would be written, and what would be left out."""
+
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+def run(args: Args) -> int:
+    """Convert; 1 when the source is damaged, or the result does not read back as it.
+
+    Cost: reads the source once, writes it once, reads the result once.
+    """
+    options = ConvertOptions(
+        to=args.to,
+        part=args.parts,
+        max_file_nbytes=parse_size(args.max_shard_size, option="--max-shard-size"),
+        config_from=args.config_from,
+        step=args.step,
+    )
+    memory = parse_size(args.memory, option="--memory")
+    began = time.monotonic()
+    try:
+        with open_any(args.src, step=args.step) as catalog:
+            conversion = plan_conversion(catalog, args.dst, options)
+            if not args.dry_run:
+                with progress_bar(quiet=args.json) as bar:
+                    # Everything is written and then compared.
+                    task = bar.add_task("convert", total=2 * conversion.output.nbytes)
+                    advance = partial(bar.advance, task)
+                    conversion.run(memory_nbytes=memory, on_progress=advance)
+            seconds = time.monotonic() - began
+            if args.json:
+                print_json(_as_json(conversion, args, seconds))
+            else:
+                _print(make_console(), conversion, args, seconds)
+    except CorruptionError as error:
+        print_error(error)
+        return EXIT_DAMAGED
+    return 0
+
+
+def parse_size(text: str, *, option: str) -> int:
+    """Return the bytes that a size such as 5GB or 256MiB means; ConfigError if it is not one."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{option} needs a size such as 5GB or 256MiB, not {text!r}")
+    number, power, binary = match.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** (_POWERS.index(power.lower()) + 1 if power else 0))
+
+
+def _as_json(conversion: Conversion, args: Args, seconds: float) -> dict[str, object]:
+    """The document of `--json`."""
+    output = conversion.output
+    return {
+        "source": conversion.catalog.label,
+        "source_format": conversion.catalog.format,
+        "to": str(conversion.to),
+        "format": args.to,
+        "written": not args.dry_run,
+        "num_tensors": sum(len(file.extents) for file in output.files),
+        "nbytes": output.nbytes,
+        "files": [{"name": file.name, "nbytes": file.nbytes} for file in output.files],
+        "left_out": _left_out(conversion),
+        "seconds": round(seconds, 3),
+    }
+
+
+def _left_out(conversion: Conversion) -> list[str]:
+    """What the result does not have, each sentence once."""
+    return list(dict.fromkeys([*conversion.catalog.left_out, *conversion.output.notes]))
+
+
+def _print(console: Console, conversion: Conversion, args: Args, seconds: float) -> None:
+    """Say what was written and what was left out."""
+    output, catalog = conversion.output, conversion.catalog
+    if args.dry_run:
+        table = make_table([("file", ""), ("tensors", "right"), ("size", "right")])
+        for file in output.files:
+            table.add_row(clean(file.name), str(len(file.extents)), in_bytes(file.nbytes))
+        console.print(table)
+    num = sum(len(file.extents) for file in output.files)
+    done = "would be written" if args.dry_run else "written"
+    after = "" if args.dry_run else f" and compared with the source, in {seconds:.1f} s"
+    console.print(
+        f"{counted(num, 'tensor')}, {in_bytes(output.nbytes)}, from {catalog.format} {done} as "
+        f"{args.to} to {conversion.to}{after}",
+        soft_wrap=True,
+    )
+    left_out = _left_out(conversion)
+    if left_out:
+        console.print("Left out:", style="yellow")
+    for sentence in left_out:
+        console.print(f"  {clean(sentence)}", soft_wrap=True)

@@ -1,0 +1,413 @@
+"""PyTorch DCP directories: `.metadata` and `__<rank>_<n>.distcp` files.
+
+The metadata is a pickle, which is interpreted and not run. It has the boxes of every tensor, and
+for each box a range of a file, in which lies what `torch.save` wrote of one tensor: its archive is
+opened when the first of its bytes are read, and its elements then by their place in the file.
+Values are opened at once. The paths of the saved dict are in the metadata, too; a flat dict of
+tensors is the part `model`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.arrays.boxes import Box
+from holdfast.errors import CorruptionError, HoldfastError, PlacementError
+from holdfast.foreign.catalog import (
+    Catalog,
+    CatalogTensor,
+    Chunk,
+    OpenFiles,
+    TensorReader,
+    chunks_of_view,
+    read_flat,
+)
+from holdfast.foreign.location import Location
+from holdfast.foreign.optimizer_trees import from_torch
+from holdfast.foreign.pickle_types import TORCH_DTYPES
+from holdfast.foreign.pickled_values import Constructor, PickledTensor, Record, TorchSize
+from holdfast.foreign.pickles import read_pickle
+from holdfast.foreign.torch_files import tensors_of
+from holdfast.foreign.torch_save import open_torch_save
+from holdfast.format.digest import digest128
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.values import Node, is_plain_dict, is_tensor, tensor_node
+
+FORMAT = "PyTorch DCP"
+METADATA = ".metadata"
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_TENSOR = f"{_MODULE}.TensorStorageMetadata"
+_BYTES = f"{_MODULE}.BytesStorageMetadata"
+
+
+def detect(location: Location) -> bool:
+    """Return True for a directory with the metadata of DCP."""
+    return location.has(METADATA) and location.head(METADATA, 1) == b"\x80"
+
+
+def open_catalog(location: Location) -> Catalog:
+    """Describe a directory.
+
+    Raises:
+        CorruptionError: The metadata is damaged, or asks for what is never run.
+        StorageError: A file cannot be read.
+
+    Cost: reads the metadata and all values.
+    """
+    items = read_items(location)
+    tree: dict[str, Any] = {}
+    for name, tensor in items.tensors.items():
+        items.put(tree, name, tensor_node(tensor.key))
+    for name, node in items.values.items():
+        items.put(tree, name, node)
+    parts = parts_of(tree)
+    tensors = dict(items.tensors_by_key())
+    if parts is not tree:
+        # Under the name of the part, so that keys are paths, as everywhere.
+        tensors = {f"model.{key}": _renamed(each) for key, each in tensors.items()}
+        parts = {"model": {name: tensor_node(f"model.{name}") for name in tree}}
+    return Catalog(
+        format=FORMAT,
+        storage=location.storage,
+        label=location.label,
+        identity=items.identity,
+        created=location.created([METADATA]),
+        tensors=tensors,
+        parts={name: from_torch(node) for name, node in parts.items()},
+        left_out=items.left_out,
+    )
+
+
+def parts_of(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree, or of a flat dict of tensors the part `model` that it is."""
+    if tree and all(is_tensor(node) for node in tree.values()):
+        return {"model": tree}
+    return tree
+
+
+def _renamed(tensor: CatalogTensor) -> CatalogTensor:
+    return CatalogTensor(
+        key=f"model.{tensor.key}",
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        chunks=tensor.chunks,
+    )
+
+
+@dataclass(kw_only=True)
+class Items:
+    """What a directory holds, by the flat names of the metadata.
+
+    Args:
+        identity: Of the metadata.
+        tensors: The tensors.
+        values: Nodes of all else; their own tensors are in `more`.
+        more: Tensors inside of values, by key.
+        paths: By flat name the path in the saved dict.
+        left_out: What no value keeps.
+    """
+
+    identity: bytes
+    tensors: dict[str, CatalogTensor] = field(default_factory=dict)
+    values: dict[str, Node] = field(default_factory=dict)
+    more: dict[str, CatalogTensor] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def tensors_by_key(self) -> Iterator[tuple[str, CatalogTensor]]:
+        """Yield all tensors with their keys."""
+        for tensor in (*self.tensors.values(), *self.more.values()):
+            yield tensor.key, tensor
+
+    def put(self, tree: dict[str, Any], name: str, node: Any) -> None:
+        """Put a node at its path in the tree.
+
+        Raises:
+            CorruptionError: Two paths contradict each other.
+        """
+        path = self.paths.get(name, (name,))
+        here: Any = tree
+        for step, following in zip(path, (*path[1:], None), strict=True):
+            blank: Any = [] if isinstance(following, int) else {}
+            new = node if following is None else blank
+            if isinstance(step, int) and isinstance(here, list):
+                if step > len(here):
+                    raise CorruptionError(f"{name!r}: the list at its path has a gap")
+                if step == len(here):
+                    here.append(new)
+                here = here[step]
+            elif isinstance(step, str) and is_plain_dict(here):
+                if following is None and step in here:
+                    raise CorruptionError(f"{name!r}: its path is there twice")
+                here = here.setdefault(step, new)
+            else:
+                raise CorruptionError(f"{name!r}: its path contradicts another one")
+
+
+def read_items(location: Location) -> Items:
+    """Read the metadata and the values. Errors and cost: `open_catalog`."""
+    place = location.storage.describe(METADATA)
+    data = location.storage.read(METADATA)
+    metadata = read_pickle(data, place=place)
+    try:
+        return _read_items(location, metadata, digest128(data).encode())
+    except HoldfastError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, PlacementError) as error:
+        raise CorruptionError(f"{place}: this is not the metadata of DCP: {error}") from error
+
+
+def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
+    names = _dict(_get(metadata, "state_dict_metadata"))
+    ranges = _ranges(location, _dict(_get(metadata, "storage_data")))
+    items = Items(identity=identity, paths=_paths(metadata, names))
+    archives = _Archives(location)
+    values = []
+    for name, entry in names.items():
+        kind = entry.name if isinstance(entry, Record) else ""
+        if kind == _TENSOR:
+            items.tensors[name] = _tensor(name, entry, ranges, archives)
+        elif kind == _BYTES:
+            values.append((name, ranges.one(name)))
+        else:
+            raise CorruptionError(f"{location.label}: {name!r} is neither a tensor nor a value")
+    # In the order of the files, so that reads go forwards.
+    for name, where in sorted(values, key=lambda pair: (pair[1].file, pair[1].start)):
+        file = archives.open(where)
+        more, node, left_out = tensors_of(file.value, name, file, where.file)
+        clash = sorted(
+            set(more) & {t.key for t in items.tensors.values()} | set(more) & set(items.more)
+        )
+        if clash:
+            raise CorruptionError(f"{location.label}: tensor {clash[0]!r} is there twice")
+        items.more |= more
+        items.values[name] = node
+        items.left_out += left_out
+    # In the order in which they were saved.
+    items.values = {name: items.values[name] for name in names if name in items.values}
+    return items
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Where one item lies."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+class _Ranges:
+    """Items by name and, for tensors, by offset."""
+
+    def __init__(self, table: dict[tuple[str, tuple[int, ...] | None], _Range]) -> None:
+        self._table = table
+
+    def one(self, name: str) -> _Range:
+        """Return where a value lies."""
+        found = self._table.get((name, None))
+        if found is None:
+            raise CorruptionError(f"{name!r} is stored nowhere")
+        return found
+
+    def chunk(self, name: str, offset: tuple[int, ...]) -> _Range:
+        """Return where a chunk lies."""
+        found = self._table.get((name, offset))
+        if found is None and not any(offset):
+            found = self._table.get((name, None))  # a tensor that was not sharded
+        if found is None:
+            raise CorruptionError(f"the chunk of {name!r} at {list(offset)} is stored nowhere")
+        return found
+
+
+def _ranges(location: Location, storage_data: dict[Any, Any]) -> _Ranges:
+    """Return the table of items; every file is a name in the directory."""
+    present = set(location.names())
+    table: dict[tuple[str, tuple[int, ...] | None], _Range] = {}
+    for index, info in storage_data.items():
+        offset = index.state.get("offset") if type(index.state) is dict else None
+        file = _get(info, "relative_path")
+        if file not in present:
+            raise CorruptionError(
+                f"{location.label}: an item is to be in {file!r}, which is not a file of it"
+            )
+        if _optional(info, "transform_descriptors"):
+            raise CorruptionError(
+                f"{location.label}: {_get(index, 'fqn')!r} was transformed "
+                f"({_get(info, 'transform_descriptors')}), which is not supported"
+            )
+        key = (_text(_get(index, "fqn")), None if offset is None else _sizes(offset))
+        table[key] = _Range(file, _number(_get(info, "offset")), _number(_get(info, "length")))
+    return _Ranges(table)
+
+
+def _tensor(name: str, entry: Record, ranges: _Ranges, archives: _Archives) -> CatalogTensor:
+    """Return a tensor whose chunks are opened when they are read."""
+    properties = entry.get("properties")
+    dtype = _dtype(properties)
+    chunks = []
+    for each in _list(entry.get("chunks")):
+        offset, shape = _sizes(_get(each, "offsets")), _sizes(_get(each, "sizes"))
+        box = Box(offset, shape)
+        if box.numel:
+            payload = ArchiveBytes(ranges.chunk(name, offset), dtype, shape, archives)
+            chunks.append(Chunk(box, payload))
+    return CatalogTensor(
+        key=name, dtype=dtype, shape=_sizes(entry.get("size")), chunks=tuple(chunks)
+    )
+
+
+def _dtype(properties: object) -> str:
+    """Return the element type: the first of the state of TensorProperties."""
+    state = properties.state if isinstance(properties, Record) else None
+    first = state[0] if isinstance(state, tuple) and state else None
+    if isinstance(state, dict):
+        first = state.get("dtype")
+    name = first.name.removeprefix("torch.") if isinstance(first, Constructor) else ""
+    if name not in TORCH_DTYPES:
+        raise CorruptionError(f"a tensor has the element type {name!r}, which is not supported")
+    return TORCH_DTYPES[name]
+
+
+class _Archives:
+    """Opens what `torch.save` wrote into ranges of files, each once.
+
+    Args:
+        location: The directory.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        self._tensors: dict[_Range, CatalogTensor] = {}
+        self._lock = threading.Lock()
+
+    def open(self, where: _Range) -> Any:
+        """Open one archive."""
+        place = f"{self._location.storage.describe(where.file)} byte {where.start}"
+        with closing(self._location.storage.open(where.file)) as source:
+            return open_torch_save(source, place=place, start=where.start, nbytes=where.nbytes)
+
+    def reader(self, payload: ArchiveBytes, files: OpenFiles) -> TensorReader:
+        """Return a reader of the tensor in an archive, which is opened on first use.
+
+        Raises:
+            CorruptionError: The archive has another tensor than the metadata states.
+        """
+        with self._lock:
+            tensor = self._tensors.get(payload.where)
+        if tensor is None:
+            tensor = self._locate(payload, files)
+            with self._lock:
+                self._tensors[payload.where] = tensor
+        return TensorReader(tensor, files)
+
+    def _locate(self, payload: ArchiveBytes, files: OpenFiles) -> CatalogTensor:
+        where = payload.where
+        place = f"{files.describe(where.file)} byte {where.start}"
+        file = open_torch_save(
+            files.source(where.file), place=place, start=where.start, nbytes=where.nbytes
+        )
+        value = file.value
+        if not isinstance(value, PickledTensor):
+            raise CorruptionError(f"{place}: this is not one tensor")
+        if (value.dtype, value.shape) != (payload.dtype, payload.shape):
+            raise CorruptionError(
+                f"{place}: a tensor {value.dtype} {list(value.shape)}, where the metadata states "
+                f"{payload.dtype} {list(payload.shape)}"
+            )
+        start, _ = file.range_of(value)
+        chunks = chunks_of_view(
+            where.file, start, value.shape, value.stride, DTYPES[value.dtype].itemsize
+        )
+        return CatalogTensor(key=place, dtype=value.dtype, shape=value.shape, chunks=chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveBytes:
+    """The payload of a chunk inside of an archive that is opened when it is read.
+
+    Args:
+        where: The archive.
+        dtype: What the metadata states; the archive is compared with it.
+        shape: Likewise.
+        archives: Opens it.
+    """
+
+    where: _Range
+    dtype: str
+    shape: tuple[int, ...]
+    archives: _Archives
+
+    @property
+    def file(self) -> str:
+        """The file."""
+        return self.where.file
+
+    @property
+    def order(self) -> int:
+        """The byte where the archive starts."""
+        return self.where.start
+
+    def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
+        """Open the archive if need be, and read the elements."""
+        read_flat(self.archives.reader(self, files), out, start=start)
+
+
+def _paths(metadata: object, names: dict[str, Any]) -> dict[str, tuple[str | int, ...]]:
+    """Return by flat name the path in the saved dict; a name without one is its own path."""
+    stored = _optional(metadata, "planner_data")
+    if not isinstance(stored, dict):
+        return {}
+    paths = {}
+    for name, path in stored.items():
+        if name in names and isinstance(path, tuple | list):
+            if not path or not all(type(step) in (str, int) for step in path):
+                raise CorruptionError(f"{name!r} has an impossible path")
+            paths[name] = tuple(path)
+    return paths
+
+
+def _get(record: object, name: str) -> Any:
+    if not isinstance(record, Record):
+        raise ValueError(f"something without {name}")
+    return record.get(name)
+
+
+def _optional(record: object, name: str) -> Any:
+    state = record.state if isinstance(record, Record) else None
+    return state.get(name) if isinstance(state, dict) else None
+
+
+def _dict(value: object) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("a table is not a dict")
+    return value
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError("chunks are not a list")
+    return value
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise ValueError("a name is not a string")
+    return value
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError("a place in a file is not a number from 0")
+    return value
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    if not isinstance(value, TorchSize | tuple | list):
+        raise ValueError("a shape is not a torch.Size")
+    return tuple(_number(each) for each in value)

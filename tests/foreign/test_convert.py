@@ -1,0 +1,243 @@
+"""`holdfast convert`: streamed, proven, named last; nothing half-written ever has the name."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from holdfast import Checkpointer, CorruptionError, StorageError
+from holdfast.arrays.boxes import Box
+from holdfast.cli.commands.convert import parse_size
+from holdfast.errors import ConfigError
+from holdfast.foreign import output as output_module
+from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes, HeldBytes
+from holdfast.foreign.convert import ConvertOptions, open_any, plan_conversion
+from holdfast.format.names import INDEX, MANIFEST
+from holdfast.format.values import tensor_node
+from holdfast.storage import PosixStorage
+from tests.cli.conftest import Holdfast, holdfast
+from tests.foreign.contract import check_format, raw, sample_tensors
+
+__all__ = ["holdfast"]
+
+
+def save_own(root: Path, tensors: dict[str, torch.Tensor], step: int = 7) -> None:
+    """Save tensors, values and a tie as a checkpoint of our own."""
+    state = {"model": {**tensors, "tied": tensors["half"]}, "args": {"lr": 0.1, "when": (1, 2)}}
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(step, state, metadata={"why": "test"})
+
+
+def test_there_and_back_equals_the_source(holdfast: Holdfast, tmp_path: Path) -> None:
+    tensors = sample_tensors()
+    save_own(tmp_path / "run", tensors)
+    to = tmp_path / "hf"
+    done = holdfast("convert", tmp_path / "run", to, "--to", "huggingface", "--json")
+    assert done.code == 0, done.err
+    assert done.json["left_out"] == ["part 'args' was not asked for"]
+    assert done.json["num_tensors"] == len(tensors)  # with the tie, without the empty one
+    check_format(to, "model", {**tensors, "tied": tensors["half"]})
+    back = holdfast("convert", to, tmp_path / "again", "--to", "holdfast")
+    assert back.code == 0, back.err
+    assert "compared with the source" in back.out
+    values = Checkpointer(tmp_path / "again").load_all().values["model"]
+    assert {name: raw(each) for name, each in values.items()} == {
+        name: raw(each) for name, each in {**tensors, "tied": tensors["half"]}.items()
+    }
+    assert holdfast("verify", tmp_path / "again").code == 0
+    assert (tmp_path / "again/latest_checkpointed_iteration.txt").read_text() == "0\n"
+
+
+def test_our_own_format_keeps_everything(holdfast: Holdfast, tmp_path: Path) -> None:
+    save_own(tmp_path / "run", sample_tensors())
+    done = holdfast("convert", tmp_path / "run", tmp_path / "copy", "--to", "holdfast")
+    assert done.code == 0, done.err
+    assert holdfast("diff", tmp_path / "run", tmp_path / "copy").code == 0
+    report = Checkpointer(tmp_path / "copy").load_all()
+    assert (report.step, report.metadata) == (7, {"why": "test"})
+    assert report.values["args"] == {"lr": 0.1, "when": (1, 2)}
+    assert report.values["model"]["tied"] is report.values["model"]["half"]
+
+
+def test_a_folder_is_split_and_carries_its_config(holdfast: Holdfast, tmp_path: Path) -> None:
+    save_own(tmp_path / "run", sample_tensors())
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text("{}")
+    (config / "tokenizer.json").write_text("[]")
+    (config / "model.safetensors").write_text("old weights")
+    words = ("--max-shard-size", "1kB", "--config-from", config)
+    done = holdfast("convert", tmp_path / "run", tmp_path / "hf", "--to", "huggingface", *words)
+    assert done.code == 0, done.err
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= set(names)
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "hf" / file)
+    shards = [load_file(path) for path in sorted((tmp_path / "hf").glob("model-*"))]
+    assert sum(map(len, shards)) == len(index["weight_map"]) == len(sample_tensors()) + 1
+    for shard in shards:
+        assert len(shard) == 1 or sum(each.nbytes for each in shard.values()) <= 1000
+
+
+def test_a_dry_run_writes_nothing(holdfast: Holdfast, tmp_path: Path) -> None:
+    save_own(tmp_path / "run", sample_tensors())
+    done = holdfast(
+        "convert", tmp_path / "run", tmp_path / "hf", "--to", "huggingface", "--dry-run"
+    )
+    assert done.code == 0
+    assert "model.safetensors" in done.out
+    assert "would be written" in done.out
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_exists_is_never_overwritten(holdfast: Holdfast, tmp_path: Path) -> None:
+    save_own(tmp_path / "run", sample_tensors())
+    (tmp_path / "hf").mkdir()
+    done = holdfast("convert", tmp_path / "run", tmp_path / "hf", "--to", "huggingface")
+    assert (done.code, list((tmp_path / "hf").iterdir())) == (2, [])
+    assert "exists already" in done.err
+    done = holdfast("convert", tmp_path / "run", tmp_path / "run", "--to", "holdfast")
+    assert done.code == 2
+    assert "iter_0000007 exists already" in done.err
+
+
+def test_a_part_that_is_not_there_is_named(holdfast: Holdfast, tmp_path: Path) -> None:
+    save_own(tmp_path / "run", sample_tensors())
+    words = ("--to", "safetensors", "--parts", "modle")
+    done = holdfast("convert", tmp_path / "run", tmp_path / "x", *words)
+    assert done.code == 2
+    assert "choose one of model" in done.err
+    done = holdfast("convert", tmp_path / "nothing", tmp_path / "x", "--to", "safetensors")
+    assert (done.code, "does not exist" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize("to", ["huggingface", "safetensors", "holdfast"])
+def test_a_flipped_bit_of_the_source_leaves_nothing(
+    holdfast: Holdfast, tmp_path: Path, to: str
+) -> None:
+    save_own(tmp_path / "run", sample_tensors())
+    (file,) = (tmp_path / "run").rglob("data/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+    done = holdfast("convert", tmp_path / "run", tmp_path / "out/x", "--to", to)
+    assert done.code == 1
+    assert "model." in done.err
+    left = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert left == []
+
+
+@pytest.mark.parametrize("to", ["huggingface", "safetensors", "holdfast"])
+def test_bytes_that_change_on_their_way_are_noticed(
+    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the disk gives back is compared with the source, and not what was handed to it."""
+    save_file({"a": torch.arange(100.0)}, tmp_path / "x.safetensors")
+    original = PosixStorage.rename_dir
+    prove = output_module._Copier.prove
+
+    def spoil(self: output_module._Copier, result: Catalog) -> None:
+        (file,) = [
+            path
+            for path in tmp_path.rglob("*")
+            if ".tmp-" in str(path) and path.is_file() and path.name not in (INDEX, MANIFEST)
+        ]
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        prove(self, result)
+
+    monkeypatch.setattr(output_module._Copier, "prove", spoil)
+    options = ConvertOptions(to=to)  # type: ignore[arg-type]
+    with (
+        open_any(tmp_path / "x.safetensors") as catalog,
+        pytest.raises(CorruptionError),
+    ):
+        plan_conversion(catalog, tmp_path / "out/y", options).run()
+    assert PosixStorage.rename_dir is original
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.arange(100.0)}, tmp_path / "x.safetensors")
+
+    def full(self: object, start: int, data: memoryview) -> None:
+        raise StorageError("no space left on device")
+
+    monkeypatch.setattr("holdfast.storage.posix.PosixSink.write_at", full)
+    with (
+        open_any(tmp_path / "x.safetensors") as catalog,
+        pytest.raises(StorageError, match="no space"),
+    ):
+        plan_conversion(catalog, tmp_path / "out", ConvertOptions(to="huggingface")).run()
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_memory_stays_within_its_budget(tmp_path: Path) -> None:
+    rows = 6 << 20
+    with (tmp_path / "data").open("wb") as file:
+        file.truncate(rows * 8)
+    half = rows // 2
+    tensor = CatalogTensor(
+        key="model.a",
+        dtype="F32",
+        shape=(rows, 2),
+        chunks=(
+            Chunk(Box((0, 0), (half, 2)), FileBytes("data", 0)),
+            Chunk(Box((half, 0), (half, 1)), FileBytes("data", half * 8)),
+            Chunk(Box((half, 1), (half, 1)), FileBytes("data", half * 12)),
+        ),
+    )
+    catalog = Catalog(
+        format="test",
+        storage=PosixStorage(tmp_path),
+        label="test",
+        identity=b"x",
+        tensors={"model.a": tensor},
+        parts={"model": {"a": tensor_node("model.a")}},
+    )
+    conversion = plan_conversion(catalog, tmp_path / "out", ConvertOptions(to="huggingface"))
+    tracemalloc.start()
+    try:
+        conversion.run(memory_nbytes=16 << 20)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+    with pytest.raises(ConfigError, match="budget"):
+        plan_conversion(catalog, tmp_path / "more", ConvertOptions(to="huggingface")).run(
+            memory_nbytes=1000
+        )
+
+
+def test_types_that_the_format_lacks_are_named(holdfast: Holdfast, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": {"wave": torch.ones(3, dtype=torch.complex128)}})
+    done = holdfast("convert", tmp_path / "run", tmp_path / "x", "--to", "safetensors")
+    assert done.code == 2
+    assert "'wave' is C128" in done.err
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    sizes = {"5GB": 5 * 10**9, "256MiB": 256 << 20, "1kB": 1000, "7": 7, "1.5 GiB": 3 << 29}
+    assert {text: parse_size(text, option="--x") for text in sizes} == sizes
+    for text in ("", "GB", "5XB", "-1MB", "five"):
+        with pytest.raises(ConfigError, match="--x needs a size"):
+            parse_size(text, option="--x")
+
+
+def test_held_bytes_are_written_like_others(tmp_path: Path) -> None:
+    chunk = Chunk(Box((0,), (2,)), HeldBytes(b"\x01\x02", "here"))
+    tensor = CatalogTensor(key="model.a", dtype="U8", shape=(2,), chunks=(chunk,))
+    catalog = Catalog(
+        format="test", storage=PosixStorage(tmp_path), label="test", identity=b"x",
+        tensors={"model.a": tensor}, parts={"model": {"a": tensor_node("model.a")}},
+    )  # fmt: skip
+    plan_conversion(catalog, tmp_path / "x", ConvertOptions(to="safetensors")).run()
+    assert load_file(tmp_path / "x")["a"].tolist() == [1, 2]

@@ -1,0 +1,217 @@
+"""Hugging Face folders and safetensors files: read as they are, whoever wrote them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from holdfast import Checkpointer, ConfigError, CorruptionError, MismatchError
+from holdfast.foreign.formats import open_catalog
+from tests.foreign.contract import check_catalog, check_format, raw, sample_tensors
+from tests.harness import RankContext, run_ranks
+
+
+def write_folder(folder: Path, tensors: dict[str, torch.Tensor], *, num_files: int = 2) -> None:
+    """Write tensors over several files, with an index."""
+    folder.mkdir(parents=True)
+    names = list(tensors)
+    placed = {}
+    for number in range(num_files):
+        file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        own = {name: tensors[name].contiguous() for name in names[number::num_files]}
+        save_file(own, folder / file, metadata={"format": "pt"})
+        placed |= dict.fromkeys(own, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": placed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "folder of several", "links"])
+def test_every_tensor_under_every_layout(tmp_path: Path, kind: str) -> None:
+    tensors = sample_tensors()
+    path = tmp_path / "hf"
+    if kind == "file":
+        save_file(tensors, path)  # detected by content: the name says nothing
+    elif kind == "folder":
+        path.mkdir()
+        save_file(tensors, path / "model.safetensors")
+    else:
+        write_folder(path, tensors)
+    if kind == "links":  # as the cache of the Hugging Face hub has them
+        linked = tmp_path / "snapshot"
+        linked.mkdir()
+        for number, each in enumerate(sorted(path.iterdir())):
+            blob = each.rename(tmp_path / f"blob{number}")
+            (linked / each.name).symlink_to(Path("..") / blob.name)
+        path = linked
+    check_format(path, "model", tensors)
+
+
+def _write_sharded(context: RankContext, path: str, tensors: dict[str, torch.Tensor]) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    state: dict[str, torch.Tensor] = {
+        name: distribute_tensor(each, mesh, [Shard(0)]) if each.ndim else each
+        for name, each in tensors.items()
+    }
+    assert any(isinstance(each, DTensor) for each in state.values())
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(path, save_distributed=True))
+
+
+def test_the_sharded_variant_of_dcp(tmp_path: Path) -> None:
+    names = ("layers.0.weight", "layers.1.weight", "half")
+    tensors = {name: sample_tensors()[name] for name in names}
+    path = tmp_path / "sharded"
+    run_ranks(2, _write_sharded, str(path), tensors)
+    assert len(list(path.glob("shard-*"))) == 2
+    check_format(path, "model", tensors)
+
+
+def test_what_the_index_does_not_name_is_left_out_by_name(tmp_path: Path) -> None:
+    tensors = sample_tensors()
+    write_folder(tmp_path / "hf", tensors)
+    index = tmp_path / "hf/model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    table["weight_map"].pop("half")
+    index.write_text(json.dumps(table))
+    (tmp_path / "hf/optimizer.pt").write_bytes(b"x")
+    save_file({"x": torch.ones(1)}, tmp_path / "hf/other.safetensors")
+    tensors.pop("half")
+    check_catalog(tmp_path / "hf", "model", tensors)
+    left_out = " ".join(open_catalog(tmp_path / "hf").left_out)
+    for name in ("'half'", "optimizer.pt", "other.safetensors"):
+        assert name in left_out
+    report = Checkpointer(tmp_path / "run").load_all(source=tmp_path / "hf")
+    assert len(report.left_out) == 3
+    assert "3 left out by the format, without digests" in report.summary()
+
+
+def test_loads_are_as_strict_as_from_our_own(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "x.safetensors")
+    checkpointer = Checkpointer(tmp_path / "run")
+    model = torch.nn.ParameterDict({"a": torch.zeros(3)})
+    state = {"model": model}
+    with pytest.raises(MismatchError, match=r"model\.b"):
+        checkpointer.load(state, source=tmp_path / "x.safetensors")
+    assert not model["a"].any()
+    wrong = torch.nn.ParameterDict({"a": torch.zeros(4), "b": torch.zeros(2)})
+    with pytest.raises(MismatchError, match="shape"):
+        checkpointer.load({"model": wrong}, source=tmp_path / "x.safetensors")
+    with pytest.raises(ConfigError, match="does not exist"):
+        checkpointer.load(state, source=tmp_path / "y")
+    (tmp_path / "text").write_text("hello, world")
+    with pytest.raises(ConfigError, match="not a checkpoint in a format that is known"):
+        checkpointer.load(state, source=tmp_path / "text")
+
+
+def _rewrite(path: Path, change: dict[str, object]) -> None:
+    """Change the header of a safetensors file."""
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    for name, value in change.items():
+        header.setdefault(name, {}) if not isinstance(value, dict) else None
+        header[name] = {**header.get(name, {}), **value} if isinstance(value, dict) else value
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+HEADERS: dict[str, dict[str, object]] = {
+    "another shape": {"a": {"shape": [4]}},
+    "a negative shape": {"a": {"shape": [-3]}},
+    "a huge shape": {"a": {"shape": [2**62, 2**62]}},
+    "bytes elsewhere": {"a": {"data_offsets": [4, 16]}},
+    "bytes beyond": {"a": {"data_offsets": [0, 2**60]}},
+    "a type of no one": {"a": {"dtype": "F3"}},
+    "a type of four bits": {"a": {"dtype": "F4"}},
+    "no object": {"a": "text"},
+    "offsets of other tensors": {"__metadata__": {"DCP_SHARDING_INFO": '{"c": 1}'}},
+    "offsets that overflow": {
+        "__metadata__": {
+            "DCP_SHARDING_INFO": json.dumps(
+                {"a": {"saved_offsets": [2**62]}, "b": {"saved_offsets": [0]}}
+            )
+        }
+    },
+    "offsets with a gap": {
+        "__metadata__": {
+            "DCP_SHARDING_INFO": json.dumps(
+                {"a": {"saved_offsets": [5]}, "b": {"saved_offsets": [0]}}
+            )
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_lies_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(3), "b": torch.ones(2)}, path)
+    _rewrite(path, HEADERS[name])
+    with pytest.raises(CorruptionError):
+        Checkpointer(tmp_path / "run").load_all(source=path)
+
+
+INDICES: dict[str, object] = {
+    "no map": {"metadata": {}},
+    "a list": [],
+    "a path upwards": {"weight_map": {"half": "../secret.safetensors"}},
+    "an absolute path": {"weight_map": {"half": "/etc/passwd"}},
+    "a file that is not there": {"weight_map": {"half": "model-00003-of-00002.safetensors"}},
+    "a tensor that is not there": {"weight_map": {"x": "model-00001-of-00002.safetensors"}},
+    "a number": {"weight_map": {"half": 3}},
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_that_lies_is_refused(tmp_path: Path, name: str) -> None:
+    write_folder(tmp_path / "hf", sample_tensors())
+    save_file({"half": torch.ones(1)}, tmp_path / "secret.safetensors")
+    index = tmp_path / "hf/model.safetensors.index.json"
+    index.write_text(json.dumps(INDICES[name]))
+    with pytest.raises(CorruptionError):
+        open_catalog(tmp_path / "hf")
+    index.write_text("[" * 100_000)
+    with pytest.raises(CorruptionError):
+        open_catalog(tmp_path / "hf")
+
+
+def test_one_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    for name in ("one", "two"):
+        save_file({"a": torch.ones(3)}, tmp_path / f"hf/{name}.safetensors")
+    with pytest.raises(CorruptionError, match=r"in several files: one.safetensors, two"):
+        open_catalog(tmp_path / "hf")
+
+
+def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(3), "b": torch.ones(2)}, path)
+    data = path.read_bytes()
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        with pytest.raises((CorruptionError, ConfigError)):
+            open_catalog(path)
+
+
+def test_a_file_that_is_cut_after_it_was_opened_fails_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.arange(3.0), "b": torch.ones(2)}, path)
+    catalog = open_catalog(path)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CorruptionError, match=r"model\.b.*x\.safetensors"):
+        Checkpointer(tmp_path / "run").load_all(source=catalog)
+
+
+def test_empty_and_scalar_tensors_alone(tmp_path: Path) -> None:
+    tensors = {"none": torch.zeros(0, 3), "one": torch.tensor(5, dtype=torch.int8)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    values = Checkpointer(tmp_path / "run").load_all(source=tmp_path / "x.safetensors").values
+    assert raw(values["model"]["one"]) == b"\x05"
+    assert values["model"]["none"].shape == (0, 3)

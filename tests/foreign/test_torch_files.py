@@ -1,0 +1,140 @@
+"""Files of torch.save and folders of them: state dicts, Lightning, Accelerate, the HF Trainer."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from holdfast import Checkpointer, CorruptionError, FromPart, OptimizerState
+from holdfast.cli.main import main
+from holdfast.foreign.formats import open_catalog
+from tests.foreign.contract import check_catalog, check_format, raw, sample_tensors
+
+
+@pytest.mark.parametrize("kind", ["dict", "ordered", "legacy", "nested"])
+def test_every_tensor_under_every_layout(tmp_path: Path, kind: str) -> None:
+    tensors = sample_tensors()
+    value: Any = {"ordered": OrderedDict(tensors), "nested": {"model": tensors, "epoch": 3}}.get(
+        kind, dict(tensors)
+    )
+    torch.save(value, tmp_path / "x", _use_new_zipfile_serialization=kind != "legacy")
+    check_format(tmp_path / "x", "model", tensors)
+
+
+def test_views_and_ties(tmp_path: Path) -> None:
+    wide = torch.arange(48.0).reshape(6, 8)
+    tensors = {"t": wide.t(), "cut": wide[1:5, 2:7], "row": wide[0].expand(3, 8), "tie": wide.t()}
+    torch.save(dict(tensors), tmp_path / "x.pt")
+    check_format(tmp_path / "x.pt", "model", tensors, fraction=4.0)
+    values = Checkpointer(tmp_path / "run").load_all(source=tmp_path / "x.pt").values["model"]
+    assert values["t"] is values["tie"]
+
+
+def test_a_module_and_an_optimizer_by_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    torch.save(
+        {"model": model.state_dict(), "optim": optimizer.state_dict(), "global_step": 12},
+        tmp_path / "x.pt",
+    )
+    twin = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    other = torch.optim.AdamW(twin.named_parameters(), lr=1.0)
+    state = {"model": twin, "optim": OptimizerState(other, twin)}
+    report = Checkpointer(tmp_path / "run").load(state, source=tmp_path / "x.pt")
+    assert (report.step, report.not_requested) == (12, ("global_step",))
+    for name, tensor in model.state_dict().items():
+        assert raw(twin.state_dict()[name]) == raw(tensor), name
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        assert raw(other.state[ours]["exp_avg"]) == raw(optimizer.state[theirs]["exp_avg"])
+    assert other.param_groups[0]["lr"] == 0.1
+
+
+def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    torch.save(
+        {
+            "epoch": 1, "global_step": 77, "pytorch-lightning_version": "2.6.0",
+            "state_dict": model.state_dict(), "loops": {"fit_loop": {"state_dict": {}}},
+            "optimizer_states": [torch.optim.SGD(model.parameters(), lr=0.1).state_dict()],
+            "hyper_parameters": {"lr": 0.1},
+        },
+        tmp_path / "last.ckpt",
+    )  # fmt: skip
+    twin = nn.Linear(3, 2)
+    report = Checkpointer(tmp_path / "run").load(
+        {"net": FromPart("state_dict", twin)}, source=tmp_path / "last.ckpt"
+    )
+    assert report.step == 77
+    assert raw(twin.weight) == raw(model.weight)
+    assert main(["convert", str(tmp_path / "last.ckpt"), str(tmp_path / "hf"), "--to",
+                 "huggingface"]) == 0  # fmt: skip
+    check_catalog(tmp_path / "hf", "model", model.state_dict())
+
+
+def test_a_folder_of_accelerate(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = nn.Linear(3, 2), None
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    accelerator.save_state(str(tmp_path / "state"))
+    catalog = open_catalog(tmp_path / "state")
+    assert {"model", "optimizer", "scheduler"} <= set(catalog.parts)
+    values = Checkpointer(tmp_path / "run").load_all(source=tmp_path / "state").values
+    assert raw(values["model"]["weight"]) == raw(model.weight)
+    twin = torch.optim.AdamW(nn.Linear(3, 2).parameters())
+    twin.load_state_dict(values["optimizer"])
+    assert twin.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    # Everything in the folder is either read or named.
+    parts = {f"{name}." for name in catalog.parts}
+    for file in (tmp_path / "state").iterdir():
+        is_read = any(f"{file.name.rpartition('.')[0]}." == part for part in parts)
+        assert is_read or any(file.name in each for each in catalog.left_out), file.name
+
+
+def test_what_asks_for_code_is_left_out_of_a_folder_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-500"
+    folder.mkdir()
+    save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+    torch.save(Path, folder / "training_args.bin")
+    torch.save({"weight": torch.zeros(2)}, folder / "pytorch_model.bin")
+    catalog = open_catalog(folder)
+    assert set(catalog.parts) >= {"model", "optimizer"}
+    left_out = " ".join(catalog.left_out)
+    assert "pytorch_model.bin: the safetensors files are read instead" in left_out
+    torch.save(nn.Linear(2, 2), folder / "training_args.bin")
+    left_out = " ".join(open_catalog(folder).left_out)
+    assert "training_args.bin" in left_out
+    assert "torch.nn.modules.linear.Linear" in left_out
+    with pytest.raises(CorruptionError, match=r"torch\.nn\.modules\.linear\.Linear"):
+        open_catalog(folder / "training_args.bin")
+
+
+def test_sharded_weights_of_hugging_face(tmp_path: Path) -> None:
+    tensors = sample_tensors()
+    names = list(tensors)
+    placed = {}
+    for number in range(2):
+        file = f"pytorch_model-{number + 1:05d}-of-00002.bin"
+        torch.save({name: tensors[name] for name in names[number::2]}, tmp_path / file)
+        placed |= dict.fromkeys(names[number::2], file)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": placed}))
+    check_catalog(tmp_path, "model", tensors)
+    (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
+    with pytest.raises(CorruptionError, match="not there"):
+        open_catalog(tmp_path)
