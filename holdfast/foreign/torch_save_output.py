@@ -8,7 +8,7 @@ a storage, as there.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.foreign.catalog import Catalog
@@ -25,8 +25,6 @@ FORMAT = "torch.save"
 
 def layout(catalog: Catalog, *, part: str | None = None, whole_tree: bool = False) -> Output:
     """Lay out a part of a checkpoint, or all of it, as a file of `torch.save`.
-
-    In the result a tensor's key is its path in the file's value, the first one of a tied tensor.
 
     Args:
         catalog: What to write.
@@ -51,12 +49,11 @@ def layout(catalog: Catalog, *, part: str | None = None, whole_tree: bool = Fals
         value = plain.parts({part: trees[part]}).get(part, {})
         value = OrderedDict(value) if type(value) is dict else value
         notes += [f"part {name!r} was not asked for" for name in trees if name != part]
-    keys: dict[str, str] = {}
-    for path, key in tensor_paths(value, ""):
-        keys.setdefault(key, path)
-    numbers = {key: number for number, key in enumerate(keys)}
+    places = _places(value)
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(places.values()))}
     described = with_tensors(value, catalog, numbers)
-    archive = layout_archive(pickled(described), [catalog.tensors[key].nbytes for key in keys])
+    sizes = [catalog.tensors[key].nbytes for key in numbers]
+    archive = layout_archive(pickled(described), sizes)
     notes += [
         *plain.notes,
         *(f"{each}: torch.load reads the file with weights_only=False" for each in plain.unsafe),
@@ -65,13 +62,13 @@ def layout(catalog: Catalog, *, part: str | None = None, whole_tree: bool = Fals
         notes.append(f"the user's metadata is left out: {', '.join(catalog.metadata)}")
     extents = [
         Extent(
-            start=archive.starts[number],
+            start=archive.starts[numbers[key]],
             key=key,
             box=catalog.tensors[key].whole,
-            crc_at=archive.crc_at[number],
-            to_key=keys[key],
+            crc_at=archive.crc_at[numbers[key]],
+            to_key=to_key,
         )
-        for key, number in numbers.items()
+        for to_key, key in places.items()
         if catalog.tensors[key].nbytes
     ]
     file = OutputFile(
@@ -80,16 +77,46 @@ def layout(catalog: Catalog, *, part: str | None = None, whole_tree: bool = Fals
     return Output(files=[file], is_folder=False, notes=notes)
 
 
-def tensor_paths(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def _places(value: Any) -> dict[str, str]:
+    """Return the keys that tensors get in the reader's catalog, with those in the source.
+
+    A tied tensor is there once in each part; so is it in the reader's.
+    """
+    if not isinstance(value, dict) or not all(type(key) is str for key in value):
+        parts = {"value": value}
+    elif any(isinstance(member, TensorRef) for member in value.values()):
+        parts = {"model": value}
+    else:
+        parts = value
+    places: dict[str, str] = {}
+    for part, member in parts.items():
+        seen: set[str] = set()
+        for path, key in _tensor_paths(member, part):
+            if key not in seen:
+                seen.add(key)
+                places[_unused(path, places)] = key
+    return places
+
+
+def _unused(path: str, places: Mapping[str, str]) -> str:
+    """Return a key for a path, as the reader does: two paths may be one when joined with dots."""
+    key, number = path, 1
+    while key in places:
+        number += 1
+        key = f"{path}#{number}"
+    return key
+
+
+def _tensor_paths(value: Any, path: str) -> Iterator[tuple[str, str]]:
     """Yield the path and the key of every tensor in a value, in order."""
     if isinstance(value, TensorRef):
         yield path, value.key
     elif isinstance(value, dict):
         for key, member in value.items():
-            yield from tensor_paths(member, join_path(path, key_name(key)))
+            yield from _tensor_paths(member, join_path(path, key_name(key)))
     elif isinstance(value, list | tuple | deque):
         for i, member in enumerate(value):
-            yield from tensor_paths(member, join_path(path, i))
+            yield from _tensor_paths(member, join_path(path, i))
 
 
 def with_tensors(value: Any, catalog: Catalog, numbers: dict[str, int]) -> Any:

@@ -15,6 +15,7 @@ from torch import nn
 from holdfast.errors import ConfigError, CorruptionError, PlanError, StorageError
 from holdfast.foreign import torch_save_output
 from holdfast.foreign.catalog import Catalog, Chunk, FileBytes
+from holdfast.foreign.formats import open_catalog
 from holdfast.foreign.output import Output, write_output
 from holdfast.foreign.torch_archive import ALIGNMENT, layout_archive, tensor_value
 from holdfast.foreign.torch_save import open_torch_save
@@ -24,14 +25,10 @@ from tests.foreign.catalogs import TRAINED_DTYPES, catalog_of, equal_bits, sampl
 from tests.foreign.making import MemorySource
 
 
-def reopen(path: Path) -> Catalog:
-    return catalog_of(torch.load(path, weights_only=False), label=str(path))
-
-
 def write(tree: dict[str, Any], path: Path, **options: Any) -> Output:
     catalog = catalog_of(tree)
     output = torch_save_output.layout(catalog, **options)
-    write_output(catalog, output, path, reopen=reopen)
+    write_output(catalog, output, path, reopen=open_catalog)
     assert zipfile.ZipFile(path).testzip() is None
     return output
 
@@ -139,7 +136,7 @@ def test_what_is_not_written_is_noted(tmp_path: Path) -> None:
         "model.q is a deque: torch.load reads the file with weights_only=False",
         "the user's metadata is left out: user",
     ]
-    write_output(catalog, output, tmp_path / "a.pt", reopen=reopen)
+    write_output(catalog, output, tmp_path / "a.pt", reopen=open_catalog)
     loaded = torch.load(tmp_path / "a.pt", weights_only=False)
     assert type(loaded["model"]["q"]) is deque
     with pytest.raises(ConfigError, match="part 'x' is not there"):
@@ -154,14 +151,14 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
     for bad in (replace(held, chunks=()), short):
         broken = replace(catalog, tensors={**catalog.tensors, "model.w": bad})
         with pytest.raises((CorruptionError, StorageError)):
-            write_output(broken, output, tmp_path / "out" / "a.pt", reopen=reopen)
+            write_output(broken, output, tmp_path / "out" / "a.pt", reopen=open_catalog)
         assert list((tmp_path / "out").iterdir()) == []
 
     def changed(path: Path) -> Catalog:
         data = bytearray(path.read_bytes())
         data[output.files[0].extents[0].start] ^= 1
         path.write_bytes(data)
-        return reopen(path)
+        return open_catalog(path)
 
     with pytest.raises(CorruptionError, match="does not read back"):
         write_output(catalog, output, tmp_path / "out" / "a.pt", reopen=changed)
