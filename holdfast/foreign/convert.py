@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from holdfast.errors import ConfigError
-from holdfast.foreign import own_format, safetensors_files
+from holdfast.foreign import dcp_output, own_format, safetensors_files, torch_save_output
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.formats import detect_format, open_catalog
 from holdfast.foreign.location import Location
@@ -19,7 +19,7 @@ from holdfast.format.reader import Snapshot
 from holdfast.format.versions import read_lease
 from holdfast.storage import PosixStorage
 
-TargetFormat = Literal["holdfast", "huggingface", "safetensors"]
+TargetFormat = Literal["holdfast", "huggingface", "safetensors", "dcp", "torch_save"]
 """The formats that can be written."""
 TARGET_FORMATS: tuple[str, ...] = get_args(TargetFormat)
 
@@ -32,13 +32,17 @@ class ConvertOptions:
         to: The format.
         part: The part that weights are taken from, for formats that hold nothing else; see
             `weights_of`.
-        max_file_nbytes: See `safetensors_files.layout`.
-        config_from: Likewise.
+        whole_tree: A file of `torch.save` gets all parts.
+        flat_optimizer: See `dcp_output.layout`.
+        max_file_nbytes: Of a folder of several files.
+        config_from: See `safetensors_files.layout`.
         step: Number of the step in a root of our own; None for that of the source.
     """
 
     to: TargetFormat
     part: str | None = None
+    whole_tree: bool = False
+    flat_optimizer: bool = False
     max_file_nbytes: int = safetensors_files.DEFAULT_MAX_FILE_NBYTES
     config_from: Path | None = None
     step: int | None = None
@@ -97,14 +101,33 @@ def plan_conversion(catalog: Catalog, to: Path, options: ConvertOptions) -> Conv
             reopen=own_format.reopen,
             root=to,
         )
-    output = safetensors_files.layout(
+    return Conversion(catalog=catalog, output=_layout(catalog, options), to=to, reopen=open_catalog)
+
+
+def _layout(catalog: Catalog, options: ConvertOptions) -> Output:
+    """Lay out the catalog in a foreign format; errors as `plan_conversion`."""
+    takes_all = options.to == "dcp" or options.whole_tree
+    if options.whole_tree and options.to not in ("dcp", "torch_save"):
+        raise ConfigError(f"a whole tree cannot be written as {options.to}, which holds weights")
+    if takes_all and options.part is not None:
+        raise ConfigError(f"all parts are written, so that {options.part!r} cannot be chosen")
+    if options.flat_optimizer and options.to != "dcp":
+        raise ConfigError(f"{options.to} has no flat form of an optimizer")
+    if options.to == "dcp":
+        return dcp_output.layout(
+            catalog,
+            max_file_nbytes=options.max_file_nbytes,
+            flat_optimizer=options.flat_optimizer,
+        )
+    if options.to == "torch_save":
+        return torch_save_output.layout(catalog, part=options.part, whole_tree=options.whole_tree)
+    return safetensors_files.layout(
         catalog,
         part=options.part,
         max_file_nbytes=options.max_file_nbytes,
         config_from=options.config_from,
         is_folder=options.to == "huggingface",
     )
-    return Conversion(catalog=catalog, output=output, to=to, reopen=open_catalog)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.errors import CorruptionError
+from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.values import Node, is_plain_dict, leaf_node, members, node_bytes, pairs_of
 
 _STATE = "state"
@@ -91,8 +91,7 @@ def from_torch(node: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> 
         CorruptionError: A flat name is a value and the start of others.
     """
     shapes = {} if shapes is None else shapes
-    if _is_flat(node):
-        return _from_flat(node, shapes)
+    node = _unflattened(node) if _is_flat(node) else node
     listed = _named_groups(node)
     if listed is None:
         return node
@@ -109,7 +108,11 @@ def from_torch(node: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> 
             others.append((key, entries))
         else:
             state[name] = entries
-    tree = _tree(state, [_settings(group) for group in node[_PARAM_GROUPS]], members_of)
+    tree: dict[str, Any] = {
+        _STATE: state,
+        "groups": [_settings(group) for group in node[_PARAM_GROUPS]],
+        "membership": members_of,
+    }
     if others:
         tree["others"] = _mapping(others)
     extra = {key: value for key, value in node.items() if key not in _RESERVED}
@@ -124,10 +127,6 @@ def from_torch(node: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> 
 
 
 # ---- the two forms' parts ----
-
-
-def _tree(state: Any, groups: list[Any], membership: Mapping[str, int]) -> dict[str, Any]:
-    return {_STATE: state, "groups": groups, "membership": dict(membership)}
 
 
 def _facts(
@@ -195,39 +194,72 @@ def _named_groups(node: Any) -> list[dict[Any, str]] | None:
 # ---- the flat form ----
 
 
+def to_flat(node: Any) -> Any:
+    """Return a state dict of PyTorch in its flat form; any other node as it is.
+
+    Raises PlanError for what has no flat name: state of no parameter, and a group of none.
+    """
+    if _named_groups(node) is None:
+        return node
+    flat: dict[str, Any] = {}
+    names = [name for group in node[_PARAM_GROUPS] for name in group[_PARAMS]]
+    for key, entries in pairs_of(node.get(_STATE, {})) or []:
+        if key not in names or not is_plain_dict(entries):
+            raise PlanError(f"the optimizer's state of {key!r} has no flat name")
+        _flatten(entries, f"{_STATE}.{key}", flat)
+    for number, group in enumerate(node[_PARAM_GROUPS]):
+        if not group[_PARAMS]:
+            raise PlanError(f"the optimizer's group {number} has no parameters, so no flat name")
+        settings = _settings(group)
+        flat |= {
+            f"{_PARAM_GROUPS}.{name}.{key}": value
+            for name in group[_PARAMS]
+            for key, value in settings.items()
+        }
+    return flat | {k: value for k, value in node.items() if k not in (_STATE, _PARAM_GROUPS)}
+
+
+def _flatten(entries: dict[str, Any], prefix: str, flat: dict[str, Any]) -> None:
+    for name, value in entries.items():
+        if is_plain_dict(value):
+            _flatten(value, f"{prefix}.{name}", flat)
+        else:
+            flat[f"{prefix}.{name}"] = value
+
+
 def _is_flat(node: Any) -> bool:
-    """Return True for a flat state dict: it has settings of groups, and nothing but both kinds."""
-    heads = {key.partition(".")[0] for key in node} if is_plain_dict(node) else set()
-    if not heads or not heads <= {_STATE, _PARAM_GROUPS}:
+    """Return True for a flat state dict: settings of groups by parameter, and no groups."""
+    if not is_plain_dict(node) or _STATE in node or _PARAM_GROUPS in node:
         return False
-    return _PARAM_GROUPS in heads and all(key.count(".") >= 2 for key in node)
+    return any(_is_setting(key) for key in node)
 
 
-def _from_flat(node: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def _is_setting(key: str) -> bool:
+    return key.startswith(f"{_PARAM_GROUPS}.") and key.count(".") >= 2
+
+
+def _unflattened(node: dict[str, Any]) -> dict[str, Any]:
     """Return the tree of a flat state dict; parameters with equal settings are one group again."""
     settings: dict[str, dict[str, Any]] = {}
+    tree: dict[str, Any] = {_STATE: {}, _PARAM_GROUPS: []}
     for key, value in node.items():
-        if key.startswith(f"{_PARAM_GROUPS}."):
+        if _is_setting(key):
             # No setting has a dot in its name; parameters have.
             name, _, setting = key[len(_PARAM_GROUPS) + 1 :].rpartition(".")
             settings.setdefault(name, {})[setting] = value
-    state: dict[str, Any] = {}
+        elif not key.startswith(f"{_STATE}."):
+            tree[key] = value
     for key, value in node.items():
-        if not key.startswith(f"{_STATE}."):
-            continue
-        components = key[len(_STATE) + 1 :].split(".")
-        name = _owner(components, settings)
-        _put(state.setdefault(name, {}), components[name.count(".") + 1 :], value)
-    numbers: dict[bytes, int] = {}
-    membership: dict[str, int] = {}
-    groups: list[Any] = []
+        if key.startswith(f"{_STATE}.") and key.count(".") >= 2:
+            components = key[len(_STATE) + 1 :].split(".")
+            name = _owner(components, settings)
+            path = components[name.count(".") + 1 :]
+            _put(tree[_STATE].setdefault(name, {}), path, value)
+    groups: dict[bytes, dict[str, Any]] = {}
     for name, each in settings.items():
-        number = numbers.setdefault(node_bytes(each), len(groups))
-        if number == len(groups):
-            groups.append(each)
-        membership[name] = number
-    tree = _tree(state, groups, membership)
-    tree["parameters"] = _facts(membership, shapes, {})
+        group = groups.setdefault(node_bytes(each), {**each, _PARAMS: []})
+        group[_PARAMS].append(name)
+    tree[_PARAM_GROUPS] = list(groups.values())
     return tree
 
 

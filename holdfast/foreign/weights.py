@@ -34,7 +34,7 @@ def weights_of(catalog: Catalog, part: str | None) -> Weights:
     Raises:
         ConfigError: There is no such part, or none is meant by None.
     """
-    part = _choose(catalog, part)
+    part = choose_part(catalog, part)
     keys: dict[str, str] = {}
     left_out: list[str] = []
     for name, node in _leaves(catalog.parts[part], ""):
@@ -47,8 +47,11 @@ def weights_of(catalog: Catalog, part: str | None) -> Weights:
     return Weights(keys=keys, left_out=tuple(left_out))
 
 
-def _choose(catalog: Catalog, part: str | None) -> str:
-    """Return the part that is meant."""
+def choose_part(catalog: Catalog, part: str | None) -> str:
+    """Return the part that is meant: that name, else `model`, else the only one with tensors.
+
+    Raises ConfigError if there is no such part.
+    """
     with_tensors = [name for name, node in catalog.parts.items() if any(tensor_keys(node))]
     if part is None and "model" in with_tensors:
         return "model"

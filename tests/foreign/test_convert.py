@@ -107,6 +107,45 @@ def test_what_exists_is_never_overwritten(holdfast: Holdfast, tmp_path: Path) ->
     assert "iter_0000007 exists already" in done.err
 
 
+@pytest.mark.parametrize(("to", "options"), [("dcp", []), ("torch_save", ["--whole-tree"])])
+def test_pytorchs_formats_keep_everything(
+    holdfast: Holdfast, tmp_path: Path, to: str, options: list[str]
+) -> None:
+    tensors = sample_tensors()
+    save_own(tmp_path / "run", tensors)
+    words = ("--to", to, "--json", *options)
+    done = holdfast("convert", tmp_path / "run", tmp_path / "out", *words)
+    assert done.code == 0, done.err
+    assert done.json["left_out"] == ["the user's metadata is left out: why"]
+    # A tie is two tensors in DCP; the empty tensor has no bytes.
+    assert done.json["num_tensors"] == len(tensors) - 1 + (to == "dcp")
+    back = holdfast("convert", tmp_path / "out", tmp_path / "again", "--to", "holdfast")
+    assert back.code == 0, back.err
+    values = Checkpointer(tmp_path / "again").load_all().values
+    assert values["args"] == {"lr": 0.1, "when": (1, 2)}
+    assert {name: raw(each) for name, each in values["model"].items()} == {
+        name: raw(each) for name, each in {**tensors, "tied": tensors["half"]}.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["huggingface", "--whole-tree"], "cannot be written as huggingface"),
+        (["dcp", "--parts", "model"], "cannot be chosen"),
+        (["torch_save", "--whole-tree", "--parts", "model"], "cannot be chosen"),
+        (["torch_save", "--flat-optimizer"], "no flat form"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    holdfast: Holdfast, tmp_path: Path, words: list[str], why: str
+) -> None:
+    save_own(tmp_path / "run", {"a": torch.ones(1), "half": torch.ones(1)})
+    done = holdfast("convert", tmp_path / "run", tmp_path / "out", "--to", *words)
+    assert done.code == 2
+    assert why in done.err
+
+
 def test_a_part_that_is_not_there_is_named(holdfast: Holdfast, tmp_path: Path) -> None:
     save_own(tmp_path / "run", sample_tensors())
     words = ("--to", "safetensors", "--parts", "modle")
@@ -117,7 +156,7 @@ def test_a_part_that_is_not_there_is_named(holdfast: Holdfast, tmp_path: Path) -
     assert (done.code, "does not exist" in done.err) == (2, True)
 
 
-@pytest.mark.parametrize("to", ["huggingface", "safetensors", "holdfast"])
+@pytest.mark.parametrize("to", ["huggingface", "safetensors", "holdfast", "dcp", "torch_save"])
 def test_a_flipped_bit_of_the_source_leaves_nothing(
     holdfast: Holdfast, tmp_path: Path, to: str
 ) -> None:
@@ -133,7 +172,7 @@ def test_a_flipped_bit_of_the_source_leaves_nothing(
     assert left == []
 
 
-@pytest.mark.parametrize("to", ["huggingface", "safetensors", "holdfast"])
+@pytest.mark.parametrize("to", ["huggingface", "safetensors", "holdfast", "dcp", "torch_save"])
 def test_bytes_that_change_on_their_way_are_noticed(
     tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,10 +185,12 @@ def test_bytes_that_change_on_their_way_are_noticed(
         (file,) = [
             path
             for path in tmp_path.rglob("*")
-            if ".tmp-" in str(path) and path.is_file() and path.name not in (INDEX, MANIFEST)
+            if ".tmp-" in str(path)
+            and path.is_file()
+            and path.name not in (INDEX, MANIFEST, ".metadata")
         ]
         data = bytearray(file.read_bytes())
-        data[-1] ^= 1
+        data[data.index(raw(torch.arange(100.0))) + 9] ^= 1
         file.write_bytes(data)
         prove(self, result)
 

@@ -9,8 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from holdfast.errors import CorruptionError
-from holdfast.foreign.optimizer_trees import from_torch, is_by_name, is_torch_tree, to_torch
+from holdfast.errors import CorruptionError, PlanError
+from holdfast.foreign.optimizer_trees import (
+    from_torch,
+    is_by_name,
+    is_torch_tree,
+    to_flat,
+    to_torch,
+)
 from holdfast.format.values import Node, encode_tree, tensor_node
 from holdfast.state.optimizer_state import OptimizerState
 
@@ -102,6 +108,8 @@ def test_the_flat_form_is_read(kind: str) -> None:
     flat = node_of(get_optimizer_state_dict(model, optimizer, options=options))
     assert is_torch_tree(flat)
     assert from_torch(flat, shapes_of(model)) == own
+    assert to_flat(to_torch(own)) == flat
+    assert to_flat(own) is own
 
 
 def test_numbers_need_names() -> None:
@@ -154,6 +162,22 @@ def test_what_pytorch_lacks_stays() -> None:
 def test_other_nodes_stay_as_they_are(node: Any) -> None:
     assert to_torch(node) is node
     assert from_torch(node) is node
+
+
+def test_the_flat_form_keeps_what_pytorch_lacks() -> None:
+    tree = {
+        "state": {"a.b": {"step": 1}},
+        "groups": [{"lr": 0.1}, {"lr": 0.2}],
+        "membership": {"a.b": 1, "c": 0},
+        "parameters": {"a.b": {"shape": [2]}, "c": {"shape": [], "frozen": True}},
+        "main": {"a.b": tensor_node("optimizer.main.a.b")},
+        "extra": {"k": 7},
+    }
+    result = from_torch(to_flat(to_torch(tree)), {"a.b": [2], "c": []})
+    assert result == tree
+    for odd in ({"others": {"x": 1}}, {"membership": {"a.b": 1}}):
+        with pytest.raises(PlanError, match="flat name"):
+            to_flat(to_torch(tree | odd))
 
 
 def test_an_optimizer_without_state_has_only_groups() -> None:

@@ -46,8 +46,14 @@ class Args:
     parts: str | None = None
     """The part of the state that formats of weights get, `model` if not given."""
 
+    whole_tree: bool = False
+    """All parts, for torch_save, in place of one part."""
+
+    flat_optimizer: bool = False
+    """Optimizers as `flatten_optimizer_state_dict=True` has them, for dcp (TorchTitan)."""
+
     max_shard_size: str = "5GB"
-    """The largest file of a Hugging Face folder: a number with kB, MB, GB or MiB, GiB."""
+    """The largest file of a folder (huggingface, dcp): a number with kB, MB, GB or MiB, GiB."""
 
     config_from: Path | None = None
     """A folder whose config, tokenizer and other small files are copied beside the weights."""
@@ -70,6 +76,8 @@ def run(args: Args) -> int:
     options = ConvertOptions(
         to=args.to,
         part=args.parts,
+        whole_tree=args.whole_tree,
+        flat_optimizer=args.flat_optimizer,
         max_file_nbytes=parse_size(args.max_shard_size, option="--max-shard-size"),
         config_from=args.config_from,
         step=args.step,
@@ -115,12 +123,18 @@ def _as_json(conversion: Conversion, args: Args, seconds: float) -> dict[str, ob
         "to": str(conversion.to),
         "format": args.to,
         "written": not args.dry_run,
-        "num_tensors": sum(len(file.extents) for file in output.files),
+        "num_tensors": _num_tensors(conversion),
         "nbytes": output.nbytes,
         "files": [{"name": file.name, "nbytes": file.nbytes} for file in output.files],
         "left_out": _left_out(conversion),
         "seconds": round(seconds, 3),
     }
+
+
+def _num_tensors(conversion: Conversion) -> int:
+    """Tensors that are written; one may be there in several chunks."""
+    files = conversion.output.files
+    return len({extent.to_key for file in files for extent in file.extents})
 
 
 def _left_out(conversion: Conversion) -> list[str]:
@@ -136,7 +150,7 @@ def _print(console: Console, conversion: Conversion, args: Args, seconds: float)
         for file in output.files:
             table.add_row(clean(file.name), str(len(file.extents)), in_bytes(file.nbytes))
         console.print(table)
-    num = sum(len(file.extents) for file in output.files)
+    num = _num_tensors(conversion)
     done = "would be written" if args.dry_run else "written"
     after = "" if args.dry_run else f" and compared with the source, in {seconds:.1f} s"
     console.print(

@@ -1,0 +1,135 @@
+"""Writes one file that `torch.load` reads: a part of a checkpoint, or all of it.
+
+A part becomes what `torch.save(model.state_dict())` writes; all parts become a dict of them. An
+optimizer gets the form of PyTorch's state dicts, see `optimizer_trees`. Tensors that are tied share
+a storage, as there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from holdfast.foreign.catalog import Catalog
+from holdfast.foreign.optimizer_trees import to_torch
+from holdfast.foreign.output import Extent, Output, OutputFile
+from holdfast.foreign.pickle_output import pickled
+from holdfast.foreign.plain_values import PlainValues, TensorRef
+from holdfast.foreign.torch_archive import layout_archive, tensor_value
+from holdfast.foreign.weights import choose_part
+from holdfast.format.values import join_path, key_name
+
+FORMAT = "torch.save"
+
+
+def layout(catalog: Catalog, *, part: str | None = None, whole_tree: bool = False) -> Output:
+    """Lay out a part of a checkpoint, or all of it, as a file of `torch.save`.
+
+    Args:
+        catalog: What to write.
+        part: See `choose_part`; the file has what is in the part.
+        whole_tree: Write a dict of all parts instead.
+
+    Raises:
+        ConfigError: The part is not there.
+        PlanError: A value cannot be written.
+        CorruptionError: A node is malformed.
+
+    Cost: linear in the number of tensors and the size of values.
+    """
+    plain = PlainValues()
+    notes = list(catalog.left_out)
+    trees = {name: to_torch(node) for name, node in catalog.parts.items()}
+    value: Any
+    if whole_tree:
+        value = plain.parts(trees)
+    else:
+        part = choose_part(catalog, part)
+        value = plain.parts({part: trees[part]}).get(part, {})
+        value = OrderedDict(value) if type(value) is dict else value
+        notes += [f"part {name!r} was not asked for" for name in trees if name != part]
+    places = _places(value)
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(places.values()))}
+    described = with_tensors(value, catalog, numbers)
+    sizes = [catalog.tensors[key].nbytes for key in numbers]
+    archive = layout_archive(pickled(described), sizes)
+    notes += [
+        *plain.notes,
+        *(f"{each}: torch.load reads the file with weights_only=False" for each in plain.unsafe),
+    ]
+    if catalog.metadata:
+        notes.append(f"the user's metadata is left out: {', '.join(catalog.metadata)}")
+    extents = [
+        Extent(
+            start=archive.starts[numbers[key]],
+            key=key,
+            box=catalog.tensors[key].whole,
+            crc_at=archive.crc_at[numbers[key]],
+            to_key=to_key,
+        )
+        for to_key, key in places.items()
+        if catalog.tensors[key].nbytes
+    ]
+    file = OutputFile(
+        name="model.pt", nbytes=archive.nbytes, literals=archive.literals, extents=extents
+    )
+    return Output(files=[file], is_folder=False, notes=notes)
+
+
+def _places(value: Any) -> dict[str, str]:
+    """Return the keys that tensors get in the reader's catalog, with those in the source.
+
+    A tied tensor is there once in each part; so is it in the reader's.
+    """
+    if not isinstance(value, dict) or not all(type(key) is str for key in value):
+        parts = {"value": value}
+    elif any(isinstance(member, TensorRef) for member in value.values()):
+        parts = {"model": value}
+    else:
+        parts = value
+    places: dict[str, str] = {}
+    for part, member in parts.items():
+        seen: set[str] = set()
+        for path, key in _tensor_paths(member, part):
+            if key not in seen:
+                seen.add(key)
+                places[_unused(path, places)] = key
+    return places
+
+
+def _unused(path: str, places: Mapping[str, str]) -> str:
+    """Return a key for a path, as the reader does: two paths may be one when joined with dots."""
+    key, number = path, 1
+    while key in places:
+        number += 1
+        key = f"{path}#{number}"
+    return key
+
+
+def _tensor_paths(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the path and the key of every tensor in a value, in order."""
+    if isinstance(value, TensorRef):
+        yield path, value.key
+    elif isinstance(value, dict):
+        for key, member in value.items():
+            yield from _tensor_paths(member, join_path(path, key_name(key)))
+    elif isinstance(value, list | tuple | deque):
+        for i, member in enumerate(value):
+            yield from _tensor_paths(member, join_path(path, i))
+
+
+def with_tensors(value: Any, catalog: Catalog, numbers: dict[str, int]) -> Any:
+    """Return a value with tensors described, each by the number of its storage."""
+    if isinstance(value, TensorRef):
+        tensor = catalog.tensors[value.key]
+        return tensor_value(tensor.dtype, tensor.shape, numbers[value.key])
+    if isinstance(value, dict):
+        table = {key: with_tensors(member, catalog, numbers) for key, member in value.items()}
+        if type(value) is defaultdict:
+            return defaultdict(value.default_factory, table)
+        return type(value)(table)
+    if isinstance(value, list | tuple | deque):
+        items = [with_tensors(member, catalog, numbers) for member in value]
+        return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
+    return value
