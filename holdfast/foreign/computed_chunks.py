@@ -11,10 +11,13 @@ import numpy as np
 
 from holdfast.arrays.boxes import Box, flat_range_boxes, split_box
 from holdfast.foreign.catalog import Chunk, OpenFiles
-from holdfast.foreign.tensor_expressions import Expression, Piece, bytes_of
+from holdfast.foreign.tensor_expressions import Expression, ExpressionPart, bytes_of
 
 _CHUNK_NBYTES = 4 << 20
 """Computed chunks are cut down to this size: a part of a tensor costs a part of the work."""
+_CHUNK_NBYTES_MIN = 512 << 10
+"""Down to this size they are cut until each dim has eight parts."""
+_CUTS = 8
 _PIECE_NBYTES = 4 << 20
 """Bytes that are computed at once."""
 
@@ -59,25 +62,32 @@ def chunks_of(expression: Expression) -> tuple[Chunk, ...]:
     return tuple(chunk for piece in expression.pieces() for chunk in _chunks(piece, expression))
 
 
-def _chunks(piece: Piece, expression: Expression) -> Iterator[Chunk]:
+def _chunks(piece: ExpressionPart, expression: Expression) -> Iterator[Chunk]:
     if piece.payload is not None:
         yield Chunk(piece.box, piece.payload)
         return
-    for box in grid(piece.box, max_numel=max(_CHUNK_NBYTES // expression.itemsize, 1)):
+    largest = max(_CHUNK_NBYTES // expression.itemsize, 1)
+    fine = max(_CHUNK_NBYTES_MIN // expression.itemsize, 1)
+    for box in grid(piece.box, max_numel=largest, fine_numel=fine):
         yield Chunk(box, ComputedBytes(expression, box, piece.file, piece.order))
 
 
-def grid(box: Box, *, max_numel: int) -> Iterator[Box]:
+def grid(box: Box, *, max_numel: int, fine_numel: int) -> Iterator[Box]:
     """Cut a box into boxes of at most `max_numel` elements, in equal numbers along its dims.
 
     A part of the tensor along any dim then overlaps about the same part of the boxes. Each time
-    the dim with the fewest cuts is halved, of equals the first.
+    the dim with the fewest cuts is halved, of equals the first. Boxes of more than `fine_numel`
+    elements are cut until there are eight along each dim.
     """
     if not box.numel:
         return
     cuts = [1] * box.ndim
-    while math.prod(-(-n // c) for n, c in zip(box.shape, cuts, strict=True)) > max_numel:
+    while True:
+        numel = math.prod(-(-n // c) for n, c in zip(box.shape, cuts, strict=True))
         able = [dim for dim, size in enumerate(box.shape) if cuts[dim] < size]
+        is_coarse = numel > fine_numel and any(cuts[dim] < _CUTS for dim in able)
+        if not able or (numel <= max_numel and not is_coarse):
+            break
         dim = min(able, key=lambda dim: (cuts[dim], dim))
         cuts[dim] = min(2 * cuts[dim], box.shape[dim])
     steps = [-(-n // c) for n, c in zip(box.shape, cuts, strict=True)]

@@ -10,7 +10,7 @@ import numpy as np
 from holdfast.arrays.boxes import Box, split_box
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.foreign.catalog import OpenFiles
-from holdfast.foreign.rules import Rule
+from holdfast.foreign.rules import MapRule
 from holdfast.foreign.tensor_expressions import Expression
 
 _COMPARED_NBYTES = 4 << 20
@@ -18,10 +18,10 @@ _NUM_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RuleUse:
     """One use of a rule: the names it takes and makes, in order. Without rule: a name is kept."""
 
-    rule: Rule | None
+    rule: MapRule | None
     sources: tuple[str, ...]
     results: tuple[str, ...]
 
@@ -30,14 +30,14 @@ class Step:
 class _Group:
     """The names that one use of a rule takes: by source pattern, and by the wildcard `over`."""
 
-    rule: Rule
+    rule: MapRule
     values: dict[str, str]
     names: dict[tuple[int, int], str]
 
 
-def steps_of(
-    rules: Sequence[Rule], names: Mapping[str, tuple[int, ...] | None], *, unmatched: str
-) -> list[Step]:
+def uses_of(
+    rules: Sequence[MapRule], names: Mapping[str, tuple[int, ...] | None], *, unmatched: str
+) -> list[RuleUse]:
     """Return how rules are used on names, in the order of the names.
 
     Args:
@@ -72,12 +72,12 @@ def steps_of(
             details={"keys": lost},
         )
     _require_use(rules, groups.values())
-    steps = [
-        Step(None, (group,), (group,)) if isinstance(group, str) else _step(group, names)
+    uses = [
+        RuleUse(None, (group,), (group,)) if isinstance(group, str) else _use(group, names)
         for group in groups.values()
     ]
-    _refuse_doubles(steps)
-    return steps
+    _refuse_doubles(uses)
+    return uses
 
 
 def _some(names: Sequence[str]) -> str:
@@ -86,7 +86,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + more
 
 
-def _use_of(rules: Sequence[Rule], name: str) -> tuple[Rule, int, dict[str, str]] | None:
+def _use_of(rules: Sequence[MapRule], name: str) -> tuple[MapRule, int, dict[str, str]] | None:
     """Return the rule that takes a name, as which of its sources, and what its wildcards are."""
     uses = [
         (rule, index, values)
@@ -100,7 +100,7 @@ def _use_of(rules: Sequence[Rule], name: str) -> tuple[Rule, int, dict[str, str]
     return uses[0] if uses else None
 
 
-def _require_use(rules: Sequence[Rule], groups: object) -> None:
+def _require_use(rules: Sequence[MapRule], groups: object) -> None:
     used = {id(group.rule) for group in groups if isinstance(group, _Group)}  # type: ignore[attr-defined]
     idle = [rule for rule in rules if id(rule) not in used and not rule.optional]
     if idle:
@@ -110,7 +110,7 @@ def _require_use(rules: Sequence[Rule], groups: object) -> None:
         )
 
 
-def _step(group: _Group, names: Mapping[str, tuple[int, ...] | None]) -> Step:
+def _use(group: _Group, names: Mapping[str, tuple[int, ...] | None]) -> RuleUse:
     rule = group.rule
     count = 1
     if rule.kind == "stack":
@@ -127,11 +127,11 @@ def _step(group: _Group, names: Mapping[str, tuple[int, ...] | None]) -> Step:
         have = _some(list(group.names.values()))
         raise MismatchError(f"{rule}: {_some(missing)} is missing, but there is {have}")
     taken = tuple(name for name in sources if name is not None)
-    return Step(rule, taken, _results(rule, group.values, taken, names))
+    return RuleUse(rule, taken, _results(rule, group.values, taken, names))
 
 
 def _results(
-    rule: Rule,
+    rule: MapRule,
     values: dict[str, str],
     sources: Sequence[str],
     names: Mapping[str, tuple[int, ...] | None],
@@ -148,15 +148,15 @@ def _results(
     return tuple(rule.results[0].fill({**values, rule.over: str(i)}) for i in range(count))
 
 
-def _refuse_doubles(steps: Sequence[Step]) -> None:
-    makers: dict[str, Step] = {}
-    for step in steps:
-        for name in step.results:
-            other = makers.setdefault(name, step)
-            if other is not step or step.results.count(name) > 1:
+def _refuse_doubles(uses: Sequence[RuleUse]) -> None:
+    makers: dict[str, RuleUse] = {}
+    for use in uses:
+        for name in use.results:
+            other = makers.setdefault(name, use)
+            if other is not use or use.results.count(name) > 1:
                 ways = " and ".join(
                     f"{each.rule or 'a name that is kept'} from {_some(each.sources)}"
-                    for each in (other, step)
+                    for each in (other, use)
                 )
                 raise ConfigError(f"name {name!r} is made twice: by {ways}")
 

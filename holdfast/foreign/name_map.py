@@ -24,9 +24,9 @@ import msgspec
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles
 from holdfast.foreign.computed_chunks import chunks_of
-from holdfast.foreign.matching import Step, require_equal, steps_of
+from holdfast.foreign.matching import RuleUse, require_equal, uses_of
 from holdfast.foreign.optimizer_records import OptimizerRecords
-from holdfast.foreign.rules import Rule, rule_of
+from holdfast.foreign.rules import MapRule, rule_of
 from holdfast.foreign.state_tree import Held, Item, TreeTensors, leaves_of
 from holdfast.foreign.tensor_expressions import Expression
 from holdfast.foreign.variables import Value, Variables
@@ -37,7 +37,7 @@ Unmatched = Literal["error", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MapChange:
     """What a rule has done: its kind and itself in words, the names before and after."""
 
     kind: str
@@ -50,12 +50,12 @@ class Change:
 class MapReport:
     """What a map has done, in the order of its stages. A name that no rule took is in `kept`."""
 
-    changes: list[Change] = field(default_factory=list)
+    changes: list[MapChange] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     optimizer_parameters: int = 0
     """Parameters whose optimizer state went along."""
 
-    def of_kind(self, kind: str) -> list[Change]:
+    def of_kind(self, kind: str) -> list[MapChange]:
         """Return the changes of one kind of rule: "rename", "join", "drop", …"""
         return [change for change in self.changes if change.kind == kind]
 
@@ -80,10 +80,10 @@ class MappedCatalog:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class MapStage:
     """Rules that are applied together; `unmatched` is what happens to other names."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[MapRule, ...]
     unmatched: Unmatched = "error"
 
 
@@ -107,7 +107,7 @@ class NameMap:
 
     def __init__(
         self,
-        rules: Sequence[Rule],
+        rules: Sequence[MapRule],
         *,
         unmatched: Unmatched = "error",
         variables: Mapping[str, Value] | None = None,
@@ -121,7 +121,7 @@ class NameMap:
         ]
         if unmatched not in ("error", "keep"):
             raise ConfigError(f"{name}: unmatched is {unmatched!r}; set it to 'error' or 'keep'")
-        self.stages: tuple[Stage, ...] = (Stage(tuple(labelled), unmatched),)
+        self.stages: tuple[MapStage, ...] = (MapStage(tuple(labelled), unmatched),)
         self.variables: dict[str, Value] = dict(variables or {})
         self.part = part
         self.name = name
@@ -185,11 +185,11 @@ class NameMap:
         for stage in reversed(self.stages):
             inverses = [rule.inverse() for rule in stage.rules]
             rules = tuple(rule for rule in inverses if rule is not None)
-            stages.append(Stage(rules, stage.unmatched))
+            stages.append(MapStage(rules, stage.unmatched))
         return self._with(tuple(stages), self.variables, f"inverse of {self.name}")
 
     def _with(
-        self, stages: tuple[Stage, ...], variables: Mapping[str, Value], name: str
+        self, stages: tuple[MapStage, ...], variables: Mapping[str, Value], name: str
     ) -> NameMap:
         result = NameMap(
             (), variables=variables, part=self.part, optimizer=self.optimizers, name=name
@@ -346,24 +346,24 @@ class _Application:
             nodes += records.untouched()
         return {key for node in nodes for key in tensor_keys(node)}
 
-    def _apply_stage(self, stage: Stage) -> None:
+    def _apply_stage(self, stage: MapStage) -> None:
         before = self._items
-        steps = steps_of(stage.rules, _names_and_shapes(before), unmatched=stage.unmatched)
+        uses = uses_of(stage.rules, _names_and_shapes(before), unmatched=stage.unmatched)
         after: dict[str, Item] = {}
-        for step in steps:
-            made = self._make(step, [before[name] for name in step.sources])
-            for name, item in zip(step.results, made, strict=True):
+        for use in uses:
+            made = self._make(use, [before[name] for name in use.sources])
+            for name, item in zip(use.results, made, strict=True):
                 after[name] = item
-            self._note(step)
+            self._note(use)
         self._items = after
         for records in self._optimizers.values():
             records.apply(
-                steps, _shapes(before), _shapes(after), self._variables,
+                uses, _shapes(before), _shapes(after), self._variables,
                 refuse_others=stage.unmatched == "error",
             )  # fmt: skip
 
-    def _make(self, step: Step, items: Sequence[Item]) -> list[Item]:
-        rule = step.rule
+    def _make(self, use: RuleUse, items: Sequence[Item]) -> list[Item]:
+        rule = use.rule
         if rule is None or rule.kind == "rename":
             return list(items)
         if rule.kind == "drop":
@@ -371,19 +371,19 @@ class _Application:
         tensors = [item for item in items if isinstance(item, Expression)]
         if len(tensors) != len(items):
             raise MismatchError(
-                f"{rule}: {', '.join(step.sources)}: not all are tensors; values can be renamed or "
+                f"{rule}: {', '.join(use.sources)}: not all are tensors; values can be renamed or "
                 f"dropped, nothing else"
             )
-        made = rule.transform(tensors, self._variables, step.sources)
+        made = rule.transform(tensors, self._variables, use.sources)
         if rule.kind == "tie":
-            require_equal(tensors, step.sources, self._files, place=str(rule))
+            require_equal(tensors, use.sources, self._files, place=str(rule))
         return list(made)
 
-    def _note(self, step: Step) -> None:
-        if step.rule is None:
-            self._report.kept += step.sources
+    def _note(self, use: RuleUse) -> None:
+        if use.rule is None:
+            self._report.kept += use.sources
         else:
-            change = Change(step.rule.kind, str(step.rule), step.sources, step.results)
+            change = MapChange(use.rule.kind, str(use.rule), use.sources, use.results)
             self._report.changes.append(change)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from holdfast.errors import MismatchError
 from holdfast.foreign.catalog import OpenFiles
-from holdfast.foreign.matching import Step, require_equal
-from holdfast.foreign.rules import Rule
+from holdfast.foreign.matching import RuleUse, require_equal
+from holdfast.foreign.rules import MapRule
 from holdfast.foreign.state_tree import Held, Item, TreeTensors
 from holdfast.foreign.tensor_expressions import Expression
 from holdfast.foreign.variables import Variables
@@ -89,7 +89,7 @@ class OptimizerRecords:
 
     def apply(
         self,
-        steps: Sequence[Step],
+        uses: Sequence[RuleUse],
         before: Shapes,
         after: Shapes,
         variables: Variables,
@@ -99,11 +99,11 @@ class OptimizerRecords:
         """Take the state along with the parameters.
 
         Args:
-            steps: What happened to the parameters.
+            uses: What happened to the parameters.
             before: Their shapes before, by name.
             after: Their shapes now.
             variables: Of the map.
-            refuse_others: State of names that no step is about is an error; else it is kept.
+            refuse_others: State of names that no use is about is an error; else it is kept.
 
         Raises:
             MismatchError: The state cannot follow: a part of the joined parameters has none, values
@@ -111,10 +111,10 @@ class OptimizerRecords:
         """
         result: dict[str, Record] = {}
         taken: set[str] = set()
-        for step in steps:
-            taken.update(step.sources)
-            if any(name in self._records for name in step.sources):
-                made = self._made(step, before, after, variables)
+        for use in uses:
+            taken.update(use.sources)
+            if any(name in self._records for name in use.sources):
+                made = self._made(use, before, after, variables)
                 result.update({name: record for name, record in made.items() if record})
         others = {name: record for name, record in self._records.items() if name not in taken}
         if others and refuse_others:
@@ -129,83 +129,85 @@ class OptimizerRecords:
         self._records = result
 
     def _made(
-        self, step: Step, before: Shapes, after: Shapes, variables: Variables
+        self, use: RuleUse, before: Shapes, after: Shapes, variables: Variables
     ) -> dict[str, Record]:
-        rule = step.rule
+        rule = use.rule
         if rule is None or rule.kind in ("rename", "cast"):
-            return {step.results[0]: self._records[step.sources[0]]}
+            return {use.results[0]: self._records[use.sources[0]]}
         if rule.kind == "drop":
             return {}
-        records = [self._records.get(name, {}) for name in step.sources]
+        records = [self._records.get(name, {}) for name in use.sources]
         if rule.kind == "untie":
-            return {step.results[0]: records[0]}
+            return {use.results[0]: records[0]}
         if rule.kind == "tie":
-            return {step.results[0]: self._tied(rule, step, records)}
-        self._require_same_entries(rule, step, records)
-        made: dict[str, Record] = {name: {} for name in step.results}
+            return {use.results[0]: self._tied(rule, use, records)}
+        self._require_same_entries(rule, use, records)
+        made: dict[str, Record] = {name: {} for name in use.results}
         for entry in records[0]:
             if entry == _ORDER:
                 continue
             if entry == _SHAPE:
-                for name in step.results:
+                for name in use.results:
                     made[name][entry] = Held(list(after[name]))
                 continue
             items = [record[entry] for record in records]
-            values = self._items(rule, step, entry, items, before, variables)
-            for name, value in zip(step.results, values, strict=True):
+            values = self._items(rule, use, entry, items, before, variables)
+            for name, value in zip(use.results, values, strict=True):
                 made[name][entry] = value
         return made
 
-    def _tied(self, rule: Rule, step: Step, records: Sequence[Record]) -> Record:
+    def _tied(self, rule: MapRule, use: RuleUse, records: Sequence[Record]) -> Record:
         """Return the state of tied parameters, of which usually one has any; equal if several."""
         result: Record = {}
         for record in records:
             for entry, item in record.items():
                 if entry in result:
-                    self._require_equal(rule, step, entry, [result[entry], item])
+                    self._require_equal(rule, use, entry, [result[entry], item])
                 else:
                     result[entry] = item
         return result
 
-    def _require_same_entries(self, rule: Rule, step: Step, records: Sequence[Record]) -> None:
+    def _require_same_entries(self, rule: MapRule, use: RuleUse, records: Sequence[Record]) -> None:
         first = set(records[0]) - {_ORDER}
-        for name, record in zip(step.sources[1:], records[1:], strict=True):
+        for name, record in zip(use.sources[1:], records[1:], strict=True):
             differing = first ^ (set(record) - {_ORDER})
             if differing:
                 entries = ", ".join(sorted(".".join(entry) for entry in differing))
                 raise MismatchError(
-                    f"{rule}: part {self._part!r} has {entries} of one of {step.sources[0]} and "
+                    f"{rule}: part {self._part!r} has {entries} of one of {use.sources[0]} and "
                     f"{name}, and not of the other: the state of both is needed"
                 )
 
     def _items(
-        self, rule: Rule, step: Step, entry: Entry, items: Sequence[Item], before: Shapes,
+        self, rule: MapRule, use: RuleUse, entry: Entry, items: Sequence[Item], before: Shapes,
         variables: Variables,
     ) -> list[Item]:  # fmt: skip
         """Return one entry of the state for each result."""
-        shapes = [before.get(name) for name in step.sources]
+        shapes = [before.get(name) for name in use.sources]
         tensors = [item for item in items if isinstance(item, Expression)]
         is_elementwise = [tensor.shape for tensor in tensors] == shapes
         if is_elementwise and () not in shapes:
-            return list(rule.transform(tensors, variables, step.sources))
+            return list(rule.transform(tensors, variables, use.sources))
         if not all(map(_is_of_the_whole, items)) or () in shapes:
             raise MismatchError(
-                f"{rule}: part {self._part!r}: {'.'.join(entry)} of {step.sources[0]} does not "
+                f"{rule}: part {self._part!r}: {'.'.join(entry)} of {use.sources[0]} does not "
                 f"have an element for each one of the parameter, so that it can only be renamed"
             )
-        self._require_equal(rule, step, entry, items)
-        return [copy.copy(items[0]) for _ in step.results]
+        self._require_equal(rule, use, entry, items)
+        return [copy.copy(items[0]) for _ in use.results]
 
-    def _require_equal(self, rule: Rule, step: Step, entry: Entry, items: Sequence[Item]) -> None:
+    def _require_equal(
+        self, rule: MapRule, use: RuleUse, entry: Entry, items: Sequence[Item]
+    ) -> None:
         """Raise MismatchError unless all items are equal."""
         place = f"{rule}: part {self._part!r}, {'.'.join(entry)}"
         tensors = [item for item in items if isinstance(item, Expression)]
         nodes = [item.node for item in items if isinstance(item, Held)]
         forms = {(each.dtype, each.shape) for each in tensors}
         if (tensors and nodes) or len(forms) > 1 or len({node_bytes(n) for n in nodes}) > 1:
-            raise MismatchError(f"{place}: it must be equal for {', '.join(step.sources)}")
+            raise MismatchError(f"{place}: it must be equal for {', '.join(use.sources)}")
         if tensors:
-            names = step.sources if len(step.sources) == len(tensors) else ["it"] * len(tensors)
+            names = use.sources if len(use.sources) == len(tensors) else ["it"] * len(tensors)
             require_equal(tensors, names, self._files, place=place)
 
     def tree(self, node_of: Callable[[Item, str], Any]) -> dict[str, Any]:

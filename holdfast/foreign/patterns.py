@@ -18,7 +18,7 @@ _WILDCARD = re.compile(r"\{([A-Za-z_]\w*)(?::([^{}]*))?\}")
 _KINDS = {"name": r"[A-Za-z0-9_]+", "int": r"0|[1-9][0-9]*", "path": r".+"}
 
 
-class Pattern:
+class NamePattern:
     """A pattern of names.
 
     Args:
@@ -77,7 +77,7 @@ class Pattern:
 
     def __eq__(self, other: object) -> bool:
         """Return True if the other has the same text."""
-        return isinstance(other, Pattern) and self.text == other.text
+        return isinstance(other, NamePattern) and self.text == other.text
 
     def __hash__(self) -> int:
         """Return the hash of the text."""

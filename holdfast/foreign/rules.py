@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.errors import ConfigError, MismatchError
-from holdfast.foreign.patterns import Pattern
+from holdfast.foreign.patterns import NamePattern
 from holdfast.foreign.tensor_expressions import (
     Cast,
     Concat,
@@ -32,7 +32,7 @@ from holdfast.foreign.tensor_expressions import (
     Expression,
     MergeDims,
     Permute,
-    Slice,
+    SliceDim,
     SplitDim,
     dim_of,
 )
@@ -66,7 +66,7 @@ ORDERS = ("interleaved-to-half", "half-to-interleaved")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class MapRule:
     """One rule. Made by `rename`, `join`, … below, or from a table of TOML by `rule_of`.
 
     Args:
@@ -79,8 +79,8 @@ class Rule:
     """
 
     kind: str
-    sources: tuple[Pattern, ...]
-    results: tuple[Pattern, ...]
+    sources: tuple[NamePattern, ...]
+    results: tuple[NamePattern, ...]
     settings: Mapping[str, Any]
     optional: bool = False
     label: str = "rule"
@@ -101,7 +101,7 @@ class Rule:
         """True if tensors stay as they are, whatever their shape."""
         return self.kind in ("rename", "drop", "tie", "untie")
 
-    def inverse(self) -> Rule | None:
+    def inverse(self) -> MapRule | None:
         """Return the rule that undoes this one; None for a drop of what is recomputed.
 
         Raises:
@@ -247,17 +247,17 @@ class Rule:
         groups = self._groups(variables)
         _require_groups(tensor.shape[dim], groups or 1, dim)
         size = tensor.shape[dim] // (groups or 1)
-        if not sum(shares) or size % sum(shares):
+        if not sum(shares) or any(size * share % sum(shares) for share in shares):
             raise MismatchError(f"{size} entries along dim {dim} do not split by shares {shares}")
-        unit = size // sum(shares)
         cut = SplitDim(tensor, dim=dim, sizes=[groups, size]) if groups is not None else tensor
         at = dim if groups is None else dim + 1
         results: list[Expression] = []
         start = 0
         for share in shares:
-            part: Expression = Slice(cut, dim=at, start=start, size=share * unit)
+            length = size * share // sum(shares)
+            part: Expression = SliceDim(cut, dim=at, start=start, size=length)
             results.append(part if groups is None else MergeDims(part, dim=dim, count=2))
-            start += share * unit
+            start += length
         return results
 
     def _stack(
@@ -273,7 +273,7 @@ class Rule:
         (tensor,) = tensors
         dim = dim_of(self.settings.get("dim", 0), len(tensor.shape))
         return [
-            DropDim(Slice(tensor, dim=dim, start=i, size=1), dim=dim)
+            DropDim(SliceDim(tensor, dim=dim, start=i, size=1), dim=dim)
             for i in range(tensor.shape[dim])
         ]
 
@@ -317,17 +317,17 @@ def _require_groups(size: int, groups: int, dim: int) -> None:
 # ---- making rules ----
 
 
-def rename(source: str, to: str, *, optional: bool = False) -> Rule:
+def rename(source: str, to: str, *, optional: bool = False) -> MapRule:
     """Another name."""
     return rule_of({"rename": source, "to": to, "optional": optional})
 
 
-def join(sources: Sequence[str], to: str, *, optional: bool = False, **settings: Any) -> Rule:
+def join(sources: Sequence[str], to: str, *, optional: bool = False, **settings: Any) -> MapRule:
     """Several tensors, one after the other along `dim` (default 0).
 
     Args:
         sources: Patterns with the same wildcards.
-        to: Pattern of the result.
+        to: NamePattern of the result.
         optional: The rule may match nothing.
         settings: `dim`; `shares`, the proportion of their sizes (default: equal), by which a split
             undoes the join; `groups`, the number of groups that each is cut into, the results
@@ -336,24 +336,24 @@ def join(sources: Sequence[str], to: str, *, optional: bool = False, **settings:
     return rule_of({"join": list(sources), "to": to, "optional": optional, **settings})
 
 
-def split(source: str, to: Sequence[str], *, optional: bool = False, **settings: Any) -> Rule:
+def split(source: str, to: Sequence[str], *, optional: bool = False, **settings: Any) -> MapRule:
     """Several parts of a tensor along `dim`; undoes `join`."""
     return rule_of({"split": source, "to": list(to), "optional": optional, **settings})
 
 
-def stack(source: str, to: str, *, over: str, dim: int = 0, optional: bool = False) -> Rule:
+def stack(source: str, to: str, *, over: str, dim: int = 0, optional: bool = False) -> MapRule:
     """The tensors of all values of the wildcard `over` (0, 1, 2, …) in one, along a new dim."""
     return rule_of({"stack": source, "to": to, "over": over, "dim": dim, "optional": optional})
 
 
-def unstack(source: str, to: str, *, over: str, dim: int = 0, optional: bool = False) -> Rule:
+def unstack(source: str, to: str, *, over: str, dim: int = 0, optional: bool = False) -> MapRule:
     """One tensor for each entry of a dim; undoes `stack`."""
     return rule_of({"unstack": source, "to": to, "over": over, "dim": dim, "optional": optional})
 
 
 def transpose(
     source: str, to: str = "", *, dims: Sequence[int] | None = None, optional: bool = False
-) -> Rule:
+) -> MapRule:
     """The dims in another order; by default the last two are exchanged."""
     chosen = {} if dims is None else {"dims": list(dims)}
     return rule_of({"transpose": source, "to": to or source, "optional": optional, **chosen})
@@ -361,12 +361,12 @@ def transpose(
 
 def rotary(
     source: str, to: str = "", *, order: str, optional: bool = False, **settings: Any
-) -> Rule:
+) -> MapRule:
     """The rows of each head in the other rotary layout.
 
     Args:
-        source: Pattern.
-        to: Pattern of the result; by default the same name.
+        source: NamePattern.
+        to: NamePattern of the result; by default the same name.
         order: "interleaved-to-half" or "half-to-interleaved".
         optional: The rule may match nothing.
         settings: `dim` (default 0), and `head_dim` or `heads`.
@@ -376,12 +376,12 @@ def rotary(
     )
 
 
-def tie(sources: Sequence[str], to: str, *, optional: bool = False) -> Rule:
+def tie(sources: Sequence[str], to: str, *, optional: bool = False) -> MapRule:
     """One name for tensors that are equal; their bytes are compared."""
     return rule_of({"tie": list(sources), "to": to, "optional": optional})
 
 
-def untie(source: str, to: Sequence[str], *, optional: bool = False) -> Rule:
+def untie(source: str, to: Sequence[str], *, optional: bool = False) -> MapRule:
     """A tensor under several names; undoes `tie`."""
     return rule_of({"untie": source, "to": list(to), "optional": optional})
 
@@ -394,7 +394,7 @@ def cast(
     saturate: bool = False,
     back: str | None = None,
     optional: bool = False,
-) -> Rule:
+) -> MapRule:
     """Another float type, rounded to nearest; too large a value is an error or saturates.
 
     With `back`, the type that the source must have, the rule has an inverse: the cast back.
@@ -405,12 +405,12 @@ def cast(
     )  # fmt: skip
 
 
-def drop(source: str, *, recomputed: bool = False, optional: bool = False) -> Rule:
+def drop(source: str, *, recomputed: bool = False, optional: bool = False) -> MapRule:
     """Nothing. If the program that loads it recomputes it, the inverse simply has it not."""
     return rule_of({"drop": source, "recomputed": recomputed, "optional": optional})
 
 
-def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> Rule:
+def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> MapRule:
     """Return the rule that a table states, as in TOML.
 
     Raises:
@@ -440,7 +440,7 @@ def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> Rule:
         raise ConfigError(f"{label} ({kind}) lacks the name to which it leads: to")
     optional = bool(table.get("optional", False))
     patterns = _patterns(sources + results, settings.get("over"))
-    rule = Rule(
+    rule = MapRule(
         kind=kind,
         sources=patterns[: len(sources)],
         results=patterns[len(sources) :],
@@ -461,16 +461,16 @@ def _texts(value: Any, many: bool, place: str) -> list[str]:
     return texts
 
 
-def _patterns(texts: Sequence[str], over: str | None) -> tuple[Pattern, ...]:
+def _patterns(texts: Sequence[str], over: str | None) -> tuple[NamePattern, ...]:
     """Return patterns in which a wildcard has one kind, stated in any of them."""
     kinds = {} if over is None else {over: "int"}
     for text in texts:
-        stated = Pattern(text).kinds
+        stated = NamePattern(text).kinds
         kinds |= {name: kind for name, kind in stated.items() if kind != "name"}
-    return tuple(Pattern(text, kinds) for text in texts)
+    return tuple(NamePattern(text, kinds) for text in texts)
 
 
-def _check(rule: Rule) -> None:
+def _check(rule: MapRule) -> None:
     """Refuse wildcards that are not on both sides, and settings without sense."""
     over = {rule.over} if rule.over else set()
     if rule.kind in ("stack", "unstack"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.errors import CorruptionError, MismatchError
 from holdfast.foreign.catalog import Catalog, Chunk
-from holdfast.foreign.tensor_expressions import Expression, Source
+from holdfast.foreign.tensor_expressions import Expression, SourceTensor
 from holdfast.format.values import (
     is_plain_dict,
     is_tensor,
@@ -34,7 +34,7 @@ class TreeTensors:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, SourceTensor] = {}
         self._nodes: dict[int, Any] = {}
 
     def item(self, node: Any) -> Item:
@@ -50,7 +50,7 @@ class TreeTensors:
             tensor = self._catalog.tensors.get(key)
             if tensor is None:
                 raise CorruptionError(f"{self._catalog.label}: there is no tensor {key!r}")
-            self._sources[key] = source = Source(tensor)
+            self._sources[key] = source = SourceTensor(tensor)
             self._nodes[id(source)] = node
         return self._sources[key]
 
@@ -68,7 +68,7 @@ class TreeTensors:
 
     def chunks(self, expression: Expression) -> tuple[Chunk, ...] | None:
         """Return the chunks of a tensor that was only renamed, with all copies."""
-        return expression.tensor.chunks if isinstance(expression, Source) else None
+        return expression.tensor.chunks if isinstance(expression, SourceTensor) else None
 
 
 def leaves_of(part: dict[str, Any], tensors: TreeTensors) -> dict[str, Item]:

@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +66,7 @@ def part_of(payload: Payload, *, start: int, nbytes: int) -> Payload:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ExpressionPart:
     """A box of an expression; with the payload that has exactly its elements, or to be evaluated.
 
     `file` and `order` are of the payload that it was made from.
@@ -107,7 +108,7 @@ class Expression(ABC):
         """
 
     @abstractmethod
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ExpressionPart]:
         """Return boxes that tile the expression, with their payload where one has them as is."""
 
 
@@ -128,7 +129,7 @@ def dim_of(dim: int, ndim: int) -> int:
     return dim % ndim
 
 
-class Source(Expression):
+class SourceTensor(Expression):
     """A tensor of a catalog."""
 
     def __init__(self, tensor: CatalogTensor) -> None:
@@ -147,7 +148,9 @@ class Source(Expression):
         for chunk in self._chunks if left else ():
             common = chunk.box.intersect(box)
             if common is not None:
-                self._fill(out[common.relative_to(box.offset)], common, chunk, files)
+                # With the ellipsis it is a view, of a 0-d array, too.
+                index: tuple[Any, ...] = (*common.relative_to(box.offset), ...)
+                self._fill(out[index], common, chunk, files)
                 left -= common.numel
         if left:
             raise CorruptionError(
@@ -173,12 +176,14 @@ class Source(Expression):
         strides = [self.itemsize * math.prod(chunk.box.shape[d + 1 :]) for d in range(box.ndim)]
         out[...] = np.ndarray(box.shape, dtype=self.raw, buffer=data, strides=strides)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ExpressionPart]:
         """Return the chunks."""
-        return [Piece(c.box, c.payload, c.payload.file, c.payload.order) for c in self._chunks]
+        return [
+            ExpressionPart(c.box, c.payload, c.payload.file, c.payload.order) for c in self._chunks
+        ]
 
 
-class Slice(Expression):
+class SliceDim(Expression):
     """The entries [start, start + size) along one dim."""
 
     def __init__(self, inner: Expression, *, dim: int, start: int, size: int) -> None:
@@ -190,7 +195,7 @@ class Slice(Expression):
         """Read the box further on."""
         return self.inner.read(_shifted(box, self.dim, self.start), files)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ExpressionPart]:
         """Return what the inner pieces have of the entries."""
         before = self.inner.pieces()
         whole = _shifted(_whole(self.shape), self.dim, self.start)
@@ -220,7 +225,7 @@ class Concat(Expression):
                 out[common.relative_to(box.offset)] = values
         return out
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ExpressionPart]:
         """Return the pieces of all, moved to their place."""
         return [
             replace(piece, box=_shifted(piece.box, self.dim, start))
@@ -243,11 +248,11 @@ class Permute(Expression):
         inner = Box(tuple(box.offset[i] for i in back), tuple(box.shape[i] for i in back))
         return self.inner.read(inner, files).transpose(self.dims)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ExpressionPart]:
         """Return the inner pieces; those of one row or column stay as they are."""
         return [self._permuted(piece) for piece in self.inner.pieces()]
 
-    def _permuted(self, piece: Piece) -> Piece:
+    def _permuted(self, piece: ExpressionPart) -> ExpressionPart:
         box = piece.box
         moving = [dim for dim in self.dims if box.shape[dim] != 1]
         result = Box(
@@ -269,7 +274,7 @@ class ExpandDim(Expression):
         """Read the box without the dim."""
         return self.inner.read(_without(box, self.dim), files).reshape(box.shape)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ExpressionPart]:
         """Return the inner pieces with the dim."""
         return [
             replace(piece, box=_with(piece.box, self.dim, [0], [1]))
@@ -289,7 +294,7 @@ class DropDim(Expression):
         """Read the box with the dim."""
         return self.inner.read(_with(box, self.dim, [0], [1]), files).reshape(box.shape)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ExpressionPart]:
         """Return the inner pieces without the dim."""
         return [
             replace(piece, box=_without(piece.box, self.dim))
@@ -318,21 +323,21 @@ class SplitDim(Expression):
             return self.inner.read(inner, files).reshape(box.shape)
         if span <= 2 * part.numel:
             index = np.arange(math.prod(self.sizes)).reshape(self.sizes)
-            wanted = index[part.relative_to((0,) * part.ndim)].reshape(-1) - first
-            values = self.inner.read(inner, files).take(wanted, axis=self.dim)
+            chosen = index[part.relative_to((0,) * part.ndim)].reshape(-1) - first
+            values = self.inner.read(inner, files).take(chosen, axis=self.dim)
             return values.reshape(box.shape)
         dim = next(dim for dim in range(dims.start, dims.stop) if box.shape[dim] > 1)
         parts = (_narrowed(box, dim, box.offset[dim] + i, 1) for i in range(box.shape[dim]))
         return np.concatenate([self.read(each, files) for each in parts], axis=dim)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ExpressionPart]:
         """Return each inner piece as the boxes that its range of the dim is."""
         before = self.inner.pieces()
         return _not_too_many(
             [part for piece in before for part in self._split(piece)], before, self
         )
 
-    def _split(self, piece: Piece) -> Iterator[Piece]:
+    def _split(self, piece: ExpressionPart) -> Iterator[ExpressionPart]:
         start = piece.box.offset[self.dim]
         for part in flat_range_boxes(self.sizes, start, start + piece.box.shape[self.dim]):
             inner = _narrowed(piece.box, self.dim, start, part.numel)
@@ -363,14 +368,14 @@ class MergeDims(Expression):
             at += part.numel
         return out
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ExpressionPart]:
         """Return each inner piece as the ranges of the one dim that it is."""
         before = self.inner.pieces()
         return _not_too_many(
             [part for piece in before for part in self._merged(piece)], before, self
         )
 
-    def _merged(self, piece: Piece) -> Iterator[Piece]:
+    def _merged(self, piece: ExpressionPart) -> Iterator[ExpressionPart]:
         dims = slice(self.dim, self.dim + self.count)
         part = Box(piece.box.offset[dims], piece.box.shape[dims])
         if not part.numel:
@@ -410,7 +415,7 @@ class Cast(Expression):
             raise PlacementError(f"tensor {self._name!r}, {box}: {error}") from None
         return np.frombuffer(data, dtype=self.raw).reshape(box.shape)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ExpressionPart]:
         """Return the inner pieces, to be evaluated."""
         return [replace(piece, payload=None) for piece in self.inner.pieces()]
 
@@ -455,7 +460,7 @@ def _span(inner: Box, outer: Box) -> tuple[int, int]:
     return first, last - first + 1
 
 
-def _cut(piece: Piece, box: Box, itemsize: int) -> list[Piece]:
+def _cut(piece: ExpressionPart, box: Box, itemsize: int) -> list[ExpressionPart]:
     """Return what a piece has of a box: its runs where they are long or few, else to evaluate."""
     common = piece.box.intersect(box)
     if common is None:
@@ -483,12 +488,12 @@ def _first_of(box: Box, depth: int) -> Box:
 
 
 def _not_too_many(
-    after: list[Piece], before: Sequence[Piece], expression: Expression
-) -> list[Piece]:
+    after: list[ExpressionPart], before: Sequence[ExpressionPart], expression: Expression
+) -> list[ExpressionPart]:
     """Return one piece, to be evaluated, in place of very many small ones that a step has made."""
     if len(after) <= max(_MANY_RUNS, len(before)):
         return after
     nbytes = math.prod(expression.shape) * expression.itemsize
     if nbytes // len(after) >= _RUN_NBYTES:
         return after
-    return [Piece(_whole(expression.shape), None, after[0].file, after[0].order)]
+    return [ExpressionPart(_whole(expression.shape), None, after[0].file, after[0].order)]

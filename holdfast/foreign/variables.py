@@ -12,7 +12,7 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from holdfast.errors import ConfigError
-from holdfast.foreign.patterns import Pattern
+from holdfast.foreign.patterns import NamePattern
 from holdfast.foreign.tensor_expressions import dim_of
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -86,7 +86,7 @@ class Variables:
                 )
 
     def _size(self, text: str, dim: int) -> int:
-        pattern = Pattern(text)
+        pattern = NamePattern(text)
         name = next((name for name in self._shapes if pattern.match(name) is not None), None)
         if name is None:
             raise _NoValueError(f"no tensor is named {text!r}")

@@ -98,7 +98,7 @@ def encode_floats(values: AnyArray, dtype: str, *, saturate: bool = False) -> by
 def _refuse_unless(saturate: bool, values: AnyArray, dtype: str) -> None:
     if not saturate:
         raise PlacementError(
-            f"{len(values)} values are too large for {dtype}, the first is {values[0]!r}: "
+            f"{len(values)} values are too large for {dtype}, the first is {float(values[0])!r}: "
             f"cast to a wider type, or set saturate to write the largest finite value"
         )
 

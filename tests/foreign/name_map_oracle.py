@@ -62,9 +62,7 @@ def catalog_of(
             chunks.append(Chunk(box, payload))
             data.extend(content)
         kind = dtype or _NAMES[array.dtype]
-        tensors[key] = CatalogTensor(
-            key=key, dtype=kind, shape=array.shape, chunks=tuple(chunks)
-        )
+        tensors[key] = CatalogTensor(key=key, dtype=kind, shape=array.shape, chunks=tuple(chunks))
         return tensor_node(key)
 
     def tree(value: Any, path: str) -> Node:
