@@ -183,8 +183,7 @@ class NameMap:
         """
         stages = []
         for stage in reversed(self.stages):
-            inverses = [rule.inverse() for rule in stage.rules]
-            rules = tuple(rule for rule in inverses if rule is not None)
+            rules = tuple(rule.inverse() for rule in stage.rules)
             stages.append(MapStage(rules, stage.unmatched))
         return self._with(tuple(stages), self.variables, f"inverse of {self.name}")
 

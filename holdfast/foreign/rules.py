@@ -13,6 +13,7 @@ makes those of its result patterns:
 | tie, untie | n equal ones -> 1, 1 -> n | |
 | cast | 1 -> 1: another float type | dtype, saturate, back |
 | drop | 1 -> 0 | recomputed |
+| absent | 0 -> 0: what the inverse drops | |
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "untie": (),
     "cast": ("dtype", "saturate", "back"),
     "drop": ("recomputed",),
+    "absent": (),
 }
 """The settings of each kind of rule."""
 _INVERSE = {
@@ -101,8 +103,8 @@ class MapRule:
         """True if tensors stay as they are, whatever their shape."""
         return self.kind in ("rename", "drop", "tie", "untie")
 
-    def inverse(self) -> MapRule | None:
-        """Return the rule that undoes this one; None for a drop of what is recomputed.
+    def inverse(self) -> MapRule:
+        """Return the rule that undoes this one; of a drop of what is recomputed, that it is absent.
 
         Raises:
             ConfigError: Nothing undoes it.
@@ -114,7 +116,13 @@ class MapRule:
                     f"{self}: what is dropped cannot come back, so the map has no inverse; set "
                     f"recomputed = true if the program that loads it computes it itself"
                 )
-            return None
+            return replace(
+                self, kind="absent", sources=(), results=self.sources, settings={}, optional=True
+            )
+        if self.kind == "absent":
+            return replace(
+                self, kind="drop", sources=self.results, results=(), settings={"recomputed": True}
+            )
         if self.kind == "cast":
             if "back" not in settings:
                 raise ConfigError(
@@ -410,6 +418,11 @@ def drop(source: str, *, recomputed: bool = False, optional: bool = False) -> Ma
     return rule_of({"drop": source, "recomputed": recomputed, "optional": optional})
 
 
+def absent(name: str) -> MapRule:
+    """What this side does not have, and the inverse drops if there is any."""
+    return rule_of({"absent": name})
+
+
 def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> MapRule:
     """Return the rule that a table states, as in TOML.
 
@@ -430,7 +443,9 @@ def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> MapRule:
     settings = {name: table[name] for name in KINDS[kind] if name in table}
     sources = _texts(table[kind], kind in _MANY_SOURCES, f"{label}: {kind}")
     results: list[str] = []
-    if kind == "drop":
+    if kind == "absent":
+        sources, results = [], sources
+    elif kind == "drop":
         if "to" in table:
             raise ConfigError(f"{label} (drop) makes nothing; leave out to")
     elif "to" in table or kind in ("transpose", "rotary", "cast"):
@@ -438,7 +453,7 @@ def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> MapRule:
         results = _texts(to, kind in _MANY_RESULTS, f"{label}: to")
     else:
         raise ConfigError(f"{label} ({kind}) lacks the name to which it leads: to")
-    optional = bool(table.get("optional", False))
+    optional = bool(table.get("optional", kind == "absent"))
     patterns = _patterns(sources + results, settings.get("over"))
     rule = MapRule(
         kind=kind,

@@ -23,6 +23,7 @@ from holdfast.foreign.computed_chunks import ComputedBytes, grid
 from holdfast.foreign.name_map import NameMap
 from holdfast.foreign.rules import (
     MapRule,
+    absent,
     cast,
     drop,
     join,
@@ -455,6 +456,10 @@ def test_a_drop_has_an_inverse_only_if_it_is_recomputed(tmp_path: Path) -> None:
         name_map.inverse()
     back = NameMap([rename("a", "b"), drop("freq", recomputed=True)]).inverse()
     assert_equal(model_of(back.apply(mapped.catalog).catalog), {"a": np.ones(2)})
+    assert_equal(model_of(back.inverse().apply(catalog).catalog), {"b": np.ones(2)})
+    there = NameMap([rename("b", "a"), absent("freq")])
+    assert_equal(model_of(there.apply(mapped.catalog).catalog), {"a": np.ones(2)})
+    assert_equal(model_of(there.inverse().apply(catalog).catalog), {"b": np.ones(2)})
 
 
 def test_a_cast_is_rounded_and_undone_where_it_states_the_type(tmp_path: Path) -> None:
