@@ -174,6 +174,15 @@ class NameMap:
             f"{self.name}, then {other.name}",
         )  # fmt: skip
 
+    def given(self, **variables: int) -> NameMap:
+        """Return the map with values for its variables; ConfigError for one that it has not."""
+        unknown = sorted(set(variables) - set(self.variables))
+        if unknown:
+            raise ConfigError(
+                f"{self.name} has no variables {unknown}; it has {sorted(self.variables)}"
+            )
+        return self._with(self.stages, {**self.variables, **variables}, self.name)
+
     def inverse(self) -> NameMap:
         """Return the map that undoes this one.
 

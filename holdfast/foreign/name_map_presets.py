@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from importlib import resources
+from pathlib import Path
 
 from holdfast.errors import ConfigError
 from holdfast.foreign.name_map import NameMap
@@ -36,3 +38,22 @@ def _turned(name: str) -> str:
     """Return the name of the inverse."""
     one, _, other = name.partition("-to-")
     return f"{other}-to-{one}"
+
+
+def name_map_of(source: NameMap | str | os.PathLike[str]) -> NameMap:
+    """Return a map, the preset of that name, or the map of a TOML file.
+
+    Raises:
+        ConfigError: It is neither the name of a preset nor a file with a map.
+    """
+    if isinstance(source, NameMap):
+        return source
+    if isinstance(source, str) and source in preset_names():
+        return load_preset(source)
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(
+            f"{str(source)!r} is neither a file with a name map nor one of the presets: "
+            f"{', '.join(preset_names())}"
+        )
+    return NameMap.from_toml(path)
