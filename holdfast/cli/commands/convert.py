@@ -120,6 +120,8 @@ def run(args: Args) -> int:
 def _mapped(catalog: Catalog, args: Args) -> tuple[Catalog, list[str]]:
     """The catalog under its new names and types, and what was done to it, line by line."""
     lines: list[str] = []
+    if args.set and args.map is None:
+        raise ConfigError("--set gives values to the variables of a map: add --map")
     if args.map is not None:
         mapped = name_map_of(args.map).given(**_variables(args.set)).apply(catalog)
         catalog, lines = mapped.catalog, mapped.report.lines()

@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
 from holdfast.rerun import Replayed
-from holdfast_trainer.train.checkpointer import load_checkpoint, make_checkpointer
+from holdfast_trainer.train.checkpointer import init_weights, load_checkpoint, make_checkpointer
 from holdfast_trainer.train.config import OptimConfig, TrainConfig
 from holdfast_trainer.train.data import EpochSampler
 from holdfast_trainer.train.metrics import Reporter, StepMetrics, readable_nbytes
@@ -400,7 +400,7 @@ class BaseTrainer(ABC):
         if checkpoint.load is None or begin is None:
             if checkpoint.load is not None:
                 self._note(f"no committed checkpoint in {checkpoint.load}: starting at step 0")
-            return None
+            return None if checkpoint.init_from is None else self._init_weights()
         state = self.state()
         chosen = {
             "optimizer": checkpoint.load_optim,
@@ -429,6 +429,23 @@ class BaseTrainer(ABC):
         # The optimizer's part brings the stored lr: this run's schedule applies.
         self.schedule.apply()
         self._report_load(report, seconds=seconds)
+        return report
+
+    def _init_weights(self) -> LoadReport:
+        """Load the weights of --init-from; everything else starts afresh. Collective."""
+        state = self.state()
+        others = set(map(_kind, state)) - {"model"}
+        report = init_weights(
+            _without(state, others), config=self.config.checkpoint, groups=self.groups
+        )
+        verified = "" if report.is_verified else ", without digests"
+        self._note(
+            f"weights from {self.config.checkpoint.init_from}: {len(report.loaded)} tensors, "
+            f"{readable_nbytes(report.job.nbytes_read)} read by all ranks in "
+            f"{report.seconds:.2f} s{verified}"
+        )
+        for sentence in report.left_out:
+            self._note(f"left out of --init-from: {sentence}")
         return report
 
     @property

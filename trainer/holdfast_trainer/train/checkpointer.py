@@ -81,3 +81,22 @@ def load_checkpoint(
         allow_missing=may_be_missing,
         max_fallbacks=num_fallbacks,
     )
+
+
+def init_weights(
+    state: dict[str, object], *, config: CheckpointConfig, groups: ProcessGroups
+) -> LoadReport:
+    """Load the weights that a new run starts with. Collective.
+
+    Args:
+        state: the parts with weights.
+        config: has --init-from.
+        groups: of all ranks.
+
+    Raises:
+        HoldfastError: on all ranks: it is in no known format, or does not fit the model.
+    """
+    assert config.init_from is not None
+    # Nothing is saved there: a checkpointer needs a root, and this load a source.
+    checkpointer = Checkpointer(config.save or config.init_from, groups=groups)
+    return checkpointer.load(state, source=config.init_from, names=config.init_map, cast=True)

@@ -197,6 +197,12 @@ class CheckpointConfig:
     """Load the random number generators; with --no-load-rng they start from the seed."""
     finetune: bool = False
     """Load the weights only, and start at step 0 and the start of the data."""
+    init_from: Path | None = None
+    """Weights to start from if --load has no checkpoint: a Hugging Face folder, a PyTorch DCP
+    directory, a file of torch.save, a run of Megatron or of Holdfast. Read in place."""
+    init_map: str | None = None
+    """How the names of --init-from become those of the model: the name of a preset, such as
+    llama-hf-to-gpt, or a TOML file."""
     exit_on_missing_checkpoint: bool = False
     """Fail, instead of starting afresh, if --load holds no committed checkpoint."""
 
@@ -458,6 +464,13 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
         for flag, is_set in flags.items():
             if is_set and getattr(checkpoint, option) is None:
                 raise ConfigError(f"{flag} has no meaning without --{option}: add --{option} DIR")
+    if checkpoint.init_map is not None and checkpoint.init_from is None:
+        raise ConfigError("--init-map has no meaning without --init-from: add --init-from PATH")
+    if checkpoint.init_from is not None and checkpoint.exit_on_missing_checkpoint:
+        raise ConfigError(
+            "--init-from starts a run that has no checkpoint, and --exit-on-missing-checkpoint "
+            "refuses that: leave one of them out"
+        )
     if checkpoint.lazy_staging and not checkpoint.async_save:
         raise ConfigError("--lazy-staging has no meaning without --async-save: add --async-save")
     if checkpoint.max_fallbacks and checkpoint.load_step is not None:
