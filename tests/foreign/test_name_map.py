@@ -38,7 +38,7 @@ from holdfast.foreign.rules import (
     untie,
 )
 from holdfast.foreign.variables import Variables
-from holdfast.format.values import node_bytes, tensor_keys
+from holdfast.format.values import node_bytes, tensor_keys, tensor_node
 from tests.foreign.name_map_oracle import Array, assert_equal, catalog_of, model_of, read
 
 # ---- random maps on random catalogs ----
@@ -514,6 +514,14 @@ def test_values_are_renamed_and_dropped_like_tensors(tmp_path: Path) -> None:
         NameMap([cast("a_extra", dtype="F16")], unmatched="keep"), catalog, MismatchError
     )
     assert "not all are tensors" in text
+
+
+def test_an_array_that_is_renamed_keeps_its_numpy_type(tmp_path: Path) -> None:
+    catalog = catalog_of(tmp_path, {"a": np.ones(2, dtype=np.int64)})
+    part: Any = catalog.parts["model"]
+    part["a"] = {**tensor_node("model.a", tag="array"), "d": "<M8[ns]"}
+    mapped: Any = NameMap([rename("a", "b")]).apply(catalog).catalog.parts["model"]
+    assert mapped["b"] == {**tensor_node("model.b", tag="array"), "d": "<M8[ns]"}
 
 
 def test_a_tensor_that_another_part_has_too_keeps_its_key(tmp_path: Path) -> None:

@@ -114,6 +114,13 @@ def test_the_edge_of_overflow_is_the_middle_to_the_next_value() -> None:
             encode_floats(np.array([edge]), dtype)
 
 
+def test_a_nan_stays_one_whatever_its_bits() -> None:
+    """Also one whose payload is in the bits that are cut, and a negative one."""
+    values = np.array([0x7F800001, 0xFF800001, 0xFFC00000], dtype=np.uint32).view(np.float32)
+    for dtype in FLOATS:
+        assert np.isnan(decode_elements(encode_floats(values, dtype), dtype)).all()
+
+
 def test_other_types_are_not_made() -> None:
     with pytest.raises(PlacementError, match="no cast makes I64"):
         encode_floats(np.ones(2), "I64")
