@@ -164,4 +164,5 @@ def _encode_eight_bit(values: AnyArray, dtype: str, saturate: bool) -> bytes:
     if dtype.endswith("FNUZ"):
         negative &= codes != 0  # there is no minus zero: its code is NaN
         codes = codes + np.where(is_nan, 128, 0)
-    return (codes + np.where(negative, 128, 0)).astype(np.uint8).tobytes()
+    signed: npt.NDArray[np.uint8] = (codes + np.where(negative, 128, 0)).astype(np.uint8)
+    return signed.tobytes()

@@ -680,6 +680,17 @@ def test_a_map_is_stated_in_toml(tmp_path: Path) -> None:
     assert "no variables ['heads']" in text
 
 
+def test_the_map_of_the_page_is_one(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs/name-maps.md"
+    name_map = NameMap.from_toml(page.read_text().split("```toml")[1].split("```")[0])
+    model = {"tok_embeddings.weight": np.ones(3)}
+    model |= {f"layers.0.mlp.{name}.weight": np.ones((2, 3)) for name in ("gate", "up")}
+    catalog = catalog_of(tmp_path, model)
+    mapped = name_map.apply(catalog).catalog
+    assert sorted(model_of(mapped)) == ["embed.weight", "layers.0.mlp.fc1.weight"]
+    assert_equal(model_of(name_map.inverse().apply(mapped).catalog), model)
+
+
 @pytest.mark.parametrize(
     "text",
     ["a = \n", "name = 'x'\n", "other = 1\n[[rule]]\ndrop = 'a'\n", "[[stage]]\nrule = 1\n",
