@@ -20,6 +20,7 @@ FLOATS = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_
 _MANTISSA_AND_BIAS = {
     "F8_E4M3": (3, 7), "F8_E5M2": (2, 15), "F8_E4M3FNUZ": (3, 8), "F8_E5M2FNUZ": (2, 16),
 }  # fmt: skip
+_PART = 1 << 15
 _NATIVE = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 
 
@@ -82,7 +83,9 @@ def encode_floats(values: AnyArray, dtype: str, *, saturate: bool = False) -> by
     if dtype not in FLOATS:
         raise PlacementError(f"no cast makes {dtype}: a cast is to one of {' '.join(FLOATS)}")
     if dtype in _MANTISSA_AND_BIAS:
-        return _encode_eight_bit(values, dtype, saturate)
+        # In parts that the cache holds: the numbers in between have eight bytes each.
+        parts = (values[i : i + _PART] for i in range(0, len(values), _PART))
+        return b"".join(_encode_eight_bit(part, dtype, saturate) for part in parts)
     if dtype == "BF16":
         return _encode_bfloat16(values, saturate)
     with np.errstate(over="ignore", invalid="ignore"):
