@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.arrays.boxes import Box, contiguous_start, flat_range_boxes
+from holdfast.arrays.boxes import Box, contiguous_start, cover, flat_range_boxes
 from holdfast.arrays.types import AnyArray
 from holdfast.errors import CorruptionError, MismatchError, PlacementError
 from holdfast.foreign.catalog import CatalogTensor, Chunk, FileBytes, HeldBytes, OpenFiles, Payload
@@ -159,22 +159,27 @@ class SourceTensor(Expression):
         return out
 
     def _fill(self, out: AnyArray, box: Box, chunk: Chunk, files: OpenFiles) -> None:
-        """Copy the elements of a box of one chunk; reads at most twice what is needed, or little.
-
-        A box whose elements are far apart in the chunk is read part by part along its first dim.
-        """
+        """Copy the elements of a box of one chunk: at most twice what is needed is read."""
         first, span = _span(box, chunk.box)
         if span > 2 * box.numel and span * self.itemsize > _SMALL_NBYTES:
-            dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
-            for i in range(box.shape[dim]):
-                part = _narrowed(box, dim, box.offset[dim] + i, 1)
-                index = (*(slice(None),) * dim, slice(i, i + 1))
-                self._fill(out[index], part, chunk, files)
+            self._fill_by_runs(out, box, chunk, files)
             return
         data: AnyArray = np.empty(span, dtype=self.raw)
         chunk.payload.readinto(bytes_of(data), start=first * self.itemsize, files=files)
         strides = [self.itemsize * math.prod(chunk.box.shape[d + 1 :]) for d in range(box.ndim)]
         out[...] = np.ndarray(box.shape, dtype=self.raw, buffer=data, strides=strides)
+
+    def _fill_by_runs(self, out: AnyArray, box: Box, chunk: Chunk, files: OpenFiles) -> None:
+        """Copy the elements of a box that are far apart in the chunk: one read for each run."""
+        starts, length = cover(box, chunk.box, max_gap=0)
+        data: AnyArray = np.empty(box.shape, dtype=self.raw)
+        view, nbytes = bytes_of(data), length * self.itemsize
+        readinto = chunk.payload.readinto
+        at = 0
+        for start in (starts * self.itemsize).tolist():
+            readinto(view[at : at + nbytes], start=start, files=files)
+            at += nbytes
+        out[...] = data
 
     def pieces(self) -> list[ExpressionPart]:
         """Return the chunks."""

@@ -20,6 +20,7 @@ FLOATS = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_
 _MANTISSA_AND_BIAS = {
     "F8_E4M3": (3, 7), "F8_E5M2": (2, 15), "F8_E4M3FNUZ": (3, 8), "F8_E5M2FNUZ": (2, 16),
 }  # fmt: skip
+_PART = 1 << 15
 _NATIVE = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 
 
@@ -82,7 +83,9 @@ def encode_floats(values: AnyArray, dtype: str, *, saturate: bool = False) -> by
     if dtype not in FLOATS:
         raise PlacementError(f"no cast makes {dtype}: a cast is to one of {' '.join(FLOATS)}")
     if dtype in _MANTISSA_AND_BIAS:
-        return _encode_eight_bit(values, dtype, saturate)
+        # In parts that the cache holds: the numbers in between have eight bytes each.
+        parts = (values[i : i + _PART] for i in range(0, len(values), _PART))
+        return b"".join(_encode_eight_bit(part, dtype, saturate) for part in parts)
     if dtype == "BF16":
         return _encode_bfloat16(values, saturate)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -138,20 +141,21 @@ def _to_odd_float32(values: AnyArray) -> npt.NDArray[np.float32]:
 
 
 def _encode_eight_bit(values: AnyArray, dtype: str, saturate: bool) -> bytes:
-    table = _eight_bit_table(dtype)[:128].astype(np.float64)
+    bits, bias = _MANTISSA_AND_BIAS[dtype]
+    table = _eight_bit_table(dtype)[:128]
     top = int(np.flatnonzero(np.isfinite(table))[-1])
-    finite = table[: top + 1]
-    # One value more, as if the exponent went on: what is nearer to it is too large.
-    ladder = np.append(finite, 2 * finite[-1] - finite[-2])
-    wide = values.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        wide = values.astype(np.float64)
     size = np.abs(wide)
-    middle = (ladder[:-1] + ladder[1:]) / 2
-    codes = np.searchsorted(middle, size, side="left")
-    at = np.minimum(codes, top)
-    codes += (size == middle[at]) & (codes % 2 == 1)
+    size[~np.isfinite(size)] = 0
+    # The exponent, as a float64 has it; below the least one of the type the step stays the same.
+    exponent = np.maximum((size.view(np.int64) >> 52) - 1023, 1 - bias)
+    # Scaling by a power of two is exact. If this rounds up to the next exponent, so does the code.
+    scale = ((bits - exponent + 1023) << 52).view(np.float64)
+    codes = ((exponent - 1 + bias) << bits) + np.rint(size * scale).astype(np.int64)
     is_nan, is_inf = np.isnan(wide), np.isinf(wide)
     has_inf = top < 127 and bool(np.isinf(_eight_bit_table(dtype)[top + 1]))
-    over = (codes > top) & ~is_nan & ~(is_inf if has_inf else np.zeros_like(is_inf))
+    over = codes > top if has_inf else (codes > top) | is_inf
     if over.any():
         _refuse_unless(saturate, values[over], dtype)
         codes[over] = top
@@ -163,5 +167,5 @@ def _encode_eight_bit(values: AnyArray, dtype: str, saturate: bool) -> bytes:
     if dtype.endswith("FNUZ"):
         negative &= codes != 0  # there is no minus zero: its code is NaN
         codes = codes + np.where(is_nan, 128, 0)
-        negative &= ~is_nan
-    return (codes + np.where(negative, 128, 0)).astype(np.uint8).tobytes()
+    signed: npt.NDArray[np.uint8] = (codes + np.where(negative, 128, 0)).astype(np.uint8)
+    return signed.tobytes()

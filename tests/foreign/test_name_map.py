@@ -38,7 +38,7 @@ from holdfast.foreign.rules import (
     untie,
 )
 from holdfast.foreign.variables import Variables
-from holdfast.format.values import node_bytes, tensor_keys
+from holdfast.format.values import node_bytes, tensor_keys, tensor_node
 from tests.foreign.name_map_oracle import Array, assert_equal, catalog_of, model_of, read
 
 # ---- random maps on random catalogs ----
@@ -516,6 +516,14 @@ def test_values_are_renamed_and_dropped_like_tensors(tmp_path: Path) -> None:
     assert "not all are tensors" in text
 
 
+def test_an_array_that_is_renamed_keeps_its_numpy_type(tmp_path: Path) -> None:
+    catalog = catalog_of(tmp_path, {"a": np.ones(2, dtype=np.int64)})
+    part: Any = catalog.parts["model"]
+    part["a"] = {**tensor_node("model.a", tag="array"), "d": "<M8[ns]"}
+    mapped: Any = NameMap([rename("a", "b")]).apply(catalog).catalog.parts["model"]
+    assert mapped["b"] == {**tensor_node("model.b", tag="array"), "d": "<M8[ns]"}
+
+
 def test_a_tensor_that_another_part_has_too_keeps_its_key(tmp_path: Path) -> None:
     catalog = catalog_of(tmp_path, {"a": np.ones(2)})
     catalog.parts["other"] = [catalog.parts["model"]["a"]]  # type: ignore[index]
@@ -670,6 +678,17 @@ def test_a_map_is_stated_in_toml(tmp_path: Path) -> None:
     assert "'num_heads' has no value" in text
     text = messages(NameMap.from_toml(TOML), catalog, ConfigError, variables={"heads": 4})
     assert "no variables ['heads']" in text
+
+
+def test_the_map_of_the_page_is_one(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs/name-maps.md"
+    name_map = NameMap.from_toml(page.read_text().split("```toml")[1].split("```")[0])
+    model = {"tok_embeddings.weight": np.ones(3)}
+    model |= {f"layers.0.mlp.{name}.weight": np.ones((2, 3)) for name in ("gate", "up")}
+    catalog = catalog_of(tmp_path, model)
+    mapped = name_map.apply(catalog).catalog
+    assert sorted(model_of(mapped)) == ["embed.weight", "layers.0.mlp.fc1.weight"]
+    assert_equal(model_of(name_map.inverse().apply(mapped).catalog), model)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ def all_codes(dtype: str) -> bytes:
 def test_every_value_of_a_type_comes_back_with_its_bits(dtype: str, wide: type) -> None:
     codes = all_codes(dtype)
     values = decode_elements(codes, dtype)
-    result = encode_floats(values.astype(wide), dtype)
+    with np.errstate(invalid="ignore"):  # of a signalling NaN
+        wider = values.astype(wide)
+    result = encode_floats(wider, dtype)
     kind = f"<u{DTYPES[dtype].itemsize}"
     one, two = np.frombuffer(codes, dtype=kind), np.frombuffer(result, dtype=kind)
     if wide is np.float32 and dtype == "BF16":
@@ -112,6 +114,13 @@ def test_the_edge_of_overflow_is_the_middle_to_the_next_value() -> None:
                 encode_floats(np.array([edge]), dtype)
         else:
             encode_floats(np.array([edge]), dtype)
+
+
+def test_a_nan_stays_one_whatever_its_bits() -> None:
+    """Also one whose payload is in the bits that are cut, and a negative one."""
+    values = np.array([0x7F800001, 0xFF800001, 0xFFC00000], dtype=np.uint32).view(np.float32)
+    for dtype in FLOATS:
+        assert np.isnan(decode_elements(encode_floats(values, dtype), dtype)).all()
 
 
 def test_other_types_are_not_made() -> None:
