@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast.checkpoint.load.loader import Loader
-from holdfast.checkpoint.load.sources import LoadSource, open_source
+from holdfast.checkpoint.load.sources import LoadSource, NameSource, open_source
 from holdfast.checkpoint.options import (
     LoadOptions,
     OnDrift,
@@ -388,6 +388,7 @@ class Checkpointer:
         *,
         step: int | None = None,
         source: LoadSource | None = None,
+        names: NameSource | None = None,
         ignore_unexpected: bool | Sequence[str] = False,
         allow_missing: Sequence[str] = (),
         allow_dropped: Sequence[str] = (),
@@ -409,6 +410,9 @@ class Checkpointer:
                 of its checkpoints, or of a checkpoint in a foreign format (`holdfast.foreign`),
                 which is read in place by byte ranges. It counts as a start, not as a step that was
                 saved. A foreign one has no digests: `LoadReport.is_verified` says so.
+            names: with `source`: how its names become those of the state (renamed, split, joined,
+                transposed, …): a `NameMap`, the name of a preset, or a TOML file. The bytes of a
+                mapped source count as not verified.
             ignore_unexpected: leave stored entries that no rank asks for: all, or by patterns.
             allow_missing: `fnmatch` patterns of full paths that may be absent.
             allow_dropped: patterns of per-rank values whose coordinates no rank of this layout has.
@@ -446,7 +450,7 @@ class Checkpointer:
             max_fallbacks=max_fallbacks,
         )
         self._saver.wait_staged()  # a load writes to what may still be copied
-        return self._load(state, options, source)
+        return self._load(state, options, source, names)
 
     @timed_report
     @guarded
@@ -455,6 +459,7 @@ class Checkpointer:
         *,
         step: int | None = None,
         source: LoadSource | None = None,
+        names: NameSource | None = None,
         verify: bool = True,
         exchange: bool | Literal["auto"] = "auto",
         max_fallbacks: int | None = 0,
@@ -474,31 +479,35 @@ class Checkpointer:
         options = LoadOptions(
             step=step, verify=verify, exchange=exchange, max_fallbacks=max_fallbacks
         )
-        return self._load(None, options, source)
+        return self._load(None, options, source, names)
 
     def _load(
         self,
         state: Mapping[str, object] | None,
         options: LoadOptions,
         source: LoadSource | None,
+        names: NameSource | None,
     ) -> LoadReport:
         """Load from the own root or from a source, and count what was read."""
+        if source is None and names is not None:
+            raise ConfigError("names map those of a source: give source=, too")
         if source is None:
             self._root.check()
             report = self._loader.load(state, options)
             self._note_saved(report.step)  # a step that was loaded is saved, too
         else:
             self._loader.forget()
-            storage, step = open_source(source, step=options.step)
-            loader = Loader(
-                storage,
-                self._groups,
-                codecs=self._codecs,
-                settle_s=0.0,
-                on_drift=self._on_drift,
-                is_source=True,
-            )
-            report = loader.load(state, replace(options, step=step))
+            with ExitStack() as stack:
+                storage, step = open_source(source, stack, step=options.step, names=names)
+                loader = Loader(
+                    storage,
+                    self._groups,
+                    codecs=self._codecs,
+                    settle_s=0.0,
+                    on_drift=self._on_drift,
+                    is_source=True,
+                )
+                report = loader.load(state, replace(options, step=step))
         self._nbytes_loaded += report.nbytes_read
         return report
 

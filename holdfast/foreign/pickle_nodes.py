@@ -18,6 +18,7 @@ import numpy as np
 
 from holdfast.arrays.types import AnyArray
 from holdfast.errors import PlacementError
+from holdfast.foreign.pickle_types import TORCH_DTYPES
 from holdfast.foreign.pickled_values import (
     Constructor,
     EnumValue,
@@ -43,7 +44,7 @@ from holdfast.format.values import (
     tensor_node,
 )
 
-MAX_TREE_COST = 1 << 23
+MAX_TREE_COST = 1 << 22
 """Limit of a tree: its values, and 64 characters or bytes of text, path or bytes as one more."""
 
 _FACTORIES = {
@@ -51,6 +52,7 @@ _FACTORIES = {
     for kind in (bool, bytes, dict, float, int, list, set, str, tuple)
 }
 _OWN = (PickledMapping, Record, PickledDeque, TorchSize)
+_OMEGACONF = "omegaconf."
 _PLAIN = (bool, int, float, str, list, dict, tuple, type(None))
 
 
@@ -105,21 +107,36 @@ def array_form(array: PickledArray, *, path: str) -> tuple[str, AnyArray, str | 
     The code is None if the elements imply it; otherwise it belongs to the node, as `d`. Raises
     PlacementError for elements that have no stored form, such as texts.
     """
+    code = _code(array, path)
+    whole = _elements(array, path)
+    dtype = whole.dtype
+    little = np.ascontiguousarray(whole.astype(dtype.newbyteorder("<"), copy=False))
+    little = little.reshape(whole.shape)
+    elements = little.view("<i8") if dtype.kind in "mM" else little
+    known = {d.numpy: d.name for d in DTYPES.values() if d.numpy is not None}
+    return known[elements.dtype], elements, code
+
+
+def _elements(array: PickledArray, path: str) -> AnyArray:
     try:
-        whole = array.numpy()
+        return array.numpy()
     except ValueError as error:
         raise PlacementError(f"{path}: a NumPy array that cannot be stored: {error}") from None
-    dtype = whole.dtype
-    if dtype.kind in "SU" or _is_odd(dtype):
+
+
+def _code(array: PickledArray, path: str) -> str | None:
+    """Return NumPy's code of the elements, or None if a tensor's type implies it."""
+    dtype = array.dtype
+    if dtype is None or dtype.kind in "SU" or _is_odd(dtype):
         raise PlacementError(
             f"{path}: a NumPy array of dtype {dtype} cannot be stored; convert it to numbers"
         )
-    little = np.ascontiguousarray(whole.astype(dtype.newbyteorder("<"), copy=False))
-    little = little.reshape(whole.shape)
     is_plain = dtype.kind not in "mM" and dtype == dtype.newbyteorder("<")
-    elements = little.view("<i8") if dtype.kind in "mM" else little
-    name = next(d.name for d in DTYPES.values() if d.numpy == elements.dtype)
-    return name, elements, None if is_plain else dtype.str
+    return None if is_plain else dtype.str
+
+
+def _is_text(array: PickledArray) -> bool:
+    return array.dtype is not None and array.dtype.kind in "SU"
 
 
 def _is_odd(dtype: np.dtype[Any]) -> bool:
@@ -142,7 +159,8 @@ class _Walk:
         return encode_tree(value, path=path, on_leaf=self._on_leaf, on_key=self._on_key)
 
     def _on_key(self, path: str, value: object) -> Node:
-        # A stand-in has no stored form as a key, but for members of enums.
+        if isinstance(value, Record | PickledTensor):
+            raise PlacementError(f"{path}: a {type(value).__name__} as a key cannot be stored")
         return None if type(value) in _PLAIN else self._small(path, value)
 
     def _on_leaf(self, path: str, value: object) -> Node:
@@ -163,7 +181,7 @@ class _Walk:
             case TorchSize():
                 return self.encode(tuple(value), path)
             case Record():
-                return codec_node(value.name, self.encode(_plain_form(value), path))
+                return self._record(path, value)
         return self._small(path, value)
 
     def _small(self, path: str, value: object) -> Node:
@@ -173,8 +191,8 @@ class _Walk:
                 name = value.name.rpartition(".")[2]
                 return enum_node(name, member=value.member, value=self.encode(value.value, path))
             case Constructor():
-                kind = "torch.dtype" if value.name.startswith("torch.") else "type"
-                return codec_node(kind, value.name)
+                is_dtype = value.name.removeprefix("torch.") in TORCH_DTYPES
+                return codec_node("torch.dtype" if is_dtype else "type", value.name)
             case PickledNumpyType():
                 return codec_node("numpy.dtype", _numpy_name(value, path))
             case datetime.datetime() | datetime.date() | datetime.time():
@@ -202,17 +220,23 @@ class _Walk:
         return tensor_node(key)
 
     def _array(self, path: str, value: PickledArray) -> Node:
-        if value.dtype is not None and value.dtype.kind in "SU":
-            texts = value.numpy()
+        if _is_text(value):
+            texts = _elements(value, path)
             form = {"dtype": texts.dtype.str, "shape": [*texts.shape], "v": texts.ravel().tolist()}
             return codec_node("numpy.ndarray", self.encode(form, path))
-        _, _, code = array_form(value, path=path)
+        code = _code(value, path)
         key = self._key(path)
         self.leaves.append(NodeLeaf(key=key, value=value))
         node = tensor_node(key, tag="array")
         if code is not None:
             node["d"] = code
         return node
+
+    def _record(self, path: str, value: Record) -> Node:
+        node = self.encode(_plain_form(value), path)
+        if value.name.startswith(_OMEGACONF):
+            self.left_out.append(f"{path}: the types and flags of the {value.name}")
+        return codec_node(value.name, node)
 
     def _mapping(self, path: str, value: PickledMapping) -> Node:
         if value.state:
@@ -253,6 +277,8 @@ def _names(state: object) -> str:
 def _plain_form(record: Record) -> object:
     """Return what a record holds as a plain tree: the shortest form that loses nothing."""
     args, state = record.args, record.state
+    if record.name.startswith(_OMEGACONF) and type(state) is dict:
+        return _configuration(state)
     match record.name:
         case "pathlib.PurePath":
             return str(PurePosixPath(*map(str, args)))
@@ -265,21 +291,38 @@ def _plain_form(record: Record) -> object:
     return {"args": list(args), "state": state} if args else state
 
 
+def _configuration(state: dict[str, object]) -> object:
+    """Return what a container or value of OmegaConf holds, without its references to the outer."""
+    content = state.get("_content", state.get("_val"))
+    if type(content) is dict:
+        return {key: _unwrapped(inner) for key, inner in content.items()}
+    return [_unwrapped(inner) for inner in content] if type(content) is list else content
+
+
+def _unwrapped(value: object) -> object:
+    is_wrapped = isinstance(value, Record) and value.name.startswith("omegaconf.nodes.")
+    state = value.state if is_wrapped and isinstance(value, Record) else None
+    return state.get("_val") if isinstance(state, dict) else value
+
+
 def _below(value: Any, path: str) -> Iterable[tuple[object, str]]:
     """Return what a value contains, with paths."""
     if isinstance(value, Record):
-        value = _plain_form(value)
-        return [(value, path)] if isinstance(value, list | dict | tuple) else ()
+        return [(_plain_form(value), path)]
     if isinstance(value, dict):
-        return (
-            (inner, join_path(path, key if type(key) is str else key_name(key)))
-            for key, inner in value.items()
-        )
+        return _items(value, path)
     if isinstance(value, list | tuple):
         return ((inner, join_path(path, i)) for i, inner in enumerate(value))
     if isinstance(value, set | frozenset):
         return ((inner, path) for inner in value)
     return ()
+
+
+def _items(value: dict[object, object], path: str) -> Iterator[tuple[object, str]]:
+    for key, inner in value.items():
+        if type(key) is not str:
+            yield key, path
+        yield inner, join_path(path, key_name(key))
 
 
 def _check_tree(value: object, path: str, limit: int) -> None:
@@ -325,4 +368,10 @@ def _length(value: object) -> int:
         return len(value)
     if type(value) is int:
         return value.bit_length() // 8
+    if isinstance(value, EnumValue):
+        return _length(value.value)
+    if isinstance(value, np.generic):
+        return value.nbytes
+    if isinstance(value, PickledArray) and _is_text(value):
+        return len(value.data)
     return 0

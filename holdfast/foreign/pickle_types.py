@@ -49,9 +49,15 @@ STORAGE_DTYPES: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 """Class of a storage -> name in `DTYPES` of its elements; bytes if it is untyped."""
 
+_MAX_DEQUE = 2**62
+
 _NAMES_ONLY = (
     "builtins.object", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer",
     "numpy.ndarray", "typing.Any",
+    *(f"numpy.{name}" for name in (
+        "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16",
+        "uint32", "uint64", "bool_", "bool", "complex64", "complex128", "str_", "bytes_",
+    )),
 )  # fmt: skip
 
 _RECORDS = (
@@ -91,6 +97,10 @@ _RECORDS = (
     "transformer_engine.common.recipe.MXFP8BlockScaling",
     "transformer_engine.common.recipe.NVFP4BlockScaling",
     "transformer_engine.common.recipe.MMParams", "transformer_engine.common.recipe.QParams",
+    # DeepSpeed.
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
     # Random generators of NumPy.
     "numpy.random._pickle.__generator_ctor", "numpy.random._pickle.__bit_generator_ctor",
     "numpy.random._pickle.__randomstate_ctor", "numpy.random._pcg64.PCG64",
@@ -170,6 +180,9 @@ _ENUMS: dict[str, dict[object, str]] = {
         "FIRST_RERUN_REPRODUCIBLE", "SECOND_RERUN_NOT_REPRODUCIBLE", "SECOND_RERUN_REPRODUCIBLE",
     ),
     "megatron.core.datasets.utils.Split": _numbered("train", "valid", "test", start=0),
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _numbered(
+        "disabled", "optimizer_states", "gradients", "weights", start=0
+    ),
     "signal.Signals": {},
 }  # fmt: skip
 """Enum -> member of each value, where they are the same in all versions."""
@@ -283,7 +296,9 @@ def _make_defaultdict(args: Args) -> PickledMapping:
 
 def _make_deque(args: Args) -> PickledDeque:
     items, longest = (*args, (), None)[:2] if args else ((), None)
-    if not isinstance(items, list | tuple) or not (longest is None or type(longest) is int):
+    if longest is not None and index(longest, "a length") > _MAX_DEQUE:
+        raise ValueError("a deque that may be longer than anything in memory")
+    if not isinstance(items, list | tuple):
         raise ValueError("other arguments than those that Python writes")
     made = PickledDeque(longest)
     made.extend(items)
@@ -312,6 +327,16 @@ def _make_enum(name: str, members: Mapping[object, str]) -> Callable[[Args], Enu
         return EnumValue(name, value, members.get(value))
 
     return make
+
+
+def _make_member(args: Args) -> EnumValue:
+    """`builtins.getattr`: how Python 3.11.0 to 3.11.3 store a member of an enum, and only that."""
+    cls, member = args
+    members = _ENUMS.get(cls.name) if type(cls) is Constructor else None
+    if members is None or type(member) is not str or not member.isidentifier():
+        raise ValueError("this is not a member of a listed enum")
+    value: Any = next((value for value, name in members.items() if name == member), None)
+    return EnumValue(cls.name, value, member)
 
 
 def _make_path(args: Args) -> Record:
@@ -557,6 +582,7 @@ def _constructors() -> Iterator[Constructor]:
         yield Constructor(name, _make_record(name))
     for name, members in _ENUMS.items():
         yield Constructor(name, _make_enum(name, members))
+    yield Constructor("builtins.getattr", _make_member)
     for name in _PATHS:
         yield Constructor(name, _make_path)
     yield Constructor("numpy.dtype", _make_numpy_type)

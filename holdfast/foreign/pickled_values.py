@@ -142,7 +142,10 @@ class PickledNumpyType:
         """Return the type; ValueError for objects, structures and what is not known."""
         if not _NUMPY_CODE.fullmatch(self.code):
             raise ValueError(f"NumPy elements of type {self.code[:20]!r} are not read")
-        dtype: np.dtype[np.generic] = np.dtype(f"{self.order}{self.code}{self.unit}")
+        try:
+            dtype: np.dtype[np.generic] = np.dtype(f"{self.order}{self.code}{self.unit}")
+        except TypeError:  # such as 12-byte floats, which only some machines have
+            raise ValueError(f"NumPy has no elements {self.code!r} on this machine") from None
         if dtype.itemsize > _MAX_ITEM_NBYTES:
             raise ValueError(f"NumPy elements of {dtype.itemsize} bytes are not read")
         return dtype

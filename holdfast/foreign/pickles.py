@@ -4,17 +4,17 @@ A pickle is a program for a stack machine. This one has no instruction that reac
 is looked up in a table of `Constructor`s, and only these are applied to arguments. So the worst
 that a file can do is to be refused.
 
-Memory and time are linear in the bytes given: every opcode makes at most one object, lengths are
-checked against the bytes that are there, and what constructors copy is paid from a budget. Values
-that are in the file once and referred to many times stay shared; who walks the result as a tree
-limits that walk (`to_node` does).
+Memory and time are linear in the bytes given, at most about 250 bytes of memory for one of them:
+every opcode makes at most one object, lengths are checked against the bytes that are there, and
+what constructors copy is paid from a budget. Values that are in the file once and referred to many
+times stay shared; a walk of the result as a tree has to be limited (`to_node` does).
 
 Read first: `pickled_values.py`, `pickle_types.py`.
 """
 
 from __future__ import annotations
 
-import codecs
+import re
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -64,6 +64,7 @@ MAX_PICKLE_NBYTES = 1 << 30
 
 _HIGHEST_PROTOCOL = 5
 _COPIES_PER_BYTE = 4
+_MAX_MEMO = 1 << 32
 _MAX_ODD_KEYS = 1 << 14
 _SMALL_KEY = 2**61 - 1
 _OLD_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -78,6 +79,16 @@ _U32 = struct.Struct("<I").unpack_from
 _U64 = struct.Struct("<Q").unpack_from
 _F64 = struct.Struct(">d").unpack_from
 _STOP = ord(".")
+_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
+_LETTERS = {
+    b"n": b"\n",
+    b"r": b"\r",
+    b"t": b"\t",
+    b"a": b"\a",
+    b"b": b"\b",
+    b"f": b"\f",
+    b"v": b"\v",
+}
 
 
 def read_pickle(
@@ -293,8 +304,7 @@ class _Machine:
         line = self._line()
         if len(line) < 2 or line[0] != line[-1] or line[0] not in "\"'":
             raise _Refusal("the pickle has a text without quotation marks")
-        raw, _ = codecs.escape_decode(line[1:-1].encode())
-        self._stack.append(_old_text(raw))
+        self._stack.append(_old_text(_ESCAPE.sub(_unescaped, line[1:-1].encode())))
 
     def _binstring(self) -> None:
         self._stack.append(_old_text(self._take(self._u32())))
@@ -352,8 +362,15 @@ class _Machine:
     def _dup(self) -> None:
         self._stack.append(self._stack[-1])
 
+    def _number(self) -> int:
+        """Read a number of the memo; larger ones could be made to collide in its dict."""
+        number = int(self._line())
+        if not 0 <= number < _MAX_MEMO:
+            raise _Refusal("the pickle has a number in its memo that no pickle has")
+        return number
+
     def _get(self) -> None:
-        self._stack.append(self._memo[int(self._line())])
+        self._stack.append(self._memo[self._number()])
 
     def _binget(self) -> None:
         pos = self.pos
@@ -364,7 +381,7 @@ class _Machine:
         self._stack.append(self._memo[self._u32()])
 
     def _put(self) -> None:
-        self._memo[int(self._line())] = self._stack[-1]
+        self._memo[self._number()] = self._stack[-1]
 
     def _binput(self) -> None:
         pos = self.pos
@@ -608,6 +625,14 @@ def _old_text(raw: bytes) -> str | bytes:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
         return raw
+
+
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    """Return the byte that an escape in a text of protocol 0 stands for."""
+    code = match.group(1)
+    if code[:1] == b"x" and len(code) == 3:
+        return bytes([int(code[1:], 16)])
+    return bytes([int(code, 8) & 0xFF]) if code.isdigit() else _LETTERS.get(code, code)
 
 
 def _kind(value: object) -> str:

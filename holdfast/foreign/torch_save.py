@@ -22,6 +22,9 @@ from holdfast.storage.storage_protocol import Source
 
 _ZIP_MAGIC = b"PK"
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+# Protocols below 2 write the number as text.
+_LEGACY_MAGICS = (_LEGACY_MAGIC.to_bytes(10, "little"), str(_LEGACY_MAGIC).encode())
+_LEGACY_HEAD = 32
 _LEGACY_VERSION = 1001
 _LEGACY_STEP = 1 << 16
 _MAX_LEGACY_PICKLE = 1 << 28
@@ -91,8 +94,10 @@ def open_torch_save(
     head = read_bytes(source, start, min(length, _TAR_MAGIC_AT + 5))
     if head.startswith(_ZIP_MAGIC):
         return _open_zip(source, start, length, place, types)
-    if head.startswith((b"\x80", b"L")):  # protocol 0 and 1 write a text
+    if any(magic in head[:_LEGACY_HEAD] for magic in _LEGACY_MAGICS):
         return _open_legacy(source, start, length, place, types)
+    if head.startswith(b"\x80"):
+        raise CorruptionError(f"{place}: a pickle, but not one that torch.save has written")
     if head[_TAR_MAGIC_AT:] == b"ustar":
         raise CorruptionError(
             f"{place}: a tar archive, which torch wrote before version 0.1.10; load it with torch "
@@ -246,17 +251,14 @@ def _read_legacy(
         except CorruptionError:
             if length == min(nbytes, _MAX_LEGACY_PICKLE):
                 raise
-            magic, _ = read_pickle_at(data, 0, place=place, types={})
-            _check_magic(magic, place)
         length = min(4 * length, nbytes, _MAX_LEGACY_PICKLE)
 
 
 def _parse_legacy(data: bytes, place: str, types: Mapping[str, Constructor]) -> _Legacy:
     magic, at = read_pickle_at(data, 0, place=place, types={})
-    _check_magic(magic, place)
     version, at = read_pickle_at(data, at, place=place, types={})
     system, at = read_pickle_at(data, at, place=place, types={})
-    if version != _LEGACY_VERSION or type(system) is not dict:
+    if (magic, version) != (_LEGACY_MAGIC, _LEGACY_VERSION) or type(system) is not dict:
         raise CorruptionError(f"{place}: a legacy file of torch of an unknown version")
     if system.get("little_endian") is not True:
         raise CorruptionError(f"{place}: its tensors are big-endian, which is not read")
@@ -266,8 +268,3 @@ def _parse_legacy(data: bytes, place: str, types: Mapping[str, Constructor]) -> 
     if type(keys) is not list or any(type(key) is not str for key in keys):
         raise CorruptionError(f"{place}: it does not list its storages")
     return _Legacy(value=value, storages=storages, keys=keys, end=at)
-
-
-def _check_magic(magic: object, place: str) -> None:
-    if magic != _LEGACY_MAGIC:
-        raise CorruptionError(f"{place}: a pickle, but not one of torch.save")

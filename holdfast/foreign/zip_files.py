@@ -139,8 +139,12 @@ class _Reader:
 
     def _directory(self) -> _Directory:
         """Read the record at the end, and the 64-bit one in front of it if there is one."""
-        tail_start = max(0, self._nbytes - _END.size - _MAX_COMMENT)
+        # Archives of torch have no comment: one small read, of an archive among thousands.
+        tail_start = max(0, self._nbytes - _END.size)
         tail = self._read(tail_start, self._nbytes - tail_start)
+        if not tail.startswith(_END_MAGIC) or tail[-2:] != b"\0\0":
+            tail_start = max(0, self._nbytes - _END.size - _MAX_COMMENT)
+            tail = self._read(tail_start, self._nbytes - tail_start)
         at = self._end_record(tail)
         end_start = tail_start + at
         _, disk, first_disk, here, count, nbytes, start, _ = _END.unpack_from(tail, at)

@@ -107,11 +107,6 @@ class CheckpointFiles:
         self._lock = threading.Lock()
         self._block_nbytes = manifest.block_nbytes
         self.has_digests = has_digests(manifest)
-        # Only a storage that describes a foreign format may say that there is nothing to check.
-        if not self.has_digests and getattr(storage, "has_digests", True):
-            raise CorruptionError(
-                f"{storage.describe(join_path(directory, MANIFEST))}: it states digests of 0 bytes"
-            )
         self.has_copies = bool((index.copy != 0).any())
         self._copies: Copies | None = None
         self.take_image: TakeImage | None = None
@@ -152,7 +147,9 @@ class CheckpointFiles:
             CorruptionError: The records are not those that were stored.
         """
         place = storage.describe(join_path(directory, MANIFEST))
-        manifest = decode_manifest(records.manifest, place=place)
+        manifest = decode_manifest(
+            records.manifest, place=place, needs_digests=getattr(storage, "has_digests", True)
+        )
         snapshot = cls(storage, directory, records=records, manifest=manifest)
         snapshot._hold()
         return snapshot

@@ -197,8 +197,8 @@ def has_digests(manifest: Manifest) -> bool:
     """Return True if the checkpoint has digests of its payload, as every one of our own has.
 
     One in a foreign format has none: it is described in memory by a manifest with `block_nbytes` 0,
-    whose files have the names that they have there. `CheckpointFiles` accepts such a manifest only
-    from a storage that says so, so that no file that was read can switch the checks off.
+    whose files have the names that they have there. `decode_manifest` accepts it only from a
+    storage that says `has_digests = False` itself.
     """
     return manifest.block_nbytes != 0
 
@@ -226,8 +226,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return data
 
 
-def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
+def decode_manifest(
+    data: bytes, *, place: str = "manifest.json", needs_digests: bool = True
+) -> Manifest:
     """Decode and check the bytes of `manifest.json`; the result is safe to act upon.
+
+    With `needs_digests=False` it may be the description of a foreign checkpoint: `has_digests`.
 
     Raises:
         CorruptionError: A byte is wrong, the version is newer, or a rule of the format is broken.
@@ -258,6 +262,9 @@ def decode_manifest(data: bytes, *, place: str = "manifest.json") -> Manifest:
             f"{place}: this is not a manifest of version {peek.version}: {error}"
         ) from None
     problem = _problem(manifest)
+    if problem is None and needs_digests and not has_digests(manifest):
+        # No file that is read can switch the checks off.
+        problem = "block_nbytes 0: it states no digests"
     if problem is not None:
         raise CorruptionError(f"{place}: {problem}")
     return manifest

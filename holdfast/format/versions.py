@@ -87,7 +87,8 @@ def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
     if storage.size(path) > MAX_MANIFEST_NBYTES:
         raise CorruptionError(f"{place} is larger than the limit of {MAX_MANIFEST_NBYTES} bytes")
     data = storage.read(path)
-    return data, decode_manifest(data, place=place)
+    needs_digests: bool = getattr(storage, "has_digests", True)
+    return data, decode_manifest(data, place=place, needs_digests=needs_digests)
 
 
 def read_records(storage: Storage, directory: str) -> tuple[Records, Manifest]:

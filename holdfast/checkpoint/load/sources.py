@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
 
 from holdfast.errors import ConfigError
 from holdfast.foreign.catalog import Catalog
+from holdfast.foreign.convert import open_any
 from holdfast.foreign.formats import open_catalog
+from holdfast.foreign.name_map import NameMap
+from holdfast.foreign.name_map_presets import name_map_of
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import MANIFEST, list_steps, parse_step_dir
 from holdfast.storage import PosixStorage, Storage
@@ -16,13 +20,20 @@ from holdfast.storage import PosixStorage, Storage
 LoadSource: TypeAlias = str | os.PathLike[str] | Storage | Catalog
 """A path, a root of checkpoints as a `Storage`, or the description of a foreign checkpoint."""
 
+NameSource: TypeAlias = NameMap | str | os.PathLike[str]
+"""A map of names, the name of a preset, or the path of a TOML file."""
 
-def open_source(source: LoadSource, *, step: int | None) -> tuple[Storage, int | None]:
+
+def open_source(
+    source: LoadSource, stack: ExitStack, *, step: int | None, names: NameSource | None
+) -> tuple[Storage, int | None]:
     """Return the storage that a load reads, and the step in it; None for the newest.
 
     Args:
         source: Where to load from.
+        stack: Closes what a name map reads from.
         step: The step asked for.
+        names: A map of names that comes between.
 
     Raises:
         ConfigError: Nothing that can be loaded is there, or the path is one checkpoint of another
@@ -31,6 +42,9 @@ def open_source(source: LoadSource, *, step: int | None) -> tuple[Storage, int |
 
     Cost: that of `open_catalog` for a foreign format, on this rank.
     """
+    if names is not None:
+        catalog = _catalog_of(source, stack, step)
+        return CatalogStorage(name_map_of(names).apply(catalog).catalog), step
     if isinstance(source, Catalog):
         return CatalogStorage(source), step
     if not isinstance(source, str | os.PathLike):
@@ -43,6 +57,15 @@ def open_source(source: LoadSource, *, step: int | None) -> tuple[Storage, int |
         if list_steps(storage):
             return storage, step
     return CatalogStorage(open_catalog(path)), step
+
+
+def _catalog_of(source: LoadSource, stack: ExitStack, step: int | None) -> Catalog:
+    """Describe a source of any format; its digests, if it has any, are checked as it is read."""
+    if isinstance(source, Catalog):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError("a name map needs the path of a checkpoint, or its description")
+    return stack.enter_context(open_any(Path(source), step=step))
 
 
 def _one_checkpoint(path: Path, step: int | None) -> tuple[Storage, int]:

@@ -15,6 +15,8 @@ from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED, counted, in_bytes, print_error
 from holdfast.cli.support.tables import make_console, make_table, print_json, progress_bar
 from holdfast.errors import ConfigError, CorruptionError, clean
+from holdfast.foreign.casts import cast_weights, float_type
+from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.convert import (
     Conversion,
     ConvertOptions,
@@ -22,6 +24,7 @@ from holdfast.foreign.convert import (
     open_any,
     plan_conversion,
 )
+from holdfast.foreign.name_map_presets import name_map_of
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?", re.IGNORECASE)
 _POWERS = "kmgt"
@@ -43,6 +46,12 @@ class Args:
     step: int | None = None
     """Which step of a directory of our own; the number of the step when writing our own."""
 
+    map: str | None = None
+    """How names of the source become those of the target: a preset, or a TOML file."""
+
+    set: tuple[str, ...] = ()
+    """Values of variables of the map, such as num_heads=32 num_kv_heads=8."""
+
     parts: str | None = None
     """The part of the state that formats of weights get, `model` if not given."""
 
@@ -51,6 +60,9 @@ class Args:
 
     flat_optimizer: bool = False
     """Optimizers as `flatten_optimizer_state_dict=True` has them, for dcp (TorchTitan)."""
+
+    dtype: str | None = None
+    """Another float type for the weights: bf16, f16, f32, f64, f8_e4m3, f8_e5m2."""
 
     max_shard_size: str = "5GB"
     """The largest file of a folder (huggingface, dcp): a number with kB, MB, GB or MiB, GiB."""
@@ -85,7 +97,8 @@ def run(args: Args) -> int:
     memory = parse_size(args.memory, option="--memory")
     began = time.monotonic()
     try:
-        with open_any(args.src, step=args.step) as catalog:
+        with open_any(args.src, step=args.step) as source:
+            catalog, changes = _mapped(source, args)
             conversion = plan_conversion(catalog, args.dst, options)
             if not args.dry_run:
                 with progress_bar(quiet=args.json) as bar:
@@ -95,13 +108,37 @@ def run(args: Args) -> int:
                     conversion.run(memory_nbytes=memory, on_progress=advance)
             seconds = time.monotonic() - began
             if args.json:
-                print_json(_as_json(conversion, args, seconds))
+                print_json(_as_json(conversion, args, seconds, changes))
             else:
-                _print(make_console(), conversion, args, seconds)
+                _print(make_console(), conversion, args, seconds, changes)
     except CorruptionError as error:
         print_error(error)
         return EXIT_DAMAGED
     return 0
+
+
+def _mapped(catalog: Catalog, args: Args) -> tuple[Catalog, list[str]]:
+    """The catalog under its new names and types, and what was done to it, line by line."""
+    lines: list[str] = []
+    if args.map is not None:
+        mapped = name_map_of(args.map).given(**_variables(args.set)).apply(catalog)
+        catalog, lines = mapped.catalog, mapped.report.lines()
+    if args.dtype is not None:
+        dtype = float_type(args.dtype)
+        catalog = cast_weights(catalog, dtype, part=args.parts)
+        lines.append(f"cast: the weights to {dtype}")
+    return catalog, lines
+
+
+def _variables(words: tuple[str, ...]) -> dict[str, int]:
+    """The values that words such as num_heads=32 give; ConfigError for any other word."""
+    values = {}
+    for word in words:
+        name, _, number = word.partition("=")
+        if not name.isidentifier() or not number.isdecimal():
+            raise ConfigError(f"--set needs name=number, such as num_heads=32, not {word!r}")
+        values[name] = int(number)
+    return values
 
 
 def parse_size(text: str, *, option: str) -> int:
@@ -114,7 +151,9 @@ def parse_size(text: str, *, option: str) -> int:
     return int(float(number) * base ** (_POWERS.index(power.lower()) + 1 if power else 0))
 
 
-def _as_json(conversion: Conversion, args: Args, seconds: float) -> dict[str, object]:
+def _as_json(
+    conversion: Conversion, args: Args, seconds: float, changes: list[str]
+) -> dict[str, object]:
     """The document of `--json`."""
     output = conversion.output
     return {
@@ -126,6 +165,7 @@ def _as_json(conversion: Conversion, args: Args, seconds: float) -> dict[str, ob
         "num_tensors": _num_tensors(conversion),
         "nbytes": output.nbytes,
         "files": [{"name": file.name, "nbytes": file.nbytes} for file in output.files],
+        "changes": changes,
         "left_out": _left_out(conversion),
         "seconds": round(seconds, 3),
     }
@@ -142,14 +182,18 @@ def _left_out(conversion: Conversion) -> list[str]:
     return list(dict.fromkeys([*conversion.catalog.left_out, *conversion.output.notes]))
 
 
-def _print(console: Console, conversion: Conversion, args: Args, seconds: float) -> None:
-    """Say what was written and what was left out."""
+def _print(
+    console: Console, conversion: Conversion, args: Args, seconds: float, changes: list[str]
+) -> None:
+    """Say what was written, what was changed on the way, and what was left out."""
     output, catalog = conversion.output, conversion.catalog
     if args.dry_run:
         table = make_table([("file", ""), ("tensors", "right"), ("size", "right")])
         for file in output.files:
             table.add_row(clean(file.name), str(len(file.extents)), in_bytes(file.nbytes))
         console.print(table)
+    for line in changes if args.dry_run else ():
+        console.print(f"  {clean(line)}", soft_wrap=True)
     num = _num_tensors(conversion)
     done = "would be written" if args.dry_run else "written"
     after = "" if args.dry_run else f" and compared with the source, in {seconds:.1f} s"
@@ -158,6 +202,8 @@ def _print(console: Console, conversion: Conversion, args: Args, seconds: float)
         f"{args.to} to {conversion.to}{after}",
         soft_wrap=True,
     )
+    if changes and not args.dry_run:
+        console.print(f"{counted(len(changes), 'change')} of names and types; --dry-run lists them")
     left_out = _left_out(conversion)
     if left_out:
         console.print("Left out:", style="yellow")

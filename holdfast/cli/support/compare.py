@@ -10,9 +10,10 @@ import numpy as np
 
 from holdfast.arrays.boxes import split_box
 from holdfast.arrays.types import AnyArray, FloatArray
-from holdfast.cli.support.elements import decode_elements, read_box
+from holdfast.cli.support.elements import read_box
 from holdfast.errors import HoldfastError
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.elements import decode_elements
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import (
     MAPPINGS,

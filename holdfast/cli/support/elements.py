@@ -1,14 +1,12 @@
-"""Elements of stored tensors, read in pieces and decoded without torch."""
+"""Elements of stored tensors, read in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.arrays.boxes import Box, split_box
-from holdfast.arrays.types import AnyArray
 from holdfast.errors import CorruptionError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.reader import Snapshot
@@ -48,44 +46,3 @@ def read_box(snapshot: Snapshot, key: str, box: Box) -> bytearray:
     data = bytearray(box.numel * DTYPES[snapshot.tensor(key).dtype].itemsize)
     snapshot.read_box(key, box, memoryview(data))
     return data
-
-
-def decode_elements(data: bytes | bytearray, dtype: str) -> AnyArray:
-    """The elements in bytes of a dtype, as a flat array of a type that numpy has; exact."""
-    native = DTYPES[dtype].numpy
-    if native is not None:
-        return np.frombuffer(data, dtype=native)
-    if dtype == "BF16":
-        return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
-    if dtype == "C32":
-        pairs = np.frombuffer(data, dtype="<f2").astype(np.float32)
-        return pairs.view(np.complex64)
-    return _eight_bit_table(dtype)[np.frombuffer(data, dtype=np.uint8)]
-
-
-def _eight_bit_table(dtype: str) -> npt.NDArray[np.float32]:
-    """The 256 values of an 8-bit float type, by code."""
-    codes = np.arange(256)
-    if dtype == "F8_E8M0":
-        table = np.exp2(np.minimum(codes, 254) - 127.0).astype(np.float32)
-        table[255] = np.nan
-        return table
-    bits, bias = {
-        "F8_E4M3": (3, 7), "F8_E5M2": (2, 15), "F8_E4M3FNUZ": (3, 8), "F8_E5M2FNUZ": (2, 16),
-    }[dtype]  # fmt: skip
-    # One bit of sign, then the exponent, then `bits` bits of mantissa; exponent 0 is subnormal.
-    sign = np.where(codes >= 128, -1.0, 1.0)
-    exponent, mantissa = (codes & 127) >> bits, codes & ((1 << bits) - 1)
-    fraction = mantissa / (1 << bits)
-    normal = (1 + fraction) * np.exp2(exponent - float(bias))
-    table = (sign * np.where(exponent == 0, fraction * 2.0 ** (1 - bias), normal)).astype(
-        np.float32
-    )
-    if dtype.endswith("FNUZ"):
-        table[128] = np.nan  # the code of minus zero is the only NaN
-    elif dtype == "F8_E4M3":
-        table[[127, 255]] = np.nan
-    else:
-        top = exponent == 31
-        table[top] = np.where(mantissa[top] == 0, sign[top] * np.inf, np.nan)
-    return table

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from holdfast.cli.support.elements import decode_elements, read_elements
+from holdfast.cli.support.elements import read_elements
+from holdfast.format.elements import decode_elements
 from holdfast.format.reader import Snapshot
 
 HEAD_NUMEL = 8

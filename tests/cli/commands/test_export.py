@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from holdfast.arrays.boxes import Box
-from holdfast.cli.support.elements import decode_elements
+from holdfast.format.elements import decode_elements
 from holdfast.storage import PosixStorage
 from tests.cli.conftest import Holdfast
 from tests.format.making import Chunk, make, random_tensor, sample_tensors, write

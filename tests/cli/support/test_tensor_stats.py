@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from holdfast.arrays.boxes import Box
-from holdfast.cli.support.elements import decode_elements
 from holdfast.cli.support.tensor_stats import TensorStats, tensor_stats
+from holdfast.format.elements import decode_elements
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
 from tests.format.making import Chunk, Tensor, make, write

@@ -1,0 +1,214 @@
+"""Tiny models for the proofs of presets: of Transformers, of the reference GPT, and in plain torch.
+
+`Plain` is a decoder in a few lines, whose parameters are read by the names and in the layout of
+Megatron-Core (its `Attention.get_query_key_value_tensors` and `MLP`), or of the first Llama release
+(rotary positions on neighbouring pairs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from holdfast.foreign.catalog import Catalog
+from tests.foreign.name_map_oracle import catalog_of, model_of
+
+VOCAB, WIDTH, HEADS, INNER, LAYERS, EXPERTS = 40, 32, 4, 48, 3, 4
+HEAD_DIM = WIDTH // HEADS
+EPS, BASE = 1e-6, 10000.0
+State = Mapping[str, Tensor]
+
+
+def tokens() -> Tensor:
+    """Two rows of nine tokens."""
+    return torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(5))
+
+
+def randomise(model: torch.nn.Module, seed: int = 1) -> Any:
+    """Every parameter from a normal distribution, so that none is like another; float64."""
+    generator = torch.Generator().manual_seed(seed)
+    model = model.double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+    return model
+
+
+def llama(kv_heads: int = HEADS, *, tied: bool = False, bias: bool = False) -> Any:
+    """A random Llama of Transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=kv_heads, rms_norm_eps=EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": BASE}, tie_word_embeddings=tied,
+        attention_bias=bias, mlp_bias=bias,
+    )  # fmt: skip
+    return randomise(LlamaForCausalLM(config))
+
+
+def mixtral(kv_heads: int = HEADS) -> Any:
+    """A random Mixtral of Transformers."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=kv_heads, rms_norm_eps=EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": BASE}, num_local_experts=EXPERTS,
+        num_experts_per_tok=2, sliding_window=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    model.set_experts_implementation("eager")  # the grouped kernel lacks float64
+    return randomise(model)
+
+
+def gpt(*, tied: bool = False, experts: bool = False, norm: str = "rms") -> Any:
+    """A random reference GPT."""
+    from holdfast_trainer.models.config import GPTConfig
+    from holdfast_trainer.models.gpt import GPT
+
+    config = GPTConfig(
+        vocab_size=VOCAB, num_layers=LAYERS, model_dim=WIDTH, num_heads=HEADS, mlp_dim=INNER,
+        norm=norm, tied_head=tied, rope_base=BASE, feeds="e" if experts else "d",  # type: ignore[arg-type]
+        num_experts=EXPERTS, top_k=2,
+    )  # fmt: skip
+    return randomise(GPT(config), seed=2)
+
+
+def logits_of(model: Any) -> Tensor:
+    """The logits of a model of Transformers, or of the reference GPT."""
+    with torch.no_grad():
+        if hasattr(model, "embed"):
+            from holdfast_trainer.models.stages import Stage
+
+            logits: Tensor = model(tokens(), stage=Stage(layers=range(LAYERS)))[0]
+        else:
+            logits = model(tokens()).logits
+        return logits
+
+
+def catalog_of_state(root: Path, state: State, *, dtype: torch.dtype = torch.float64) -> Catalog:
+    """A catalog of a state dict; bf16 by its codes."""
+    if dtype == torch.bfloat16:
+        codes = {
+            name: value.to(dtype).view(torch.int16).numpy().view(np.uint16)
+            for name, value in state.items()
+        }
+        return catalog_of(root, codes, dtype="BF16")
+    return catalog_of(root, {name: value.detach().numpy() for name, value in state.items()})
+
+
+def state_of(catalog: Catalog) -> dict[str, Tensor]:
+    """The tensors of a catalog as a state dict."""
+    return {name: torch.from_numpy(array) for name, array in model_of(catalog).items()}
+
+
+def megatron_logits(state: State, kv_heads: int) -> Tensor:
+    """What Megatron-Core computes of a state with its names: TE spec, and experts one by one."""
+    x = state["embedding.word_embeddings.weight"][tokens()]
+    for layer in range(LAYERS):
+        own = _below(state, f"decoder.layers.{layer}.")
+        normed = _norm(x, own["self_attention.linear_qkv.layer_norm_weight"])
+        mixed = functional.linear(
+            normed, own["self_attention.linear_qkv.weight"],
+            own.get("self_attention.linear_qkv.bias"),
+        )  # fmt: skip
+        # [rows, positions, groups, queries of the group then its key then its value]
+        per_group = HEADS // kv_heads
+        grouped = mixed.view(*mixed.shape[:2], kv_heads, (per_group + 2) * HEAD_DIM)
+        query, key, value = grouped.split([per_group * HEAD_DIM, HEAD_DIM, HEAD_DIM], dim=3)
+        query = query.reshape(*mixed.shape[:2], HEADS, HEAD_DIM)
+        attended = _attend(query, key, value, pairs_apart=True)
+        x = x + functional.linear(
+            attended, own["self_attention.linear_proj.weight"],
+            own.get("self_attention.linear_proj.bias"),
+        )  # fmt: skip
+        if "mlp.router.weight" in own:
+            x = x + _megatron_experts(_norm(x, own["pre_mlp_layernorm.weight"]), own)
+        else:
+            normed = _norm(x, own["mlp.linear_fc1.layer_norm_weight"])
+            x = x + _megatron_mlp(normed, _below(own, "mlp."))
+    x = _norm(x, state["decoder.final_layernorm.weight"])
+    head = state.get("output_layer.weight", state["embedding.word_embeddings.weight"])
+    return functional.linear(x, head)
+
+
+def meta_logits(state: State, kv_heads: int) -> Tensor:
+    """What the first release of Llama computes: complex rotations of neighbouring pairs."""
+    x = state["tok_embeddings.weight"][tokens()]
+    for layer in range(LAYERS):
+        own = _below(state, f"layers.{layer}.")
+        normed = _norm(x, own["attention_norm.weight"])
+        query, key, value = (
+            functional.linear(normed, own[f"attention.w{which}.weight"]).view(
+                *x.shape[:2], -1, HEAD_DIM
+            )
+            for which in "qkv"
+        )
+        attended = _attend(query, key, value, pairs_apart=False)
+        x = x + functional.linear(attended, own["attention.wo.weight"])
+        normed = _norm(x, own["ffn_norm.weight"])
+        gate = functional.linear(normed, own["feed_forward.w1.weight"])
+        up = functional.linear(normed, own["feed_forward.w3.weight"])
+        x = x + functional.linear(functional.silu(gate) * up, own["feed_forward.w2.weight"])
+    return functional.linear(_norm(x, state["norm.weight"]), state["output.weight"])
+
+
+def _below(state: State, prefix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *, pairs_apart: bool) -> Tensor:
+    """Causal attention of (rows, positions, heads, head_dim), positions rotated.
+
+    The pairs that are rotated are half a head apart, or neighbours.
+    """
+    frequency = BASE ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
+    angle = torch.outer(torch.arange(query.shape[1]).double(), frequency)
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None, :]
+
+    def rotated(x: Tensor) -> Tensor:
+        if pairs_apart:
+            first, second = x.chunk(2, dim=-1)
+            turned = torch.complex(first.contiguous(), second.contiguous()) * turn
+            return torch.cat([turned.real, turned.imag], dim=-1)
+        pairs = x.reshape(*x.shape[:-1], -1, 2)
+        return torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
+
+    times = query.shape[2] // key.shape[2]
+    heads = [rotated(query), rotated(key).repeat_interleave(times, 2)]
+    heads.append(value.repeat_interleave(times, 2))
+    query, key, value = (each.transpose(1, 2) for each in heads)
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def _megatron_mlp(x: Tensor, own: State) -> Tensor:
+    both = functional.linear(x, own["linear_fc1.weight"], own.get("linear_fc1.bias"))
+    gate, up = both.chunk(2, dim=-1)
+    return functional.linear(
+        functional.silu(gate) * up, own["linear_fc2.weight"], own.get("linear_fc2.bias")
+    )
+
+
+def _megatron_experts(x: Tensor, own: State) -> Tensor:
+    best = functional.linear(x, own["mlp.router.weight"]).topk(2, dim=-1)
+    weights = torch.zeros(*x.shape[:2], EXPERTS, dtype=x.dtype)
+    weights = weights.scatter(2, best.indices, best.values.softmax(-1))
+    outputs = [
+        _megatron_mlp(x, _below(own, f"mlp.experts.local_experts.{expert}."))
+        for expert in range(EXPERTS)
+    ]
+    return (torch.stack(outputs, dim=-1) * weights[:, :, None, :]).sum(-1)

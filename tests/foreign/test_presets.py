@@ -1,0 +1,329 @@
+"""Presets of name maps: round trips bit by bit, and equal logits in both directions.
+
+Prevents that a converted model runs and computes something else. Models are tiny and random, every
+parameter too, so that a tensor in the wrong place changes the logits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from holdfast.errors import ConfigError  # noqa: E402
+from holdfast.foreign.name_map_presets import load_preset, preset_names  # noqa: E402
+from tests.foreign.name_map_oracle import assert_equal, model_of, read  # noqa: E402
+from tests.foreign.small_models import (  # noqa: E402
+    EPS,
+    EXPERTS,
+    HEADS,
+    INNER,
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    catalog_of_state,
+    gpt,
+    llama,
+    logits_of,
+    megatron_logits,
+    meta_logits,
+    mixtral,
+    state_of,
+    tokens,
+)
+
+
+def mapped(root: Path, state: Any, *names: str, num_heads: int | None = HEADS) -> Any:
+    """A state through presets; the way back gives the same bits."""
+    catalog = catalog_of_state(root, state)
+    before = model_of(catalog)
+    maps = [load_preset(name) for name in names]
+    for name_map in maps:
+        catalog = apply(name_map, catalog, num_heads)
+    result = state_of(catalog)
+    for name_map in reversed(maps):
+        catalog = apply(name_map.inverse(), catalog, num_heads)
+    assert_equal(model_of(catalog), before)
+    return result
+
+
+def apply(name_map: Any, catalog: Any, num_heads: int | None) -> Any:
+    given = {"num_heads": num_heads} if "num_heads" in name_map.variables else {}
+    return name_map.apply(catalog, variables=given).catalog
+
+
+def own_state(model: Any) -> dict[str, Any]:
+    """The state of a model without the second name of a tied head, as it is saved."""
+    state = dict(model.state_dict())
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        del state["lm_head.weight"]
+    return state
+
+
+def load(model: Any, state: Any) -> Any:
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    if missing:
+        model.tie_weights()
+    return model
+
+
+def assert_close(one: Any, two: Any) -> None:
+    """Equal but for rounding: norms and angles of Transformers are float32 in any model."""
+    torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
+
+
+# ---- the reference GPT ----
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_and_the_reference_gpt_compute_the_same(tied: bool, tmp_path: Path) -> None:
+    theirs, ours = llama(tied=tied), gpt(tied=tied)
+    assert logits_of(theirs).std() > 0.1
+    ours_then = load(gpt(tied=tied), mapped(tmp_path, own_state(theirs), "llama-hf-to-gpt"))
+    assert_close(logits_of(ours_then), logits_of(theirs))
+    state = mapped(tmp_path, ours.state_dict(), "gpt-to-llama-hf")
+    assert_close(logits_of(load(theirs, state)), logits_of(ours))
+
+
+def test_mixtral_and_the_reference_gpt_compute_the_same(tmp_path: Path) -> None:
+    theirs, ours = mixtral(), gpt(experts=True)
+    chain = ("mixtral-hf5-to-mixtral-hf", "mixtral-hf-to-gpt")
+    ours_then = load(gpt(experts=True), mapped(tmp_path, own_state(theirs), *chain))
+    assert_close(logits_of(ours_then), logits_of(theirs))
+    chain = ("gpt-to-mixtral-hf", "mixtral-hf-to-mixtral-hf5")
+    state = mapped(tmp_path, ours.state_dict(), *chain)
+    assert_close(logits_of(load(theirs, state)), logits_of(ours))
+
+
+# ---- Transformers' files ----
+
+
+def test_the_names_of_mixtral_are_those_that_transformers_writes(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = mixtral()
+    model.save_pretrained(tmp_path / "saved")
+    files = [load_file(path) for path in (tmp_path / "saved").glob("*.safetensors")]
+    state = {name: value for file in files for name, value in file.items()}
+    result = mapped(tmp_path, own_state(model), "mixtral-hf5-to-mixtral-hf")
+    assert_equal(
+        {name: value.numpy() for name, value in result.items()},
+        {name: value.numpy() for name, value in state.items()},
+    )
+
+
+# ---- Megatron ----
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, HEADS])
+@pytest.mark.parametrize("form", ["plain", "tied", "biases"])
+def test_llama_in_megatrons_form_computes_the_same(
+    form: str, kv_heads: int, tmp_path: Path
+) -> None:
+    model = llama(kv_heads, tied=form == "tied", bias=form == "biases")
+    state = mapped(tmp_path, own_state(model), "llama-hf-to-llama-megatron")
+    assert_close(megatron_logits(state, kv_heads), logits_of(model))
+    assert ("output_layer.weight" in state) == (form != "tied")
+
+
+@pytest.mark.parametrize("kv_heads", [2, HEADS])
+def test_mixtral_in_megatrons_form_computes_the_same(kv_heads: int, tmp_path: Path) -> None:
+    model = mixtral(kv_heads)
+    chain = ("mixtral-hf5-to-mixtral-hf", "mixtral-hf-to-mixtral-megatron")
+    state = mapped(tmp_path, own_state(model), *chain)
+    assert_close(megatron_logits(state, kv_heads), logits_of(model))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_reference_gpt_in_megatrons_form_computes_the_same(tied: bool, tmp_path: Path) -> None:
+    model = gpt(tied=tied)
+    state = mapped(tmp_path, model.state_dict(), "gpt-to-llama-megatron")
+    assert_close(megatron_logits(state, HEADS), logits_of(model))
+
+
+def test_the_reference_gpt_with_experts_in_megatrons_form_computes_the_same(
+    tmp_path: Path,
+) -> None:
+    model = gpt(experts=True)
+    chain = ("gpt-to-mixtral-megatron-dist", "megatron-dist-to-megatron-experts")
+    state = mapped(tmp_path, model.state_dict(), *chain)
+    assert_close(megatron_logits(state, HEADS), logits_of(model))
+
+
+def test_other_forms_of_megatron_have_its_names_and_shapes(tmp_path: Path) -> None:
+    dense = own_state(llama(2))
+    local = mapped(tmp_path, dense, "llama-hf-to-llama-megatron", "megatron-te-to-megatron-local")
+    assert local["decoder.layers.0.input_layernorm.weight"].shape == (WIDTH,)
+    assert local["decoder.layers.2.pre_mlp_layernorm.weight"].shape == (WIDTH,)
+    dist = mapped(tmp_path, dense, "llama-hf-to-llama-megatron", "megatron-layers-to-megatron-dist")
+    assert dist["decoder.layers.self_attention.linear_qkv.weight"].shape == (3, 64, WIDTH)
+    assert sorted(name for name in dist if "layers" not in name) == [
+        "decoder.final_layernorm.weight", "embedding.word_embeddings.weight", "output_layer.weight",
+    ]  # fmt: skip
+    sparse = own_state(mixtral(2))
+    chain = ("mixtral-hf5-to-mixtral-hf", "mixtral-hf-to-mixtral-megatron")
+    grouped = mapped(tmp_path, sparse, *chain, "megatron-experts-to-megatron-grouped")
+    for expert in range(EXPERTS):
+        name = f"decoder.layers.1.mlp.experts.linear_fc1.weight{expert}"
+        assert grouped[name].shape == (2 * INNER, WIDTH)
+    both = ("megatron-experts-to-megatron-dist", "megatron-layers-to-megatron-dist")
+    dist = mapped(tmp_path, sparse, *chain, *both)
+    name = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+    assert dist[name].shape == (LAYERS, EXPERTS, WIDTH, INNER)
+
+
+def test_extra_state_of_megatron_is_dropped_on_the_way_back(tmp_path: Path) -> None:
+    state = own_state(llama())
+    forth = load_preset("llama-hf-to-llama-megatron")
+    catalog = apply(forth, catalog_of_state(tmp_path, state), HEADS)
+    part = catalog.parts["model"]
+    part["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
+    back = load_preset("llama-megatron-to-llama-hf").apply(catalog, variables={"num_heads": HEADS})
+    assert sorted(model_of(back.catalog)) == sorted(state)
+    assert len(back.report.of_kind("drop")) == 1
+
+
+# ---- the first release of Llama ----
+
+
+@pytest.mark.parametrize("kv_heads", [2, HEADS])
+def test_llama_with_neighbouring_pairs_computes_the_same(kv_heads: int, tmp_path: Path) -> None:
+    model = llama(kv_heads)
+    state = mapped(tmp_path, own_state(model), "llama-hf-to-llama-meta")
+    assert_close(meta_logits(state, kv_heads), logits_of(model))
+    chain = ("llama-meta-to-llama-hf", "llama-hf-to-llama-megatron")
+    assert_close(megatron_logits(mapped(tmp_path, state, *chain), kv_heads), logits_of(model))
+
+
+# ---- all of them ----
+
+
+def test_bfloat16_goes_the_same_ways(tmp_path: Path) -> None:
+    state = own_state(llama(2))
+    catalog = catalog_of_state(tmp_path, state, dtype=torch.bfloat16)
+    forth = load_preset("llama-hf-to-llama-megatron")
+    there = apply(forth, catalog, HEADS)
+    assert {tensor.dtype for tensor in there.tensors.values()} == {"BF16"}
+    back = apply(forth.inverse(), there, HEADS)
+    for key in catalog.tensors:
+        assert (read(back, key) == read(catalog, key)).all()
+
+
+def test_optimizer_state_follows_through_a_preset(tmp_path: Path) -> None:
+    """The moments of the fused matrix are those of its parts, in the same places."""
+    from tests.foreign.name_map_oracle import catalog_of
+
+    state = {name: value.numpy() for name, value in own_state(llama(2)).items()}
+    optimizer = {
+        "state": {name: {"exp_avg": value * 2, "step": 5} for name, value in state.items()},
+        "groups": [{"lr": 0.1}],
+        "membership": dict.fromkeys(state, 0),
+        "parameters": {name: {"shape": list(value.shape)} for name, value in state.items()},
+    }
+    catalog = catalog_of(tmp_path, state, optimizer=optimizer)
+    there = apply(load_preset("llama-hf-to-llama-megatron"), catalog, HEADS)
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    moments = read(there, f"optimizer.state.{name}.exp_avg")
+    assert (moments == 2 * read(there, f"model.{name}")).all()
+    assert there.parts["optimizer"]["state"][name]["step"] == 5
+
+
+def test_every_preset_has_both_directions() -> None:
+    names = preset_names()
+    assert len(names) == len(set(names)) >= 22
+    for name in names:
+        assert load_preset(name).inverse().inverse().describe() == load_preset(name).describe()
+    with pytest.raises(ConfigError, match="llama-hf-to-gpt"):
+        load_preset("llama-hf-to-nothing")
+
+
+def test_a_missing_number_of_heads_is_asked_for(tmp_path: Path) -> None:
+    catalog = catalog_of_state(tmp_path, own_state(llama()))
+    with pytest.raises(ConfigError, match="'num_heads' has no value: pass variables="):
+        load_preset("llama-hf-to-llama-megatron").apply(catalog)
+
+
+# ---- Megatron-Core itself, where it is installed ----
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Megatron-Core in a process group of this process alone, on the CPU."""
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    pytest.importorskip("megatron.core")
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    # Of dropout, which is 0.
+    streams = SimpleNamespace(fork=nullcontext)
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: streams)
+    # Of Transformer Engine, whose absence this version does not expect here.
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def megatron_model(kv_heads: int, experts: int | None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    moe: dict[str, Any] = {} if experts is None else {
+        "num_moe_experts": experts, "moe_router_topk": 2, "moe_router_pre_softmax": False,
+        "moe_ffn_hidden_size": INNER, "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "allgather",
+    }  # fmt: skip
+    config = TransformerConfig(
+        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS,
+        num_query_groups=kv_heads, ffn_hidden_size=INNER, use_cpu_initialization=True,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+        normalization="RMSNorm", layernorm_epsilon=EPS, hidden_dropout=0, attention_dropout=0,
+        bias_activation_fusion=False, gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False, bias_dropout_fusion=False, **moe,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts)
+    model = GPTModel(
+        config, spec, vocab_size=VOCAB, max_sequence_length=64, position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    return model.float().eval()
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize(("kv_heads", "experts"), [(2, None), (HEADS, None), (2, EXPERTS)])
+def test_megatron_core_itself_computes_the_same(
+    kv_heads: int, experts: int | None, tmp_path: Path
+) -> None:
+    """Strictly loaded: its names and shapes are those of the preset."""
+    theirs = (llama if experts is None else mixtral)(kv_heads)
+    chain = ["llama-hf-to-llama-megatron"] if experts is None else [
+        "mixtral-hf5-to-mixtral-hf", "mixtral-hf-to-mixtral-megatron",
+    ]  # fmt: skip
+    sort = "megatron" if experts is None else "megatron-moe"
+    state = mapped(tmp_path, own_state(theirs), *chain, f"{sort}-te-to-{sort}-local")
+    model = megatron_model(kv_heads, experts)
+    own = {name for name, value in model.state_dict().items() if value is not None}
+    assert {name for name in own if not name.endswith("_extra_state")} == set(state)
+    model.load_state_dict({name: value.float() for name, value in state.items()}, strict=False)
+    rows, length = tokens().shape
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        logits = model(tokens(), torch.arange(length).expand(rows, -1), mask)
+    torch.testing.assert_close(logits, logits_of(theirs).float(), rtol=0, atol=2e-4)
