@@ -7,6 +7,7 @@ and the paths are in the metadata, so that PyTorch loads parts, shards and the w
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from holdfast.foreign.torch_archive import (
     tensor_value,
     torch_dtype,
 )
+from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import is_tensor
 
 DEFAULT_MAX_FILE_NBYTES = 5_000_000_000
@@ -159,7 +161,8 @@ class _Stored:
     box: Box | None
     number: int
     file: str
-    archive: Archive
+    start: int
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -186,6 +189,7 @@ class _Files:
         self._max_nbytes = max_nbytes
         self._prefix = prefix
         self._files: list[_File] = []
+        self._archives: dict[tuple[str, tuple[int, ...]], Archive] = {}
         self.tensors: dict[str, CatalogTensor | None] = {}
         self.chunks: dict[str, list[Box]] = {}
         self.stored: list[_Stored] = []
@@ -193,17 +197,15 @@ class _Files:
     def add_value(self, key: str, value: Any) -> None:
         """Add a value."""
         self.tensors[key] = None
-        self._add(key, None, 0, pickled(value), [])
+        self._add(key, None, 0, layout_archive(pickled(value), []))
 
     def add_tensor(self, key: str, tensor: CatalogTensor, max_chunk_nbytes: int) -> None:
         """Add a tensor, chunk by chunk."""
         self.tensors[key] = tensor
         boxes = self.chunks[key] = list(_boxes(tensor, max_chunk_nbytes))
         for number, box in enumerate(boxes):
-            value = tensor_value(tensor.dtype, box.shape, 0)
-            nbytes = box.numel * tensor.itemsize
-            file, archive = self._add(key, box, number, pickled(value), [nbytes])
-            if nbytes:
+            file, archive = self._add(key, box, number, self._of_chunk(tensor.dtype, box.shape))
+            if box.numel:
                 file.extents.append(
                     Extent(
                         start=archive.starts[0],
@@ -223,19 +225,27 @@ class _Files:
             for file in self._files
         ]
 
+    def _of_chunk(self, dtype: str, shape: tuple[int, ...]) -> Archive:
+        """Return the archive of a chunk: all of one type and shape are alike."""
+        archive = self._archives.get((dtype, shape))
+        if archive is None:
+            nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+            archive = layout_archive(pickled(tensor_value(dtype, shape, 0)), [nbytes])
+            self._archives[dtype, shape] = archive
+        return archive
+
     def _add(
-        self, key: str, box: Box | None, number: int, pickle: bytes, storages: Sequence[int]
+        self, key: str, box: Box | None, number: int, archive: Archive
     ) -> tuple[_File, Archive]:
         """Put an archive at the end of the last file, or of a new one."""
-        if not self._files or self._files[-1].nbytes + sum(storages) > self._max_nbytes:
+        if not self._files or self._files[-1].nbytes + archive.nbytes > self._max_nbytes:
             # As so many ranks would have written it.
             self._files.append(_File(f"__{len(self._files)}_0.distcp"))
         file = self._files[-1]
-        start = file.nbytes + -file.nbytes % ALIGNMENT
-        archive = layout_archive(pickle, storages, start=start)
+        archive = archive.moved(file.nbytes + -file.nbytes % ALIGNMENT)
         file.literals += archive.literals
-        file.nbytes = start + archive.nbytes
-        self.stored.append(_Stored(key, box, number, file.name, archive))
+        file.nbytes = archive.start + archive.nbytes
+        self.stored.append(_Stored(key, box, number, file.name, archive.start, archive.nbytes))
         return file, archive
 
 
@@ -252,26 +262,50 @@ def _boxes(tensor: CatalogTensor, max_nbytes: int) -> Iterator[Box]:
 # ---- the metadata ----
 
 
-def _made(name: str, state: Any, *, module: str = _MODULE) -> Made:
-    return Made(by=Global(module, name), is_new=True, state=state)
+def _made(name: str, state: Any, *, module: str = _MODULE, is_shared: bool = False) -> Made:
+    return Made(by=Global(module, name), is_new=True, state=state, is_shared=is_shared)
 
 
-def _size(numbers: Sequence[int]) -> Made:
-    return Made(by=Global("torch", "Size"), args=(tuple(numbers),))
+class _Shared:
+    """Descriptions that come again and again, each made once: the metadata stays small."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[int, ...], Made] = {}
+        self._properties: dict[str, Made] = {}
+
+    def size(self, numbers: tuple[int, ...]) -> Made:
+        """Describe a `torch.Size`."""
+        made = self._sizes.get(numbers)
+        if made is None:
+            made = Made(by=Global("torch", "Size"), args=(numbers,), is_shared=True)
+            self._sizes[numbers] = made
+        return made
+
+    def properties(self, dtype: str) -> Made:
+        """Describe the properties of tensors of a type."""
+        made = self._properties.get(dtype)
+        if made is None:
+            strided = Made(by=Global("torch.serialization", "_get_layout"), args=("torch.strided",))
+            contiguous = Made(by=Global(_MODULE, "_MEM_FORMAT_ENCODING"), args=(0,))
+            state = (torch_dtype(dtype), strided, False, contiguous, False)
+            made = _made("TensorProperties", state, is_shared=True)
+            self._properties[dtype] = made
+        return made
 
 
 def _metadata(paths: Mapping[str, Path], files: _Files) -> Made:
     """Describe the object in `.metadata`."""
+    shared = _Shared()
     items = {
         key: _made("BytesStorageMetadata", None)
         if tensor is None
-        else _tensor(tensor, files.chunks[key])
+        else _tensor(tensor, files.chunks[key], shared)
         for key, tensor in ((key, files.tensors[key]) for key in paths)
     }
     state = {
         "state_dict_metadata": items,
         "planner_data": dict(paths),
-        "storage_data": Pairs([(_index(each), _place(each)) for each in files.stored]),
+        "storage_data": Pairs([(_index(each, shared), _place(each)) for each in files.stored]),
         "storage_meta": _made(
             "StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
         ),
@@ -280,33 +314,34 @@ def _metadata(paths: Mapping[str, Path], files: _Files) -> Made:
     return _made("Metadata", state)
 
 
-def _tensor(tensor: CatalogTensor, boxes: Sequence[Box]) -> Made:
-    layout_ = Made(by=Global("torch.serialization", "_get_layout"), args=("torch.strided",))
-    contiguous = Made(by=Global(_MODULE, "_MEM_FORMAT_ENCODING"), args=(0,))
-    properties = (torch_dtype(tensor.dtype), layout_, False, contiguous, False)
+def _tensor(tensor: CatalogTensor, boxes: Sequence[Box], shared: _Shared) -> Made:
     chunks = [
-        _made("ChunkStorageMetadata", {"offsets": _size(box.offset), "sizes": _size(box.shape)})
+        _made(
+            "ChunkStorageMetadata",
+            {"offsets": shared.size(box.offset), "sizes": shared.size(box.shape)},
+        )
         for box in boxes
     ]
     state = {
-        "properties": _made("TensorProperties", properties),
-        "size": _size(tensor.shape),
+        "properties": shared.properties(tensor.dtype),
+        "size": shared.size(tensor.shape),
         "chunks": chunks,
     }
     return _made("TensorStorageMetadata", state)
 
 
-def _index(item: _Stored) -> Made:
+def _index(item: _Stored, shared: _Shared) -> Made:
     state: dict[str, Any] = {"fqn": item.key, "index": None}
     if item.box is not None:
-        state = {"fqn": item.key, "index": item.number, "offset": _size(item.box.offset)}
+        offset = shared.size(item.box.offset)
+        state = {"fqn": item.key, "index": item.number, "offset": offset}
     return _made("MetadataIndex", state)
 
 
 def _place(item: _Stored) -> Made:
     state = {
         "relative_path": item.file,
-        "offset": item.archive.start,
-        "length": item.archive.nbytes,
+        "offset": item.start,
+        "length": item.nbytes,
     }
     return _made("_StorageInfo", state, module="torch.distributed.checkpoint.filesystem")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,14 @@ class Made:
         args: Its arguments.
         state: What the object's state is set to; None for nothing.
         is_new: True if `__new__` of a class is called, and not `__init__`.
+        is_shared: True if all places that have this very description may get one object.
     """
 
     by: Global
     args: tuple[Any, ...] = ()
     state: Any = None
     is_new: bool = False
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class _Emitter:
 
     def __init__(self) -> None:
         self._out = bytearray()
-        self._memo: dict[str | Global, int] = {}
+        self._memo: dict[Hashable, int] = {}
         self._depth = 0
         self._by_type: dict[type, Callable[[Any], None]] = {
             type(None): lambda _: self._code(b"N"),
@@ -144,7 +146,7 @@ class _Emitter:
         for value in values:
             self._emit(value)
 
-    def _remembered(self, value: str | Global) -> bool:
+    def _remembered(self, value: Hashable) -> bool:
         """Take a value from the memo, if it was written before."""
         place = self._memo.get(value)
         if place is None:
@@ -152,7 +154,7 @@ class _Emitter:
         self._code(b"h" + bytes([place]) if place < 256 else b"j" + struct.pack("<I", place))
         return True
 
-    def _remember(self, value: str | Global) -> None:
+    def _remember(self, value: Hashable) -> None:
         place = self._memo[value] = len(self._memo)
         self._code(b"q" + bytes([place]) if place < 256 else b"r" + struct.pack("<I", place))
 
@@ -247,12 +249,16 @@ class _Emitter:
         self._code(b"R")
 
     def _made(self, value: Made) -> None:
+        if value.is_shared and self._remembered(id(value)):
+            return
         self._global(value.by)
         self._tuple(value.args)
         self._code(b"\x81" if value.is_new else b"R")
         if value.state is not None:
             self._emit(value.state)
             self._code(b"b")
+        if value.is_shared:
+            self._remember(id(value))  # by identity: it lives as long as what is written
 
     def _persistent(self, value: Persistent) -> None:
         self._emit(value.id)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from holdfast.errors import PlanError
 from holdfast.foreign.pickle_output import Global, Made, Persistent
 from holdfast.foreign.pickle_types import STORAGE_DTYPES, TORCH_DTYPES
 from holdfast.format.digest import digest128
@@ -60,6 +59,17 @@ class Archive:
     starts: Sequence[int]
     crc_at: Sequence[tuple[int, ...]]
 
+    def moved(self, start: int) -> Archive:
+        """Return the same archive at another place; nothing in it depends on where it lies."""
+        by = start - self.start
+        return Archive(
+            start=start,
+            nbytes=self.nbytes,
+            literals=[(at + by, data) for at, data in self.literals],
+            starts=[at + by for at in self.starts],
+            crc_at=[tuple(at + by for at in places) for places in self.crc_at],
+        )
+
 
 def tensor_value(dtype: str, shape: Sequence[int], storage: int) -> Made:
     """Describe a contiguous tensor that is all of a storage.
@@ -90,19 +100,19 @@ def torch_dtype(dtype: str) -> Global:
     return Global("torch", TORCH_NAMES[dtype])
 
 
-def layout_archive(pickle: bytes, storages: Sequence[int], *, start: int = 0) -> Archive:
+def layout_archive(pickle: bytes, storages: Sequence[int]) -> Archive:
     """Lay out an archive.
 
     Args:
         pickle: Of the value.
         storages: Bytes of each storage, by its number.
-        start: Where the archive begins in its file; a multiple of 64.
+
+    Returns:
+        The archive at byte 0. It may be moved, by multiples of 64 bytes to keep storages aligned.
 
     Cost: linear in the number of storages.
     """
-    if start % ALIGNMENT:
-        raise PlanError(f"an archive cannot begin at byte {start}")
-    writer = _Writer(start)
+    writer = _Writer()
     writer.add("data.pkl", pickle)
     writer.add("byteorder", b"little")
     for number, nbytes in enumerate(storages):
@@ -117,11 +127,10 @@ def layout_archive(pickle: bytes, storages: Sequence[int], *, start: int = 0) ->
 class _Writer:
     """Lays out member after member."""
 
-    def __init__(self, start: int) -> None:
-        self._start = start
+    def __init__(self) -> None:
         self._at = 0
-        """Of the next byte, in the archive."""
-        self._literals: list[tuple[int, bytearray]] = [(start, bytearray())]
+        """Of the next byte."""
+        self._literals: list[tuple[int, bytearray]] = [(0, bytearray())]
         self._central = bytearray()
         self._num_members = 0
         self._starts: list[int] = []
@@ -137,19 +146,19 @@ class _Writer:
         """Add a storage, whose bytes come later."""
         header, entry = self._at, len(self._central)
         self._header(name, nbytes, 0)
-        self._starts.append(self._start + self._at)
-        self._crc_at.append([self._start + header + _CRC_IN_LOCAL])
+        self._starts.append(self._at)
+        self._crc_at.append([header + _CRC_IN_LOCAL])
         self._crc_in_central.append(entry + _CRC_IN_CENTRAL)
         if nbytes:
             self._at += nbytes
-            self._literals.append((self._start + self._at, bytearray()))
+            self._literals.append((self._at, bytearray()))
 
     def finish(self) -> Archive:
         """Add the directory."""
         begin, end = self._at, self._at + len(self._central)
         count = self._num_members
         for places, entry in zip(self._crc_at, self._crc_in_central, strict=True):
-            places.append(self._start + begin + entry)
+            places.append(begin + entry)
         self._put(self._central)
         sizes = (len(self._central), begin)
         self._put(
@@ -162,7 +171,7 @@ class _Writer:
         few = min(count, _FULL16)
         self._put(_END.pack(b"PK\x05\x06", 0, 0, few, few, *(min(n, _FULL32) for n in sizes), 0))
         return Archive(
-            start=self._start,
+            start=0,
             nbytes=self._at,
             literals=[(at, bytes(data)) for at, data in self._literals if data],
             starts=self._starts,

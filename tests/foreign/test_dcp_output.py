@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,7 +87,12 @@ def test_every_type_arrives(tmp_path: Path, options: dict[str, int]) -> None:
     load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for name, tensor in tensors.items():
         assert equal_bits(target["model"][name], tensor), name
-    chunks = metadata_of(tmp_path / "dcp").state_dict_metadata["model.float32.matrix"].chunks  # type: ignore[union-attr]
+    metadata = metadata_of(tmp_path / "dcp")
+    for info in metadata.storage_data.values():
+        data = (tmp_path / "dcp" / info.relative_path).read_bytes()
+        part = io.BytesIO(data[info.offset : info.offset + info.length])
+        assert zipfile.ZipFile(part).testzip() is None
+    chunks = metadata.state_dict_metadata["model.float32.matrix"].chunks  # type: ignore[union-attr]
     sizes = [tuple(each.sizes) for each in chunks]
     if options:
         assert sizes == [(2, 2), (1, 2)] * 2 + [(2, 2)] * 2

@@ -103,6 +103,16 @@ def test_names_and_texts_are_written_once() -> None:
     assert pickle.loads(data)[-1] == "299 here"
 
 
+def test_what_is_shared_is_one_object() -> None:
+    point = Global("tests.foreign.test_pickle_output", "Point")
+    shared = Made(by=point, is_new=True, state={"x": 1, "y": 2}, is_shared=True)
+    alone = Made(by=point, is_new=True, state={"x": 1, "y": 2})
+    one, two, three, four = pickle.loads(pickled([shared, shared, alone, alone]))
+    assert one is two
+    assert three == four == one
+    assert len({id(one), id(three), id(four)}) == 3
+
+
 def test_other_types_are_refused() -> None:
     with pytest.raises(PlanError, match="Point cannot be written"):
         pickled({"a": Point(1, 2)})
