@@ -16,7 +16,7 @@ SUITES = (ROOT / "tests", ROOT / "trainer" / "tests")
 _ROW = re.compile(r"^\| ([A-Z]\d{1,2}) \| (.+) \| (.+) \|$", re.MULTILINE)
 _PROOF = re.compile(r"\[?`(?:(test_\w+)::)?(test_\w+)`\]?(?:\((\S+?)\))?")
 _MENTION = re.compile(
-    r"\b([ABCDEFGIKMOPRSTV]\d{1,2})\b(?:\s?(?:-|to)\s?([ABCDEFGIKMOPRSTV]\d{1,2})\b)?"
+    r"\b([ABCDEFGIKMOPRSTVX]\d{1,2})\b(?:\s?(?:-|to)\s?([ABCDEFGIKMOPRSTVX]\d{1,2})\b)?"
 )
 _ELEMENT_TYPES = {"F8", "F16", "F32", "F64", "C32", "C64"}
 

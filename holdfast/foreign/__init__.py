@@ -13,3 +13,47 @@ foreign file is ever run: pickles are interpreted by a closed list of inert type
 
 Read first: `catalog.py`, `view.py`, `formats.py`.
 """
+
+from __future__ import annotations
+
+from holdfast.foreign.catalog import Catalog, CatalogTensor
+from holdfast.foreign.convert import ConvertOptions, open_any, plan_conversion
+from holdfast.foreign.formats import open_catalog
+from holdfast.foreign.name_map import NameMap
+from holdfast.foreign.name_map_presets import load_preset, preset_names
+from holdfast.foreign.rules import (
+    cast,
+    drop,
+    join,
+    rename,
+    rotary,
+    split,
+    stack,
+    tie,
+    transpose,
+    unstack,
+    untie,
+)
+
+__all__ = [
+    "Catalog",
+    "CatalogTensor",
+    "ConvertOptions",
+    "NameMap",
+    "cast",
+    "drop",
+    "join",
+    "load_preset",
+    "open_any",
+    "open_catalog",
+    "plan_conversion",
+    "preset_names",
+    "rename",
+    "rotary",
+    "split",
+    "stack",
+    "tie",
+    "transpose",
+    "unstack",
+    "untie",
+]

@@ -210,19 +210,19 @@ class _Ranges:
 
     def one(self, name: str) -> _Range:
         """Return where a value lies."""
-        found = self._table.get((name, None))
-        if found is None:
+        where = self._table.get((name, None))
+        if where is None:
             raise CorruptionError(f"{name!r} is stored nowhere")
-        return found
+        return where
 
     def chunk(self, name: str, offset: tuple[int, ...]) -> _Range:
         """Return where a chunk lies."""
-        found = self._table.get((name, offset))
-        if found is None and not any(offset):
-            found = self._table.get((name, None))  # a tensor that was not sharded
-        if found is None:
+        where = self._table.get((name, offset))
+        if where is None and not any(offset):
+            where = self._table.get((name, None))  # a tensor that was not sharded
+        if where is None:
             raise CorruptionError(f"the chunk of {name!r} at {list(offset)} is stored nowhere")
-        return found
+        return where
 
 
 def _ranges(location: Location, storage_data: dict[Any, Any]) -> _Ranges:

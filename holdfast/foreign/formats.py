@@ -63,10 +63,10 @@ def open_catalog(path: str | os.PathLike[str] | Location) -> Catalog:
     Cost: reads the metadata of the checkpoint, not its tensors.
     """
     location = path if isinstance(path, Location) else Location.of(path)
-    found = detect_format(location)
-    if found is None:
+    chosen = detect_format(location)
+    if chosen is None:
         known = ", ".join(each.title for each in FORMATS)
         raise ConfigError(
             f"{location.label} is not a checkpoint in a format that is known: {known}"
         )
-    return found.open(location)
+    return chosen.open(location)

@@ -81,18 +81,18 @@ def open_catalog(location: Location) -> Catalog:
 
     Cost: reads the headers.
     """
-    names, wanted, left_out = _files_of(location)
+    names, placed, left_out = _files_of(location)
     identity = bytearray()
     pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
     for name in names:
         header = _read_header(location, name)
         identity += header
         for piece in _pieces(location, name, header):
-            if wanted is not None and wanted.get(piece.entry.name) != name:
+            if placed is not None and placed.get(piece.entry.name) != name:
                 left_out.append(f"{name}: {piece.entry.name!r}, which the index does not name")
                 continue
             pieces[piece.entry.name].append(piece)
-    missing = sorted(set(wanted or ()) - set(pieces))
+    missing = sorted(set(placed or ()) - set(pieces))
     if missing:
         raise CorruptionError(
             f"{location.label}: the index names {len(missing)} tensors that their files lack, for "
@@ -145,10 +145,10 @@ def _files_of(location: Location) -> tuple[list[str], Mapping[str, str] | None, 
         raise CorruptionError(
             f"{location.label} has {len(indices)} indices ({', '.join(indices)}): name one file"
         )
-    wanted = _read_index(location, indices[0])
-    used = sorted(set(wanted.values()))
+    placed = _read_index(location, indices[0])
+    used = sorted(set(placed.values()))
     left_out = [f"{name}: no tensor of the index is in it" for name in names if name not in used]
-    return used, wanted, left_out
+    return used, placed, left_out
 
 
 def _read_index(location: Location, name: str) -> dict[str, str]:
@@ -160,17 +160,17 @@ def _read_index(location: Location, name: str) -> dict[str, str]:
     try:
         text = location.storage.read(name)
         table = msgspec.convert(json.loads(text.decode()), dict[str, object])
-        wanted = msgspec.convert(table["weight_map"], dict[str, str])
+        placed = msgspec.convert(table["weight_map"], dict[str, str])
     except (ValueError, KeyError, RecursionError) as error:
         raise CorruptionError(f"{place}: this is not an index of tensors: {error}") from None
     present = set(_names(location))
-    for key, file in wanted.items():
+    for key, file in placed.items():
         # Compared with the listing: no other path is ever opened, whatever the index says.
         if file not in present:
             raise CorruptionError(
                 f"{place}: tensor {key!r} is to be in {file!r}, which is not a file of the folder"
             )
-    return wanted
+    return placed
 
 
 def _read_header(location: Location, name: str) -> bytes:

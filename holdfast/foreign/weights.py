@@ -58,9 +58,9 @@ def choose_part(catalog: Catalog, part: str | None) -> str:
     if part is None and len(with_tensors) == 1:
         return with_tensors[0]
     if part is None or part not in catalog.parts:
-        asked = "no part is named 'model'" if part is None else f"part {part!r} is not there"
+        why = "no part is named 'model'" if part is None else f"part {part!r} is not there"
         raise ConfigError(
-            f"{catalog.label}: {asked}; choose one of {', '.join(with_tensors or catalog.parts)}"
+            f"{catalog.label}: {why}; choose one of {', '.join(with_tensors or catalog.parts)}"
         )
     return part
 

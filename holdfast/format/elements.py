@@ -6,8 +6,6 @@ the one whose last bit is 0.
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import numpy.typing as npt
 
@@ -37,7 +35,6 @@ def decode_elements(data: bytes | bytearray | memoryview, dtype: str) -> AnyArra
     return _eight_bit_table(dtype)[np.frombuffer(data, dtype=np.uint8)]
 
 
-@cache
 def _eight_bit_table(dtype: str) -> npt.NDArray[np.float32]:
     """The 256 values of an 8-bit float type, by code."""
     codes = np.arange(256)

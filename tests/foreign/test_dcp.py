@@ -37,7 +37,7 @@ def _save_plain(context: RankContext, path: str, tensors: Packed, nested: bool) 
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_every_tensor_under_every_layout(tmp_path: Path, nested: bool) -> None:
+def test_dcp_under_every_layout(tmp_path: Path, nested: bool) -> None:
     tensors = sample_tensors()
     run_ranks(2, _save_plain, str(tmp_path / "dcp"), packed(tensors), nested)
     check_format(tmp_path / "dcp", "model", tensors)

@@ -34,7 +34,7 @@ def write_folder(folder: Path, tensors: dict[str, torch.Tensor], *, num_files: i
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "folder of several", "links"])
-def test_every_tensor_under_every_layout(tmp_path: Path, kind: str) -> None:
+def test_safetensors_under_every_layout(tmp_path: Path, kind: str) -> None:
     tensors = sample_tensors()
     path = tmp_path / "hf"
     if kind == "file":

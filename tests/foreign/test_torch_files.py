@@ -19,7 +19,7 @@ from tests.foreign.contract import check_catalog, check_format, raw, sample_tens
 
 
 @pytest.mark.parametrize("kind", ["dict", "ordered", "legacy", "nested"])
-def test_every_tensor_under_every_layout(tmp_path: Path, kind: str) -> None:
+def test_torch_files_under_every_layout(tmp_path: Path, kind: str) -> None:
     tensors = sample_tensors()
     value: Any = {"ordered": OrderedDict(tensors), "nested": {"model": tensors, "epoch": 3}}.get(
         kind, dict(tensors)

@@ -68,7 +68,7 @@ class Args:
     """The largest file of a folder (huggingface, dcp): a number with kB, MB, GB or MiB, GiB."""
 
     config_from: Path | None = None
-    """A folder whose config, tokenizer and other small files are copied beside the weights."""
+    """A folder whose config, tokenizer and other small files are copied next to the weights."""
 
     memory: str = "256MiB"
     """Budget of memory for the bytes on their way."""
