@@ -61,10 +61,9 @@ def open_catalog(location: Location) -> Catalog:
     """
     items = read_items(location)
     tree: dict[str, Any] = {}
-    for name, tensor in items.tensors.items():
-        items.put(tree, name, tensor_node(tensor.key))
-    for name, node in items.values.items():
-        items.put(tree, name, node)
+    nodes = {name: tensor_node(each.key) for name, each in items.tensors.items()} | items.values
+    for name in items.in_order():
+        items.put(tree, name, nodes[name])
     parts = parts_of(tree)
     tensors = dict(items.tensors_by_key())
     if parts is not tree:
@@ -123,6 +122,24 @@ class Items:
         """Yield all tensors with their keys."""
         for tensor in (*self.tensors.values(), *self.more.values()):
             yield tensor.key, tensor
+
+    def in_order(self) -> list[str]:
+        """Return all names: of a dict in the order in which they were saved, of a list by place.
+
+        Ranks that saved different items of one list are joined in any order.
+        """
+        known = self.tensors.keys() | self.values.keys()
+        names = dict.fromkeys([*self.paths, *self.tensors, *self.values])
+        order: dict[tuple[str | int, ...], int] = {}
+        keys: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            if name in known:
+                path = self.paths.get(name, (name,))
+                keys[name] = tuple(
+                    step if isinstance(step, int) else order.setdefault(path[: i + 1], len(order))
+                    for i, step in enumerate(path)
+                )
+        return sorted(keys, key=keys.__getitem__)
 
     def put(self, tree: dict[str, Any], name: str, node: Any) -> None:
         """Put a node at its path in the tree.

@@ -188,3 +188,18 @@ def test_bytes_flipped_anywhere_never_give_another_shape_or_crash(tmp_path: Path
                 got = values.get(name)
                 assert got is None or len(raw(got)) == len(raw(each))
         file.write_bytes(good)
+
+
+def test_lists_of_values_and_tensors_keep_their_order(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {
+        "b": {"z": 1, "a": torch.ones(1)},
+        "x": ["first", torch.ones(2), "third", [torch.ones(1), {"y": 4}]],
+        "groups": [{"lr": 0.1}, {"lr": torch.tensor(0.2)}],
+    }
+    dcp.save(tree, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    parts: Any = open_catalog(tmp_path / "dcp").parts
+    assert list(parts) == ["b", "x", "groups"]
+    assert list(parts["b"]) == ["z", "a"]
+    assert (parts["x"][0], parts["x"][2], parts["x"][3][1]) == ("first", "third", {"y": 4})
+    assert parts["x"][1]["k"] == "x.1"
+    assert parts["groups"][0] == {"lr": 0.1}
