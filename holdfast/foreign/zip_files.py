@@ -28,7 +28,7 @@ _MAX_COMMENT = 0xFFFF
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED = 0x2041  # encrypted, strongly encrypted, masked header
 _ZIP64_EXTRA = 1
-_WINDOW_NBYTES = 1 << 16
+_WINDOW_NBYTES = 1 << 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
