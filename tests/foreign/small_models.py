@@ -1,8 +1,8 @@
-"""Tiny models for the proofs of presets: of Transformers, of the reference GPT, and in plain torch.
+"""Tiny models for the proofs of presets: of Transformers, and in plain torch.
 
-`Plain` is a decoder in a few lines, whose parameters are read by the names and in the layout of
-Megatron-Core (its `Attention.get_query_key_value_tensors` and `MLP`), or of the first Llama release
-(rotary positions on neighbouring pairs).
+The decoders in plain torch read parameters by the names and in the layout of Megatron-Core (its
+`Attention.get_query_key_value_tensors` and `MLP`), or of the first Llama release (rotary positions
+on neighbouring pairs).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from holdfast.foreign.catalog import Catalog
-from tests.foreign.name_map_oracle import catalog_of, model_of
+from holdfast.foreign.name_map_presets import load_preset
+from tests.foreign.name_map_oracle import assert_equal, catalog_of, model_of
 
 VOCAB, WIDTH, HEADS, INNER, LAYERS, EXPERTS = 40, 32, 4, 48, 3, 4
 HEAD_DIM = WIDTH // HEADS
@@ -68,28 +69,10 @@ def mixtral(kv_heads: int = HEADS) -> Any:
     return randomise(model)
 
 
-def gpt(*, tied: bool = False, experts: bool = False, norm: str = "rms") -> Any:
-    """A random reference GPT."""
-    from holdfast_trainer.models.config import GPTConfig
-    from holdfast_trainer.models.gpt import GPT
-
-    config = GPTConfig(
-        vocab_size=VOCAB, num_layers=LAYERS, model_dim=WIDTH, num_heads=HEADS, mlp_dim=INNER,
-        norm=norm, tied_head=tied, rope_base=BASE, feeds="e" if experts else "d",  # type: ignore[arg-type]
-        num_experts=EXPERTS, top_k=2,
-    )  # fmt: skip
-    return randomise(GPT(config), seed=2)
-
-
 def logits_of(model: Any) -> Tensor:
-    """The logits of a model of Transformers, or of the reference GPT."""
+    """The logits of a model of Transformers."""
     with torch.no_grad():
-        if hasattr(model, "embed"):
-            from holdfast_trainer.models.stages import Stage
-
-            logits: Tensor = model(tokens(), stage=Stage(layers=range(LAYERS)))[0]
-        else:
-            logits = model(tokens()).logits
+        logits: Tensor = model(tokens()).logits
         return logits
 
 
@@ -212,3 +195,38 @@ def _megatron_experts(x: Tensor, own: State) -> Tensor:
         for expert in range(EXPERTS)
     ]
     return (torch.stack(outputs, dim=-1) * weights[:, :, None, :]).sum(-1)
+
+
+# ---- through presets ----
+
+
+def mapped(root: Path, state: Any, *names: str, num_heads: int | None = HEADS) -> Any:
+    """A state through presets; the way back gives the same bits."""
+    catalog = catalog_of_state(root, state)
+    before = model_of(catalog)
+    maps = [load_preset(name) for name in names]
+    for name_map in maps:
+        catalog = apply(name_map, catalog, num_heads)
+    result = state_of(catalog)
+    for name_map in reversed(maps):
+        catalog = apply(name_map.inverse(), catalog, num_heads)
+    assert_equal(model_of(catalog), before)
+    return result
+
+
+def apply(name_map: Any, catalog: Any, num_heads: int | None) -> Any:
+    given = {"num_heads": num_heads} if "num_heads" in name_map.variables else {}
+    return name_map.apply(catalog, variables=given).catalog
+
+
+def own_state(model: Any) -> dict[str, Any]:
+    """The state of a model without the second name of a tied head, as it is saved."""
+    state = dict(model.state_dict())
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        del state["lm_head.weight"]
+    return state
+
+
+def assert_close(one: Any, two: Any) -> None:
+    """Equal but for rounding: norms and angles of Transformers are float32 in any model."""
+    torch.testing.assert_close(one, two, rtol=0, atol=2e-6)

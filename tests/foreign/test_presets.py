@@ -29,81 +29,18 @@ from tests.foreign.small_models import (  # noqa: E402
     LAYERS,
     VOCAB,
     WIDTH,
+    apply,
+    assert_close,
     catalog_of_state,
-    gpt,
     llama,
     logits_of,
+    mapped,
     megatron_logits,
     meta_logits,
     mixtral,
-    state_of,
+    own_state,
     tokens,
 )
-
-
-def mapped(root: Path, state: Any, *names: str, num_heads: int | None = HEADS) -> Any:
-    """A state through presets; the way back gives the same bits."""
-    catalog = catalog_of_state(root, state)
-    before = model_of(catalog)
-    maps = [load_preset(name) for name in names]
-    for name_map in maps:
-        catalog = apply(name_map, catalog, num_heads)
-    result = state_of(catalog)
-    for name_map in reversed(maps):
-        catalog = apply(name_map.inverse(), catalog, num_heads)
-    assert_equal(model_of(catalog), before)
-    return result
-
-
-def apply(name_map: Any, catalog: Any, num_heads: int | None) -> Any:
-    given = {"num_heads": num_heads} if "num_heads" in name_map.variables else {}
-    return name_map.apply(catalog, variables=given).catalog
-
-
-def own_state(model: Any) -> dict[str, Any]:
-    """The state of a model without the second name of a tied head, as it is saved."""
-    state = dict(model.state_dict())
-    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        del state["lm_head.weight"]
-    return state
-
-
-def load(model: Any, state: Any) -> Any:
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    if missing:
-        model.tie_weights()
-    return model
-
-
-def assert_close(one: Any, two: Any) -> None:
-    """Equal but for rounding: norms and angles of Transformers are float32 in any model."""
-    torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
-
-
-# ---- the reference GPT ----
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_llama_and_the_reference_gpt_compute_the_same(tied: bool, tmp_path: Path) -> None:
-    theirs, ours = llama(tied=tied), gpt(tied=tied)
-    assert logits_of(theirs).std() > 0.1
-    ours_then = load(gpt(tied=tied), mapped(tmp_path, own_state(theirs), "llama-hf-to-gpt"))
-    assert_close(logits_of(ours_then), logits_of(theirs))
-    state = mapped(tmp_path, ours.state_dict(), "gpt-to-llama-hf")
-    assert_close(logits_of(load(theirs, state)), logits_of(ours))
-
-
-def test_mixtral_and_the_reference_gpt_compute_the_same(tmp_path: Path) -> None:
-    theirs, ours = mixtral(), gpt(experts=True)
-    chain = ("mixtral-hf5-to-mixtral-hf", "mixtral-hf-to-gpt")
-    ours_then = load(gpt(experts=True), mapped(tmp_path, own_state(theirs), *chain))
-    assert_close(logits_of(ours_then), logits_of(theirs))
-    chain = ("gpt-to-mixtral-hf", "mixtral-hf-to-mixtral-hf5")
-    state = mapped(tmp_path, ours.state_dict(), *chain)
-    assert_close(logits_of(load(theirs, state)), logits_of(ours))
-
 
 # ---- Transformers' files ----
 
@@ -142,22 +79,6 @@ def test_mixtral_in_megatrons_form_computes_the_same(kv_heads: int, tmp_path: Pa
     chain = ("mixtral-hf5-to-mixtral-hf", "mixtral-hf-to-mixtral-megatron")
     state = mapped(tmp_path, own_state(model), *chain)
     assert_close(megatron_logits(state, kv_heads), logits_of(model))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_reference_gpt_in_megatrons_form_computes_the_same(tied: bool, tmp_path: Path) -> None:
-    model = gpt(tied=tied)
-    state = mapped(tmp_path, model.state_dict(), "gpt-to-llama-megatron")
-    assert_close(megatron_logits(state, HEADS), logits_of(model))
-
-
-def test_the_reference_gpt_with_experts_in_megatrons_form_computes_the_same(
-    tmp_path: Path,
-) -> None:
-    model = gpt(experts=True)
-    chain = ("gpt-to-mixtral-megatron-dist", "megatron-dist-to-megatron-experts")
-    state = mapped(tmp_path, model.state_dict(), *chain)
-    assert_close(megatron_logits(state, HEADS), logits_of(model))
 
 
 def test_other_forms_of_megatron_have_its_names_and_shapes(tmp_path: Path) -> None:
