@@ -27,12 +27,12 @@ from holdfast.foreign.catalog import (
     read_flat,
 )
 from holdfast.foreign.location import Location
-from holdfast.foreign.optimizer_trees import from_torch
 from holdfast.foreign.pickle_types import TORCH_DTYPES
 from holdfast.foreign.pickled_values import Constructor, PickledTensor, Record, TorchSize
 from holdfast.foreign.pickles import read_pickle
 from holdfast.foreign.torch_files import tensors_of
 from holdfast.foreign.torch_save import open_torch_save
+from holdfast.foreign.weights import with_optimizers
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import Node, is_plain_dict, is_tensor, tensor_node
@@ -77,7 +77,7 @@ def open_catalog(location: Location) -> Catalog:
         identity=items.identity,
         created=location.created([METADATA]),
         tensors=tensors,
-        parts={name: from_torch(node) for name, node in parts.items()},
+        parts=with_optimizers(parts, tensors),
         left_out=items.left_out,
     )
 

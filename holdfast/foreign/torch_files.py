@@ -21,13 +21,13 @@ from holdfast.errors import CorruptionError, PlacementError
 from holdfast.foreign import safetensors_files
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, HeldBytes, chunks_of_view
 from holdfast.foreign.location import Location
-from holdfast.foreign.optimizer_trees import from_torch
 from holdfast.foreign.pickle_nodes import NodeLeaf, array_form, to_node
 from holdfast.foreign.pickled_values import (
     PickledStorage,
     PickledTensor,
 )
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
+from holdfast.foreign.weights import with_optimizers
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import Node, is_tensor, walk
@@ -204,7 +204,7 @@ class _Parts:
             step=step,
             created=self._location.created(names),
             tensors=self._tensors,
-            parts={part: from_torch(node) for part, node in self._trees.items()},
+            parts=with_optimizers(self._trees, self._tensors),
             left_out=self.left_out,
         )
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.foreign.catalog import Catalog
+from holdfast.foreign.catalog import Catalog, CatalogTensor
+from holdfast.foreign.optimizer_trees import from_torch
 from holdfast.format.values import attributes_of, is_plain_dict, is_tensor, join_path, tensor_keys
 
 
@@ -72,3 +73,21 @@ def _leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
         return
     for key, member in node.items():
         yield from _leaves(member, join_path(name, key) if name else key)
+
+
+def with_optimizers(
+    parts: Mapping[str, Any], tensors: Mapping[str, CatalogTensor]
+) -> dict[str, Any]:
+    """Return parts in which optimizers of PyTorch are as Holdfast stores them, by name.
+
+    They get the shapes of the parameters of that name in any part, which a load compares.
+
+    Raises:
+        CorruptionError: As `from_torch`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in parts.values():
+        for name, node in _leaves(part, ""):
+            if is_tensor(node):
+                shapes.setdefault(name, tensors[attributes_of(node)["k"]].shape)
+    return {name: from_torch(node, shapes) for name, node in parts.items()}

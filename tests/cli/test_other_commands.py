@@ -48,7 +48,7 @@ def test_an_installed_command_gets_the_words_and_gives_the_exit_code(
     assert capsys.readouterr().out == "hello a --b\n"
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert "  greet   say hello" in shown
+    assert "  greet    say hello" in shown
     assert len([line for line in shown if line.startswith("  ")]) == len(VERBS) + 1
 
 
