@@ -2,8 +2,8 @@
 
 A file that is a dict of dicts gives one part per entry; a flat dict of tensors is the part `model`.
 In a folder each file is a part by its name (`optimizer.bin` is `optimizer`), and safetensors files
-next to them are the part `model`. What a file asks for beyond the closed list is never run: alone it
-is an error, in a folder the file is left out, by name.
+next to them are the part `model`. What a file asks for beyond the closed list is never run: by
+itself it is an error, in a folder the file is left out, by name.
 """
 
 from __future__ import annotations
