@@ -15,12 +15,13 @@ from holdfast._torch import local_tensor, num_storage_uses
 from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim import collectives
 from holdfast.optim.bucket_layout import BucketLayout, OwnedSpan, lay_out
-from holdfast.optim.collectives import Packed, Pending
+from holdfast.optim.collectives import Pending
 from holdfast.optim.in_flight import (
     Hiding,
     set_storage,
     storage_of,
 )
+from holdfast.optim.packed import Packed
 from holdfast.optim.shard_groups import ShardGroups
 from holdfast.state.tensor_elements import local_of
 
@@ -228,7 +229,7 @@ class Bucket:
     def gather_with(self, packed: Packed, numbers: Sequence[float], *, what: str) -> None:
         """Gather all shares of updated parameters with all ranks' numbers, in one message; wait.
 
-        Cost: one all-gather.
+        Cost: a message of one share to and from each other rank.
         """
         self.finish_gather()
         if self.has_main:

@@ -30,10 +30,6 @@ _SMALL_NBYTES = 1 << 16
 """Up to this size an all-reduce sends the whole tensor: the number of waits counts, not bytes."""
 
 
-_ALIGN = 64
-"""Bytes: what is packed together starts at a multiple of a cache line."""
-
-
 class Pending(Protocol):
     """A collective that was started: torch's `Work`, or `_Messages`."""
 
@@ -120,53 +116,6 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
     return _Messages(works, lambda: tensor.copy_(torch.stack(arriving).sum(dim=0)))
 
 
-class Packed:
-    """All-gathers some numbers and a flat tensor of each rank, in one message.
-
-    Args:
-        group: over which.
-        num_numbers: in float64.
-        numel: of the tensor.
-        dtype: of the tensor.
-    """
-
-    def __init__(
-        self, group: ProcessGroup, num_numbers: int, numel: int, *, dtype: torch.dtype
-    ) -> None:
-        self._group = group
-        self._index = group.rank()
-        start = _round_up(num_numbers * 8, _ALIGN)
-        row = start + _round_up(numel * dtype.itemsize, _ALIGN)
-        self._rows = torch.zeros(group.size(), row, dtype=torch.uint8)
-        first = start // dtype.itemsize
-        self.numbers = self._rows.view(torch.float64)[:, :num_numbers]
-        """Those of each rank, in the order of the group."""
-        self.tensors = self._rows.view(dtype)[:, first : first + numel]
-        """Those of each rank, in the order of the group."""
-
-    def exchange(self, numbers: Sequence[float], tensor: Tensor, *, what: str) -> None:
-        """Send this rank's to all others, whose replace what came before; wait.
-
-        Raises:
-            DeadlineError: It names `what`.
-
-        Cost: one all-gather of both.
-        """
-        self.numbers[self._index] = torch.tensor(numbers, dtype=torch.float64)
-        self.tensors[self._index].copy_(tensor)
-        rows, mine = self._rows.view(-1), self._rows[self._index]
-        complete(lambda: all_gather(rows, mine, self._group), what)
-
-    def sum_numbers(self) -> list[float]:
-        """Return the sum of each number over the ranks, to the same bits on all of them."""
-        sums: list[float] = self.numbers.sum(dim=0).tolist()
-        return sums
-
-
-def _round_up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple
-
-
 def sends_directly(tensor: Tensor, group: ProcessGroup) -> bool:
     """Return True if collectives of a tensor on a group are messages between its ranks."""
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
@@ -187,18 +136,6 @@ def _send(
 def _real(tensor: Tensor) -> Tensor:
     """Return a flat tensor as real numbers, two for a complex one: backends sum only these."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
-def complete(launch: Callable[[], Pending], what: str) -> None:
-    """Start a collective and wait for it; raise DeadlineError that names it, `what`, if it fails.
-
-    A connection that broke earlier is seen when something is started on it.
-    """
-    try:
-        work = launch()
-    except RuntimeError as error:
-        raise DeadlineError(f"{what} cannot start: {error}") from error
-    wait(work, what)
 
 
 def wait(work: Pending, what: str) -> None:

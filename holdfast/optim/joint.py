@@ -14,12 +14,14 @@ import torch
 
 from holdfast.optim import collectives
 from holdfast.optim.buckets import Bucket
-from holdfast.optim.collectives import Packed
 from holdfast.optim.norms import GradientSums, sums_of_shares
+from holdfast.optim.packed import Packed
 from holdfast.optim.reducer import GradientReducer
 from holdfast.optim.shard_groups import ShardGroups
-from holdfast.parallel import Layout
+from holdfast.parallel import Layout, ProcessGroups
 
+_MAX_RANKS = 8
+"""More would make too many messages: each rank sends one to each other."""
 _MAX_NBYTES = 1 << 20
 """Gradients of all ranks together, up to which whole ones are exchanged: each rank holds them."""
 
@@ -31,7 +33,7 @@ class JointSums:
         bucket: of all parameters.
         reducer: has taken the gradients.
         shard_groups: over which communicators.
-        layout: of the module.
+        groups: of the module.
         num_numbers: in the sum that decides, and in the one after the update.
         finish: checks what the step needs, and takes all gradients; no collective.
     """
@@ -42,25 +44,21 @@ class JointSums:
         reducer: GradientReducer,
         *,
         shard_groups: ShardGroups,
-        layout: Layout,
+        groups: ProcessGroups,
         num_numbers: tuple[int, int],
         finish: Callable[[], None],
     ) -> None:
         self._bucket = bucket
         self._reducer = reducer
-        self._layout = layout
         self._index = shard_groups.index
         self._ranks = shard_groups.ranks
         self.take_gradients = finish
         decide, update = num_numbers
-        # Not None, see `fits`; mypy cannot know.
-        assert shard_groups.reduce is not None
-        assert shard_groups.gather is not None
         self._gradients = Packed(
-            shard_groups.reduce, decide, bucket.layout.numel, dtype=bucket.gradient.dtype
+            groups, self._ranks, decide, bucket.layout.numel, dtype=bucket.gradient.dtype
         )
         self._shares = Packed(
-            shard_groups.gather, update, bucket.layout.share, dtype=bucket.values.dtype
+            groups, self._ranks, update, bucket.layout.share, dtype=bucket.values.dtype
         )
         self._padding = [
             bucket.layout.share
@@ -79,13 +77,15 @@ class JointSums:
         Not if a group between others sums too, and not if other ranks of the layout have to know.
         """
         groups = (shard_groups.reduce, shard_groups.gather)
-        if len(buckets) != 1 or len(shard_groups.ranks) != layout.world_size:
+        if len(buckets) != 1 or shard_groups.num_shares != layout.world_size:
             return False
         if shard_groups.between is not None or shard_groups.tied is not None:
             return False
         [bucket] = buckets
         nbytes = bucket.gradient.nbytes * shard_groups.num_shares**2
-        return 0 < nbytes <= _MAX_NBYTES and all(
+        if not 0 < nbytes <= _MAX_NBYTES or shard_groups.num_shares > _MAX_RANKS:
+            return False
+        return all(
             group is not None and collectives.sends_directly(bucket.values, group)
             for group in groups
         )

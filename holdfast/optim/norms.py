@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast._torch import scale_each
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim import collectives
 from holdfast.optim.plain_shards import PlainShards, Shards
 from holdfast.parallel import Layout, ProcessGroups
@@ -187,7 +186,11 @@ class LayoutSum:
         total = torch.tensor(values, dtype=torch.float64)
         for group, device in self._steps:
             total = total.to(device)
-            collectives.complete(partial(collectives.all_reduce, total, group), what)
+            try:
+                work = collectives.all_reduce(total, group)
+            except RuntimeError as error:  # a connection that broke earlier is seen here
+                raise DeadlineError(f"{what} cannot start: {error}") from error
+            collectives.wait(work, what)
         sums: list[float] = total.tolist()
         return sums
 

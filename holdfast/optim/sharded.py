@@ -237,7 +237,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             bucket,
             self._reducer,
             shard_groups=self._shard_groups,
-            layout=self._groups.layout,
+            groups=self._groups,
             num_numbers=num_numbers,
             finish=self._take_gradients,
         )
