@@ -133,7 +133,8 @@ class Bucket:
 
     def add_gradient(self, number: int, gradient: Tensor) -> None:
         """Take the local gradient of a parameter, adding to what came before."""
-        self.finish_reduction()  # it still reads the memory
+        if self._is_reducing:
+            self.finish_reduction()  # it still reads the memory
         if self._unreduced is None:
             self._use_unreduced(None)
         target = self._targets[number]

@@ -247,7 +247,8 @@ class Stepper(MicrobatchTaker):
         rank after the update, of whether it worked and was the same (a sum is an all-reduce over
         each of `tp`, `dp_cp` and `pp` that has several ranks); an all-gather per bucket, which with
         overlap runs concurrently with the next forward. If a parameter got no gradient on some
-        rank, also an all-reduce of a number per parameter.
+        rank, also an all-reduce of a number per parameter. A `ShardedOptimizer` of a small model
+        that is in one bucket: all of that in two messages to each other rank (`joint.py`).
         """
         return self._engine.step(
             closure,
@@ -281,6 +282,9 @@ class StepEngine:
 
     A rank that fails in a phase still makes every collective of the others up to the next sum or
     agreement, which carries its failure; only there do ranks raise, all of them.
+
+    For a small model (`joint.py`) the sum of phase 2 carries the gradients, which each rank then
+    reduces and measures, and the agreement of phase 5 carries the parameters.
 
     Args:
         groups: of all ranks of all modules.

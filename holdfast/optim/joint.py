@@ -53,6 +53,7 @@ class JointSums:
         self._index = shard_groups.index
         self._ranks = shard_groups.ranks
         self.take_gradients = finish
+        """Take all gradients of the step; ConfigError if they cannot be reduced. Not collective."""
         decide, update = num_numbers
         self._gradients = Packed(
             groups, self._ranks, decide, bucket.layout.numel, dtype=bucket.gradient.dtype

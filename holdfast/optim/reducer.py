@@ -88,7 +88,8 @@ class GradientReducer:
 
     Buckets are launched in their order, never out of it, so that all ranks make the same
     collectives whatever order their gradients come in. One *round* reduces every bucket once.
-    Stage 1 makes one round a step, stage 2 one a microbatch.
+    Stage 1 makes one round a step, stage 2 one a microbatch. With `is_joint` a round launches
+    nothing: the step exchanges what it has filled (`joint.py`).
 
     Args:
         buckets: hold the parameters, in the order in which they are reduced.
@@ -283,7 +284,8 @@ class GradientReducer:
     def on_gradient(self, slot: Slot, gradient: Tensor) -> None:
         """Move a gradient that autograd has made into its bucket, and launch full buckets."""
         self._take(slot, gradient)
-        self._mark_bucketed(slot)
+        if slot.kind is None:
+            self._mark_bucketed(slot)
         if self._is_eager:
             if slot.is_missing:
                 slot.is_missing = False

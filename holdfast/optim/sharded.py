@@ -88,8 +88,9 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             whole: modules wait for their own when they are called, and any other read or write
             waits for the parameter's bucket. A bucket is not overlapped if some code could read it
             without waiting: one of its modules was not called through its hooks since the last step
-            (compiled, scripted, functional), or other code holds views of its memory. Without
-            `overlap` the step waits.
+            (compiled, scripted, functional), or other code holds views of its memory; nor is the
+            only bucket of a small model, which arrives with the agreement that the step waits for
+            (`joint.py`). Without `overlap` the step waits.
         elementwise: a declaration that the optimizer updates elements one by one; without it a
             trial on small tensors has to show that (about a tenth of a second, six more calls of
             `make`). A trial proves some dozens of steps; after every update scalars of groups and

@@ -55,8 +55,9 @@ class _Line:
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._given_up: _Request | None = None
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._requests.put, None)
+        self._threads: list[threading.Thread] = []
+        """None or one."""
+        weakref.finalize(self, _end, self._requests, self._threads)
 
     def ask(self, make: Callable[[], object], *, what: str, limit_s: float) -> object:
         """Return the result of a request, or raise its error; StoreSilentError at the limit."""
@@ -83,11 +84,12 @@ class _Line:
         return self._given_up is not None  # any other request would only wait behind it
 
     def _put(self, make: Callable[[], object]) -> _Request:
-        if self._thread is None:
-            self._thread = threading.Thread(
+        if not self._threads:
+            thread = threading.Thread(
                 target=_serve, args=(self._requests,), name="holdfast-store", daemon=True
             )
-            self._thread.start()
+            thread.start()
+            self._threads.append(thread)
         request = _Request(make)
         self._requests.put(request)
         return request
@@ -99,6 +101,15 @@ def _serve(requests: queue.SimpleQueue[_Request | None]) -> None:
     while (request := requests.get()) is not None:
         request.run()
         del request
+
+
+def _end(requests: queue.SimpleQueue[_Request | None], threads: Sequence[threading.Thread]) -> None:
+    """End the thread after the requests that it has; wait for it, but not for a silent store."""
+    requests.put(None)
+    # The interpreter must not end while the thread is in a request: it would abort the process.
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_GRACE_S)
 
 
 class BoundedStore(Store):
@@ -170,8 +181,8 @@ class BoundedStore(Store):
 
         Later requests come after it.
         """
-        key = self._prefix + key
-        self._line.post(lambda: self.raw.set(key, value))
+        key, raw = self._prefix + key, self.raw  # not `self`, which the thread must not keep alive
+        self._line.post(lambda: raw.set(key, value))
 
     def get(self, key: str) -> bytes:
         """See torch; a key that is not there within the limit is an error."""
