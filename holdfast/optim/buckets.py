@@ -21,7 +21,7 @@ from holdfast.optim.in_flight import (
     set_storage,
     storage_of,
 )
-from holdfast.optim.packed import Packed
+from holdfast.optim.joint_message import JointMessage
 from holdfast.optim.shard_groups import ShardGroups
 from holdfast.state.tensor_elements import local_of
 
@@ -227,7 +227,7 @@ class Bucket:
                 self._for_gather, self._share_for_gather, self._shard_groups.gather
             )
 
-    def gather_with(self, packed: Packed, numbers: Sequence[float], *, what: str) -> None:
+    def gather_with(self, message: JointMessage, numbers: Sequence[float], *, what: str) -> None:
         """Gather all shares of updated parameters with all ranks' numbers, in one message; wait.
 
         Cost: a message of one share to and from each other rank.
@@ -236,11 +236,11 @@ class Bucket:
         if self.has_main:
             self.share.copy_(self.main)
         try:
-            packed.exchange(numbers, self._share_for_gather, what=what)
+            message.exchange(numbers, self._share_for_gather, what=what)
         except DeadlineError as error:
             self._failure = error  # of every later read: the other shares are missing
             raise
-        self._for_gather.view(packed.tensors.shape).copy_(packed.tensors)
+        self._for_gather.view(message.tensors.shape).copy_(message.tensors)
 
     def hide(self, *, num_other_uses: int) -> bool:
         """Make every read of the parameters wait for the gather.

@@ -619,7 +619,7 @@ class StepEngine:
         add_up = self._total if joint is None else joint.sum_with_parameters
         sums: list[float] | None = None
         try:
-            if self._total.is_on_host:
+            if self._total.is_on_host or joint is not None:
                 try:
                     sums = add_up(mine, what="the agreement on an update")
                 except DeadlineError as late:

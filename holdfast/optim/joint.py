@@ -14,8 +14,8 @@ import torch
 
 from holdfast.optim import collectives
 from holdfast.optim.buckets import Bucket
+from holdfast.optim.joint_message import JointMessage
 from holdfast.optim.norms import GradientSums, sums_of_shares
-from holdfast.optim.packed import Packed
 from holdfast.optim.reducer import GradientReducer
 from holdfast.optim.shard_groups import ShardGroups
 from holdfast.parallel import Layout, ProcessGroups
@@ -55,10 +55,10 @@ class JointSums:
         self.take_gradients = finish
         """Take all gradients of the step; ConfigError if they cannot be reduced. Not collective."""
         decide, update = num_numbers
-        self._gradients = Packed(
+        self._gradients = JointMessage(
             groups, self._ranks, decide, bucket.layout.numel, dtype=bucket.gradient.dtype
         )
-        self._shares = Packed(
+        self._shares = JointMessage(
             groups, self._ranks, update, bucket.layout.share, dtype=bucket.values.dtype
         )
         self._padding = [

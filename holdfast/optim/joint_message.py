@@ -13,7 +13,7 @@ _ALIGN = 64
 """Bytes: what is packed together starts at a multiple of a cache line."""
 
 
-class Packed:
+class JointMessage:
     """All-gathers some numbers and a flat tensor of each rank, in one message.
 
     Args:
