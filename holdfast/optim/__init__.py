@@ -6,10 +6,12 @@ Gradients come in, from autograd's hooks or from `.grad`. Updated parameters go 
 
 A step waits for the other ranks three times: for its share of the gradients; for one small sum, by
 which everything is decided before anything is updated; and for a smaller one that says whether the
-update worked and was the same everywhere (`scalars.py`), while shares are gathered. Ranks exchange
-which parameters got a gradient only if the sum shows that a rank lacks one, and settings only if it
-shows that they differ. Over gloo sums are made in the order of a group's ranks, so their bits
-depend neither on the size of buckets nor on the algorithm of the backend.
+update worked and was the same everywhere (`scalars.py`), while shares are gathered. If all
+parameters are in one small bucket it waits twice: the first sum travels with whole gradients, of
+which each rank computes the norm itself, and the second one with parameters (`joint.py`). Ranks
+exchange which parameters got a gradient only if the sum shows that a rank lacks one, and settings
+only if it shows that they differ. Over gloo sums are made in the order of a group's ranks, so their
+bits depend neither on the size of buckets nor on the algorithm of the backend.
 
 What ranks hold is compared when an optimizer is built (`agreement.py`): copies are equal, and
 plain shards are declared (`plain_shards.py`).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,12 @@ from holdfast.optim.in_flight import (
     set_storage,
     storage_of,
 )
+from holdfast.optim.joint_message import JointMessage
 from holdfast.optim.shard_groups import ShardGroups
 from holdfast.state.tensor_elements import local_of
+
+_POINTER = Tensor.data_ptr
+_DTYPE = attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,7 @@ class Bucket:
         self._keeps_whole = keeps_whole
         first = local_of(self.parameters[0])
         self.values = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
+        self._has_dtensors = any(isinstance(each, DTensor) for each in self.parameters)
         self._classes = [type(parameter) for parameter in self.parameters]
         # Any thread may read a parameter in flight (autograd's, a data loader's), and waits for its
         # bucket by this lock. Reentrant: to show parameters is to touch them.
@@ -109,6 +115,13 @@ class Bucket:
 
     def check_views(self, names: Mapping[nn.Parameter, str]) -> None:
         """Raise ConfigError that names a parameter whose memory is not in the bucket any more."""
+        # By loops in C first, as every step asks.
+        if (
+            not self._has_dtensors
+            and list(map(_POINTER, self.parameters)) == self._pointers
+            and set(map(_DTYPE, self.parameters)) <= {self.values.dtype}
+        ):
+            return
         for parameter, pointer in zip(self.parameters, self._pointers, strict=True):
             local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
             if local.data_ptr() != pointer or local.dtype != self.values.dtype:
@@ -120,7 +133,8 @@ class Bucket:
 
     def add_gradient(self, number: int, gradient: Tensor) -> None:
         """Take the local gradient of a parameter, adding to what came before."""
-        self.finish_reduction()  # it still reads the memory
+        if self._is_reducing:
+            self.finish_reduction()  # it still reads the memory
         if self._unreduced is None:
             self._use_unreduced(None)
         target = self._targets[number]
@@ -132,16 +146,31 @@ class Bucket:
             target.copy_(gradient)
             self._arrived.add(number)
 
+    def whole_gradient(self) -> Tensor:
+        """Return the gradients that have arrived, and zeros for missing ones; not reduced.
+
+        An earlier reduction of the same step is waited for first.
+        """
+        self.finish_reduction()
+        unreduced = self._use_unreduced(None) if self._unreduced is None else self._unreduced
+        # The memory is used again in every step: what no gradient overwrites is from the last one.
+        if len(self._arrived) < len(self._targets):
+            for number in set(range(len(self._targets))).difference(self._arrived):
+                self._targets[number].zero_()
+        return unreduced
+
+    def take_reduced(self, share: Tensor) -> None:
+        """Take this rank's share of the gradients, which others have reduced."""
+        self._arrived.clear()
+        self.gradient.copy_(share)
+        self._is_summed = True
+
     def launch_reduction(self) -> None:
         """Start reducing the gradients that have arrived; a missing one counts as zero.
 
         An earlier reduction of the same step is waited for first. Cost: one reduce-scatter.
         """
-        self.finish_reduction()
-        unreduced = self._use_unreduced(None) if self._unreduced is None else self._unreduced
-        # The memory is used again in every step: what no gradient overwrites is from the last one.
-        for number in set(range(len(self._targets))).difference(self._arrived):
-            self._targets[number].zero_()
+        unreduced = self.whole_gradient()
         self._arrived.clear()
         self._is_reducing = True
         if self._shard_groups.reduce is None or self.layout.share == 0:
@@ -197,6 +226,21 @@ class Bucket:
             self._gathering = collectives.all_gather(
                 self._for_gather, self._share_for_gather, self._shard_groups.gather
             )
+
+    def gather_with(self, message: JointMessage, numbers: Sequence[float], *, what: str) -> None:
+        """Gather all shares of updated parameters with all ranks' numbers, in one message; wait.
+
+        Cost: a message of one share to and from each other rank.
+        """
+        self.finish_gather()
+        if self.has_main:
+            self.share.copy_(self.main)
+        try:
+            message.exchange(numbers, self._share_for_gather, what=what)
+        except DeadlineError as error:
+            self._failure = error  # of every later read: the other shares are missing
+            raise
+        self._for_gather.view(message.tensors.shape).copy_(message.tensors)
 
     def hide(self, *, num_other_uses: int) -> bool:
         """Make every read of the parameters wait for the gather.

@@ -62,7 +62,7 @@ def reduce_scatter(out: Tensor, source: Tensor, group: ProcessGroup) -> Pending:
     each other rank, and memory for all of these but one.
     """
     out, source = _real(out), _real(source)
-    if not _sends_directly(out, group):
+    if not sends_directly(out, group):
         # renamed in torch 2.13, which warns about the older name
         call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work: Pending = call(out, source, group=group, async_op=True)
@@ -90,7 +90,7 @@ def all_gather(out: Tensor, share: Tensor, group: ProcessGroup) -> Pending:
     other rank.
     """
     out, share = _real(out), _real(share)
-    if not _sends_directly(out, group):
+    if not sends_directly(out, group):
         call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work: Pending = call(out, share, group=group, async_op=True)
         return work
@@ -104,7 +104,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
     Cost: one all-reduce of its bytes; over gloo, if it is small, a message of it to and from each
     other rank.
     """
-    if not (_sends_directly(tensor, group) and tensor.nbytes <= _SMALL_NBYTES):
+    if not (sends_directly(tensor, group) and tensor.nbytes <= _SMALL_NBYTES):
         work: Pending | None = dist.all_reduce(_real(tensor), group=group, async_op=True)
         if work is None:
             raise GroupError("this rank is not in the group of an all-reduce")
@@ -116,7 +116,8 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
     return _Messages(works, lambda: tensor.copy_(torch.stack(arriving).sum(dim=0)))
 
 
-def _sends_directly(tensor: Tensor, group: ProcessGroup) -> bool:
+def sends_directly(tensor: Tensor, group: ProcessGroup) -> bool:
+    """Return True if collectives of a tensor on a group are messages between its ranks."""
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 

@@ -8,7 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from holdfast._torch import mark_stepped
 from holdfast.errors import ConfigError, DeadlineError, ErrorRecord
 from holdfast.optim.checks import check_limit, check_scaler, check_tokens, distinct_scalers
 from holdfast.optim.divisors import refuse_unequal_divisors
+from holdfast.optim.joint import JointSums
 from holdfast.optim.microbatches import Microbatches, MicrobatchTaker, compare_launched
 from holdfast.optim.norms import GradientNorm, GradientPart, LayoutSum, share_square
 from holdfast.optim.scalars import Border, ScalarWatch
@@ -151,6 +152,17 @@ class Stepper(MicrobatchTaker):
         """
         return math.sqrt(share_square(self.gradient_parts(), layout=self.groups.layout))
 
+    def joint_sums(self, *, num_numbers: tuple[int, int]) -> JointSums | None:
+        """Return what makes a step in two messages, from now on; None if this kind cannot.
+
+        Called once, if it steps alone. Equal on all ranks.
+
+        Args:
+            num_numbers: in the sum that decides, and in the one after the update.
+        """
+        del num_numbers
+        return None
+
     @abstractmethod
     def usage(self) -> tuple[int, int]:
         """Count the parameters that got a gradient on this rank, and those that are trained."""
@@ -235,7 +247,8 @@ class Stepper(MicrobatchTaker):
         rank after the update, of whether it worked and was the same (a sum is an all-reduce over
         each of `tp`, `dp_cp` and `pp` that has several ranks); an all-gather per bucket, which with
         overlap runs concurrently with the next forward. If a parameter got no gradient on some
-        rank, also an all-reduce of a number per parameter.
+        rank, also an all-reduce of a number per parameter. A `ShardedOptimizer` of a small model
+        that is in one bucket: all of that in two messages to each other rank (`joint.py`).
         """
         return self._engine.step(
             closure,
@@ -269,6 +282,9 @@ class StepEngine:
 
     A rank that fails in a phase still makes every collective of the others up to the next sum or
     agreement, which carries its failure; only there do ranks raise, all of them.
+
+    For a small model (`joint.py`) the sum of phase 2 carries the gradients, which each rank then
+    reduces and measures, and the agreement of phase 5 carries the parameters.
 
     Args:
         groups: of all ranks of all modules.
@@ -309,6 +325,7 @@ class StepEngine:
         self._total = LayoutSum(groups)
         self._microbatches = Microbatches(steppers, groups, bridged=bridged)
         self._scalars = ScalarWatch(layouts)
+        self._joint = self._make_joint()
         self._is_closed = False
         self.num_updates = 0
         """Steps that have changed parameters, or may have."""
@@ -350,11 +367,12 @@ class StepEngine:
             except Exception as error:
                 failure = error
             failure = failure or self._refuse_interrupted()
-            measured = self._measure(mine)
+            joint = self._joint if self._joint is not None and self._joint.is_usable else None
+            measured = self._measure(mine, joint)
             failure = failure or measured
 
             # Phase 2: sum. From here all ranks have the same numbers.
-            sums = self._sum_up(mine, failure)
+            sums = self._sum_up(mine, failure, joint)
 
             # Phase 3: decide.
             outcome, factors = self._decide(mine, sums)
@@ -367,9 +385,9 @@ class StepEngine:
             if not outcome.skipped:
                 # Phase 4: clip and update, in one multiplication by a module's factor.
                 self.num_updates += 1
-                failure = self._update(factors, sums)
+                failure = self._update(factors, sums, joint)
                 # Phase 5: agree, while the gathers are in flight.
-                self._agree(failure)
+                self._agree(failure, joint)
                 # Phase 6: publish.
                 for stepper in self._steppers.values():
                     stepper.publish()
@@ -398,6 +416,19 @@ class StepEngine:
         self._is_closed = True
         for stepper in self._steppers.values():
             stepper.close()
+
+    def _make_joint(self) -> JointSums | None:
+        """Return what makes a step in two messages, for an optimizer that steps alone."""
+        stepper = self._steppers.get(ALONE)
+        if stepper is None:
+            return None
+        decide = self._sum.pack(Contribution(), rank=self._groups.rank)
+        update = self._pack_update(None)
+        return stepper.joint_sums(num_numbers=(len(decide), len(update)))
+
+    def _pack_update(self, failure: Exception | None) -> list[float]:
+        """Return this rank's numbers of the sum after the update."""
+        return [float(failure is not None), *self._scalars.pack(rank=self._groups.rank)]
 
     def _agree_on(
         self, failure: Exception | None, *, phase: str, payload: bytes = b""
@@ -440,28 +471,37 @@ class StepEngine:
                     failure = _in_module(module, lost)
         return failure
 
-    def _measure(self, mine: Contribution) -> Exception | None:
-        """Add this rank's gradients to its contribution; return the first failure."""
+    def _measure(self, mine: Contribution, joint: JointSums | None) -> Exception | None:
+        """Add this rank's gradients to its contribution; return the first failure.
+
+        With `joint` they are not reduced yet.
+        """
         failure: Exception | None = None
         for module, stepper in self._steppers.items():
             try:
-                parts = stepper.gradient_parts()
-                mine.terms[module] = self._sum.terms[module].of(
-                    parts, rank=self._groups.rank, count_zeros=mine.count_zeros
-                )
+                if joint is not None:
+                    joint.take_gradients()
+                else:
+                    mine.terms[module] = self._sum.terms[module].of(
+                        stepper.gradient_parts(),
+                        rank=self._groups.rank,
+                        count_zeros=mine.count_zeros,
+                    )
                 mine.usage[module] = stepper.usage()
                 mine.hyperparameters[module] = hyperparameters(stepper.optimizer)
             except Exception as error:
                 failure = failure or _in_module(module, error)
                 # After a deadline the communicator is broken, and no rank waits on it any more.
-                if not isinstance(error, DeadlineError):
+                if joint is None and not isinstance(error, DeadlineError):
                     with contextlib.suppress(Exception):  # the first failure is the one to report
                         stepper.join_reductions()
         return failure
 
     # ---- Phase 2: one sum over all ranks ----
 
-    def _sum_up(self, mine: Contribution, failure: Exception | None) -> StepSums:
+    def _sum_up(
+        self, mine: Contribution, failure: Exception | None, joint: JointSums | None
+    ) -> StepSums:
         """Return the sum of all ranks' contributions; raise on all ranks if any rank failed."""
         phase = "optimizer: gradients"
         if isinstance(failure, DeadlineError):
@@ -470,8 +510,9 @@ class StepEngine:
         if failure is not None:
             mine = Contribution(has_failed=True)
         values = self._sum.pack(mine, rank=self._groups.rank)
+        add_up = self._total if joint is None else joint.sum_with_gradients
         try:
-            total = self._total(values, what="the sum by which all ranks decide a step")
+            total = add_up(values, what="the sum by which all ranks decide a step")
         except DeadlineError as error:
             # Only `control` knows which ranks are missing, and why the others failed.
             self._agree_on(failure or error, phase=phase)
@@ -486,6 +527,8 @@ class StepEngine:
             answers = self._agree_on(None, phase="optimizer: settings", payload=payload)
             by_rank = dict(zip(self._groups.control.ranks, answers, strict=True))
             self._sum.refuse_differences(by_rank, name=self._name)
+        if joint is not None:
+            sums = replace(sums, gradients={ALONE: joint.measure(count_zeros=mine.count_zeros)})
         return sums
 
     # ---- Phase 3: decide, from numbers that all ranks have ----
@@ -532,10 +575,13 @@ class StepEngine:
 
     # ---- Phase 4: clip, update, start gathering ----
 
-    def _update(self, factors: Mapping[str, float], sums: StepSums) -> Exception | None:
+    def _update(
+        self, factors: Mapping[str, float], sums: StepSums, joint: JointSums | None
+    ) -> Exception | None:
         """Update all modules of this rank, and return the first failure.
 
-        Every gather is launched whatever happened: the module's other ranks launch theirs.
+        Every gather is launched whatever happened: the module's other ranks launch theirs. With
+        `joint` parameters are gathered in `_agree`.
         """
         failure: Exception | None = None
         self._scalars.before_update(self._steppers)
@@ -552,7 +598,7 @@ class StepEngine:
                 self._scalars.after_update(self._steppers)
             except Exception as error:
                 failure = error
-        for module, stepper in self._steppers.items():
+        for module, stepper in self._steppers.items() if joint is None else ():
             try:
                 stepper.launch_gathers()
             except Exception as error:
@@ -561,7 +607,7 @@ class StepEngine:
 
     # ---- Phase 5: agree on whether it worked ----
 
-    def _agree(self, failure: Exception | None) -> None:
+    def _agree(self, failure: Exception | None, joint: JointSums | None) -> None:
         """Raise on all ranks if the update failed on any, or was another one on some.
 
         That cannot travel in the first sum, which is over before the update. If all is well some
@@ -569,12 +615,13 @@ class StepEngine:
         make the host wait for a device, and to tell all ranks what the error is.
         """
         control, phase = self._groups.control, "optimizer: update"
-        mine = [float(failure is not None), *self._scalars.pack(rank=self._groups.rank)]
+        mine = self._pack_update(failure)
+        add_up = self._total if joint is None else joint.sum_with_parameters
         sums: list[float] | None = None
         try:
-            if self._total.is_on_host:
+            if self._total.is_on_host or joint is not None:
                 try:
-                    sums = self._total(mine, what="the agreement on an update")
+                    sums = add_up(mine, what="the agreement on an update")
                 except DeadlineError as late:
                     # Only `control` knows which ranks are missing; and it need not wait as long.
                     failure = failure or late

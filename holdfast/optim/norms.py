@@ -18,6 +18,9 @@ from holdfast.parallel import Layout, ProcessGroups
 
 _CHUNK = 1 << 20
 """Elements that are widened at a time, which bounds the extra memory to 8 MiB."""
+_FEW = 256
+"""Elements of a row that are added up on the host, where an addition costs less than an operation
+on tensors."""
 _WORD = 1 << 32
 _WORLD = ("tp", "dp_cp", "pp")
 """Groups that one after the other reach every rank of a layout exactly once."""
@@ -261,6 +264,44 @@ def _local_sums(
             values = values[::2]
         square += sum(values)
     return square, zeros
+
+
+@torch.no_grad()
+def sums_of_shares(
+    shares: Tensor, *, ranks: Sequence[int], padding: Sequence[int], count_zeros: bool
+) -> GradientSums:
+    """Return the sums of gradients of which this rank has every rank's share, the rows of a tensor.
+
+    Every rank computes them from equal shares, to the same bits: elements are added one by one, in
+    an order that depends on their number alone, as that of a BLAS or of `Tensor.sum` does not.
+
+    Args:
+        shares: a row for each rank.
+        ranks: that own the shares.
+        padding: elements of each share that belong to no parameter, and are zero.
+        count_zeros: if not, they are taken for 0.
+    """
+    wide = shares.double() if not shares.is_complex() else _as_real(shares).double()
+    wide.mul_(wide)
+    while (width := wide.shape[1]) > _FEW:
+        half = width // 2
+        if width % 2:
+            wide[:, 0].add_(wide[:, -1])
+        wide = wide[:, :half].add_(wide[:, half : 2 * half])
+    squares = [sum(row) for row in wide.tolist()]
+    bad = [not math.isfinite(square) for square in squares]
+    num_zeros = 0
+    if count_zeros:
+        num_zeros = shares.numel() - sum(padding) - int(torch.count_nonzero(shares))
+    return GradientSums(
+        square=sum(square for square, is_bad in zip(squares, bad, strict=True) if not is_bad),
+        num_zeros=num_zeros,
+        bad_ranks=tuple(sorted(r for r, is_bad in zip(ranks, bad, strict=True) if is_bad)),
+    )
+
+
+def _as_real(rows: Tensor) -> Tensor:
+    return torch.view_as_real(rows.resolve_conj()).flatten(1)
 
 
 def share_square(parts: Iterable[GradientPart], *, layout: Layout) -> float:

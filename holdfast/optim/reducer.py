@@ -88,7 +88,8 @@ class GradientReducer:
 
     Buckets are launched in their order, never out of it, so that all ranks make the same
     collectives whatever order their gradients come in. One *round* reduces every bucket once.
-    Stage 1 makes one round a step, stage 2 one a microbatch.
+    Stage 1 makes one round a step, stage 2 one a microbatch. With `is_joint` a round launches
+    nothing: the step exchanges what it has filled (`joint.py`).
 
     Args:
         buckets: hold the parameters, in the order in which they are reduced.
@@ -124,6 +125,11 @@ class GradientReducer:
         self._next = 0
         self.num_launched = 0
         """Reductions of buckets since the start; equal on all ranks between two steps."""
+        self.is_joint = False
+        """True if the step exchanges whole gradients, so that none is reduced before (`joint.py`).
+        """
+        self.is_apart = False
+        """True if the gradients of this step are reduced all the same: the norm was asked for."""
         self._num_missing = [len(bucket.parameters) for bucket in buckets]
         self._is_eager = False
         self._owes_round = False
@@ -193,6 +199,19 @@ class GradientReducer:
             self._is_eager = self._is_inside = False
 
     @torch.no_grad()
+    def take_all(self) -> None:
+        """Take the gradients that are not in buckets yet; launch the buckets not launched yet."""
+        if self._is_inside:
+            raise ConfigError(
+                "step() inside of microbatch(...), which still takes gradients: leave the "
+                "context first"
+            )
+        if not self._is_reduced:
+            self._finish_round()
+        self._is_reduced = True
+        self._take_rest()  # raises for any that came late: its bucket has been reduced
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Reduce what is not reduced yet and wait; then shares hold the averaged gradients.
 
@@ -201,21 +220,26 @@ class GradientReducer:
         Cost: a reduce-scatter per bucket not launched yet, and with hybrid sharding or tied stages
         an all-reduce per bucket.
         """
-        if self._is_inside:
-            raise ConfigError(
-                "step() inside of microbatch(...), which still takes gradients: leave the "
-                "context first"
-            )
         if self._is_finished:
             return
-        if not self._is_reduced:
-            self._finish_round()
-        self._is_reduced = True
-        self._take_rest()  # raises for any that came late: its bucket has been reduced
+        self.take_all()
         self._finish_reductions()
         if self.divisor != 1:
             for bucket in self._buckets:
                 bucket.gradient.div_(self.divisor)
+
+    def whole_gradient(self, bucket: Bucket) -> Tensor:
+        """Return this rank's gradients, for an exchange by which all ranks reduce them."""
+        self._is_reduced = True
+        self.num_launched += 1
+        return bucket.whole_gradient()
+
+    def take_reduced(self, bucket: Bucket, shares: Tensor, *, index: int) -> None:
+        """Divide the sum of all ranks' gradients, and take this rank's share, a row of it."""
+        if self.divisor != 1:
+            shares.div_(self.divisor)
+        bucket.take_reduced(shares[index])
+        self._is_finished = True
 
     @torch.no_grad()
     def join_microbatch(self) -> None:
@@ -247,7 +271,7 @@ class GradientReducer:
             forget_gradient(slot.parameter)
             slot.is_used = False
         self._next = 0
-        self._is_reduced = self._is_finished = self._owes_round = False
+        self._is_reduced = self._is_finished = self._owes_round = self.is_apart = False
 
     def show_gradients(self) -> None:
         """Give parameters their own class back: from here on reading `.grad` is harmless."""
@@ -260,7 +284,8 @@ class GradientReducer:
     def on_gradient(self, slot: Slot, gradient: Tensor) -> None:
         """Move a gradient that autograd has made into its bucket, and launch full buckets."""
         self._take(slot, gradient)
-        self._mark_bucketed(slot)
+        if slot.kind is None:
+            self._mark_bucketed(slot)
         if self._is_eager:
             if slot.is_missing:
                 slot.is_missing = False
@@ -368,6 +393,9 @@ class GradientReducer:
 
     def _finish_reductions(self) -> None:
         """Wait for all reductions of the step; then shares hold the sums of all ranks."""
+        if self.is_joint:
+            for bucket in self._buckets:
+                self._launch(bucket)
         for bucket in self._buckets:
             bucket.finish_reduction()
         self._sum_between()
@@ -376,9 +404,13 @@ class GradientReducer:
     def _launch_next(self) -> None:
         if self._stage == 2 and self._next >= _MAX_IN_FLIGHT:
             self._buckets[self._next - _MAX_IN_FLIGHT].finish_reduction()
-        self._buckets[self._next].launch_reduction()
-        self.num_launched += 1
+        if not self.is_joint:
+            self._launch(self._buckets[self._next])
         self._next += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launch_reduction()
+        self.num_launched += 1
 
     def _sum_between(self) -> None:
         """Add shares up over the groups that hold the same: hybrid slices, tied stages."""

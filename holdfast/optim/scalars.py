@@ -24,6 +24,8 @@ from holdfast.parallel.ranks import shorten_ranks
 
 Numbers = dict[str, float]
 """By their names in messages."""
+_Key = tuple[int, str]
+"""Of a number in a parameter group: the group's number, and the name in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +64,8 @@ class ScalarWatch:
 
     def __init__(self, layouts: Mapping[str, Layout]) -> None:
         self._layouts = dict(layouts.items())
-        self._before: dict[str, Numbers] = {}
-        self._changing: dict[str, set[str]] = {}
+        self._before: dict[str, dict[_Key, float]] = {}
+        self._changing: dict[str, set[_Key]] = {}
         self._of_groups: dict[str, Numbers] = {}
         """By module, what this rank states; not for a rank on which a group got no gradient."""
         self._borders: list[Border] = []
@@ -79,9 +81,16 @@ class ScalarWatch:
             groups = _groups(stepper.optimizer)
             now, before = _numbers(groups), self._before[module]
             changing = self._changing.setdefault(module, set())
-            changing.update(key for key in now if repr(now[key]) != repr(before.get(key)))
+            for key, number in now.items():
+                # Most are the same object, which needs no text; a NaN is not equal to itself.
+                if number is not before.get(key) and repr(number) != repr(before.get(key)):
+                    changing.add(key)
             if all(any(p.grad is not None for p in group["params"]) for group in groups):
-                self._of_groups[module] = {k: now[k] for k in sorted(changing) if k in now}
+                self._of_groups[module] = {
+                    f"'{key}' of parameter group {group}": now[group, key]
+                    for group, key in sorted(changing)
+                    if (group, key) in now
+                }
             self._borders += stepper.borders()
 
     def pack(self, *, rank: int) -> list[float]:
@@ -150,22 +159,24 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [group for inner in inners for group in inner.param_groups]
 
 
-def _numbers(groups: Iterable[Mapping[str, Any]]) -> Numbers:
+def _numbers(groups: Iterable[Mapping[str, Any]]) -> dict[_Key, float]:
     """Return the numbers in parameter groups."""
-    numbers = {
-        f"'{key}' of parameter group {number}": _number(value)
-        for number, group in enumerate(groups)
+    return {
+        (position, key): number
+        for position, group in enumerate(groups)
         for key, value in group.items()
+        if (number := _number(value)) is not None
     }
-    return {key: number for key, number in numbers.items() if number is not None}
 
 
 def _number(value: object) -> float | None:
     """Return a number on the host, or None for anything else."""
+    if value is None or isinstance(value, bool | list):
+        return None
     if isinstance(value, Tensor):
         is_scalar = value.ndim == 0 and value.device.type == "cpu" and not value.is_complex()
         return float(value) if is_scalar else None
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float):
         return float(value) if abs(value) < 2**1000 or isinstance(value, float) else None
     return None
 

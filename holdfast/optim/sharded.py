@@ -26,6 +26,7 @@ from holdfast.optim.checks import (
 from holdfast.optim.collectives import Pending
 from holdfast.optim.elementwise import check_elementwise
 from holdfast.optim.engine import Stepper
+from holdfast.optim.joint import JointSums
 from holdfast.optim.microbatches import Launched
 from holdfast.optim.norms import GradientPart, num_copies
 from holdfast.optim.parameter_watch import ParameterWatch
@@ -87,8 +88,9 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             whole: modules wait for their own when they are called, and any other read or write
             waits for the parameter's bucket. A bucket is not overlapped if some code could read it
             without waiting: one of its modules was not called through its hooks since the last step
-            (compiled, scripted, functional), or other code holds views of its memory. Without
-            `overlap` the step waits.
+            (compiled, scripted, functional), or other code holds views of its memory; nor is the
+            only bucket of a small model, which arrives with the agreement that the step waits for
+            (`joint.py`). Without `overlap` the step waits.
         elementwise: a declaration that the optimizer updates elements one by one; without it a
             trial on small tensors has to show that (about a tenth of a second, six more calls of
             `make`). A trial proves some dozens of steps; after every update scalars of groups and
@@ -218,9 +220,37 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
 
         Cost: a reduce-scatter per bucket not launched yet.
         """
-        self._check_open()
         if self._reducer.is_finished:
+            self._check_open()
             return
+        self._reducer.is_apart = True
+        self._check_gradients()
+        self._reducer.finish()
+
+    def joint_sums(self, *, num_numbers: tuple[int, int]) -> JointSums | None:
+        if self._stage != 1 or not JointSums.fits(
+            self._buckets, self._shard_groups, self._groups.layout
+        ):
+            return None
+        [bucket] = self._buckets
+        self._reducer.is_joint = True
+        return JointSums(
+            bucket,
+            self._reducer,
+            shard_groups=self._shard_groups,
+            groups=self._groups,
+            num_numbers=num_numbers,
+            finish=self._take_gradients,
+        )
+
+    def _take_gradients(self) -> None:
+        """Take all gradients of this step into buckets, after the checks of `finish_gradients`."""
+        self._check_gradients()
+        self._reducer.take_all()
+
+    def _check_gradients(self) -> None:
+        """Raise ConfigError if gradients cannot be reduced; wait for parameters in flight."""
+        self._check_open()
         self.synchronize()
         self._watch.check()
         for bucket in self._buckets:
@@ -231,7 +261,6 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                     f"{self._names[parameter]} was frozen when optimizer '{self.name}' was "
                     f"built and is trained now; build another optimizer"
                 )
-        self._reducer.finish()
 
     def gradient_parts(self) -> list[GradientPart]:
         self.finish_gradients()

@@ -21,6 +21,8 @@ from torch.distributed.distributed_c10d import Store
 T = TypeVar("T")
 
 _LIMIT_S = 60.0
+_MAX_POSTED = 16
+"""Requests that wait for the thread, up to which another one may be posted."""
 _GRACE_S = 0.5
 """Time that the answer to a wait may take beyond the wait itself."""
 
@@ -53,29 +55,44 @@ class _Line:
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._given_up: _Request | None = None
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._requests.put, None)
+        self._threads: list[threading.Thread] = []
+        """None or one."""
+        weakref.finalize(self, _end, self._requests, self._threads)
 
     def ask(self, make: Callable[[], object], *, what: str, limit_s: float) -> object:
         """Return the result of a request, or raise its error; StoreSilentError at the limit."""
-        if self._given_up is not None:
-            # It holds the store's lock: any other request would only wait behind it.
-            if not self._given_up.is_over.is_set():
-                raise StoreSilentError(f"{what}: the store is silent since an earlier request")
-            self._given_up = None
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_serve, args=(self._requests,), name="holdfast-store", daemon=True
-            )
-            self._thread.start()
-        request = _Request(make)
-        self._requests.put(request)
+        if self._is_stuck():
+            raise StoreSilentError(f"{what}: the store is silent since an earlier request")
+        request = self._put(make)
         if not request.is_over.wait(limit_s):
             self._given_up = request
             raise StoreSilentError(f"{what}: the store has not answered for {limit_s:.3g} s")
         if request.error is not None:
             raise request.error
         return request.result
+
+    def post(self, make: Callable[[], object]) -> None:
+        """Make a request after those before it, without a wait; its error is lost."""
+        # What a silent store does not take does not pile up.
+        if not self._is_stuck() and self._requests.qsize() < _MAX_POSTED:
+            self._put(make)
+
+    def _is_stuck(self) -> bool:
+        """Return True if a request that was given up still holds the store's lock."""
+        if self._given_up is not None and self._given_up.is_over.is_set():
+            self._given_up = None
+        return self._given_up is not None  # any other request would only wait behind it
+
+    def _put(self, make: Callable[[], object]) -> _Request:
+        if not self._threads:
+            thread = threading.Thread(
+                target=_serve, args=(self._requests,), name="holdfast-store", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+        request = _Request(make)
+        self._requests.put(request)
+        return request
 
 
 def _serve(requests: queue.SimpleQueue[_Request | None]) -> None:
@@ -84,6 +101,15 @@ def _serve(requests: queue.SimpleQueue[_Request | None]) -> None:
     while (request := requests.get()) is not None:
         request.run()
         del request
+
+
+def _end(requests: queue.SimpleQueue[_Request | None], threads: Sequence[threading.Thread]) -> None:
+    """End the thread after the requests that it has; wait for it, but not for a silent store."""
+    requests.put(None)
+    # The interpreter must not end while the thread is in a request: it would abort the process.
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_GRACE_S)
 
 
 class BoundedStore(Store):
@@ -149,6 +175,14 @@ class BoundedStore(Store):
     def set(self, key: str, value: Any) -> None:
         """See torch."""
         self._ask("set", self._prefix + key, value, what=key)
+
+    def post(self, key: str, value: str) -> None:
+        """Set a key at once or soon, without a wait: for what may get lost.
+
+        Later requests come after it.
+        """
+        key, raw = self._prefix + key, self.raw  # not `self`, which the thread must not keep alive
+        self._line.post(lambda: raw.set(key, value))
 
     def get(self, key: str) -> bytes:
         """See torch; a key that is not there within the limit is an error."""

@@ -255,4 +255,4 @@ def test_a_sharded_step_is_measured_next_to_ddp(
         printed = capsys.readouterr().out
         for arm in ("DDP", "overlap", "no overlap"):
             assert arm in printed
-        assert "3 receive dp_cp" in printed
+        assert "2 direct" in printed  # all the messages of a small model's step

@@ -7,6 +7,7 @@ what went out.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "dp": 2, "order": "dp-tp-cp-ep-pp", "ranks": (4, 1, 3, 2)},
     {"dp": 4, "replicas": 2, "ranks": (2, 4, 1, 3)},
 ]
+SEVERAL = 64
+"""Bytes of buckets of which a model has several."""
 DATA = ("dp_cp", "dp_cp_ag", "dp_cp_intra", "dp_cp_intra_ag", "dp_cp_inter")
 
 
@@ -185,29 +188,44 @@ def test_full_buckets_are_reduced_beside_the_backward() -> None:
         assert seen == [0, 0, 0, 0, 0, 1, 2, 3]  # layers come last to first
 
 
-def small(context: RankContext) -> list[list[Tensor]]:
+def small(context: RankContext, nbytes: int) -> list[list[Tensor]]:
+    """Three steps, with and without gradients for all; in buckets of so many bytes."""
     with ProcessGroups.create(Layout(dp=2)) as groups:
         torch.manual_seed(0)
         net = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
         optimizer = ShardedOptimizer(
-            net, net.parameters(), make=adamw, groups=groups, over="dp_cp", divisor=2
-        )
+            net, net.parameters(), make=adamw, groups=groups, over="dp_cp", divisor=2,
+            bucket_nbytes=nbytes,
+        )  # fmt: skip
         after = []
         for used in (net, net[: 1 + context.rank], net[1:]):
+            before = groups.direct().num_exchanges
             with called(groups) as calls:
                 with optimizer.microbatch(is_last=True):
                     torch.stack([layer(torch.ones(3)) for layer in used]).sum().backward()
                 assert not optimizer.step(max_norm=1.0).skipped
-            sums = [call.nbytes for call in calls if call.op == "all_reduce"]
-            # of all that decides about the step; of each parameter's use; of whether it worked
-            assert sums == [8 * 13, *([] if used is net else [4 * 6]), 8 * 4]
+            exchanges = groups.direct().num_exchanges - before
+            of_use = [] if used is net else [("all_reduce", 4 * 6)]
+            sums = [(call.op, call.nbytes) for call in calls if call.op == "all_reduce"]
+            if nbytes == SEVERAL:
+                # of all that decides about the step; of each parameter's use; of whether it worked
+                assert sums == [("all_reduce", 8 * 13), *of_use, ("all_reduce", 8 * 4)]
+                assert exchanges == 0
+            else:
+                assert [(call.op, call.nbytes) for call in calls] == of_use
+                assert exchanges == 2
             after.append([p.detach().clone() for p in net.parameters()])
         return after
 
 
 def test_a_step_makes_one_small_sum_before_and_one_after_the_update() -> None:
-    """And one more where a rank had no gradient for a parameter: it is updated if any had one."""
-    for first, second, third in run_ranks(2, small).results:
+    """And one more where a rank had no gradient for a parameter: it is updated if any had one.
+
+    If all parameters are in one small bucket, they travel with gradients and with parameters.
+    """
+    apart = run_ranks(2, small, SEVERAL).results
+    together = run_ranks(2, small, 1 << 20).results
+    for first, second, third in apart + together:
         assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [
             *[False] * 4,
             *[True] * 2,
@@ -216,6 +234,9 @@ def test_a_step_makes_one_small_sum_before_and_one_after_the_update() -> None:
             *[True] * 2,
             *[False] * 4,
         ]
+    for ours, theirs in zip(together, apart, strict=True):
+        for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def experts(context: RankContext) -> list[tuple[str, str]]:

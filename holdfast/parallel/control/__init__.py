@@ -10,5 +10,8 @@ compares frames, so that ranks in different calls are named instead of exchangin
 something else. `Transport` adds deadlines and says who is missing. `Connections` and streams move
 bytes over sockets, without a thread.
 
+`Direct` is apart from these: it moves small tensors of steps over connections of its own, without
+frames.
+
 Read first: `control.py`, `transport.py`, `guard.py`.
 """

@@ -88,7 +88,8 @@ class Transport:
             )
         self._sequence, self._phase = sequence, phase
         self.extend(timeout_s)
-        self._post(phase)
+        # Not waited for: a call would take several times as long as its own messages.
+        self._store.post(*self._progress(phase))
 
     def close(self) -> None:
         """End the connections; a second call does nothing."""
@@ -215,7 +216,11 @@ class Transport:
     def _post(self, phase: str) -> None:
         """Write this rank's progress entry."""
         with contextlib.suppress(RuntimeError):  # progress is for messages: calls work without it
-            self._store.set(f"progress/{self._rank}", f"{self._sequence}:{phase}")
+            self._store.set(*self._progress(phase))
+
+    def _progress(self, phase: str) -> tuple[str, str]:
+        """Return key and value of this rank's progress entry."""
+        return f"progress/{self._rank}", f"{self._sequence}:{phase}"
 
     @contextlib.contextmanager
     def _naming_missing_ranks(self, *, is_direct: bool = False) -> Iterator[None]:

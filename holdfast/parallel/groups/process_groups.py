@@ -12,6 +12,7 @@ from holdfast.arguments import check_number
 from holdfast.errors import GroupError, HoldfastError, LayoutError
 from holdfast.parallel.bounded_store import BoundedStore
 from holdfast.parallel.control.control import Control
+from holdfast.parallel.control.direct import Direct
 from holdfast.parallel.control.transport import Transport
 from holdfast.parallel.groups import _torch
 from holdfast.parallel.groups.planned_groups import (
@@ -60,6 +61,7 @@ class ProcessGroups:
     __slots__ = (
         "_backend",
         "_data_timeout_s",
+        "_direct",
         "_has_meshes",
         "_held",
         "_is_closed",
@@ -103,6 +105,7 @@ class ProcessGroups:
         self._data_timeout_s = data_timeout_s
         self._prefix = ""
         """Starts the names of the communicators made here; unique to this meeting of the ranks."""
+        self._direct: Direct | None = None
         self._has_meshes = False
         self._is_closed = False
         self._is_complete = False
@@ -392,12 +395,31 @@ class ProcessGroups:
         finally:
             _CURRENT.reset(token)
 
+    def direct(self) -> Direct:
+        """Return what exchanges small tensors on the host with other ranks of the layout.
+
+        Made at the first call, which is not collective; GroupError in one process.
+        """
+        self._check_open()
+        if self._direct is None:
+            if self._store is None:
+                raise GroupError("These groups are of one process: it exchanges with no other.")
+            self._direct = Direct(
+                ranks=self.layout.ranks,
+                rank=self.rank,
+                store=self._store.prefixed(f"{self._prefix}/direct"),
+                timeout_s=max(self._timeout_s, self._data_timeout_s),
+            )
+        return self._direct
+
     def close(self) -> None:
         """Destroy the communicators created here; a second call does nothing."""
         self._is_closed = True
         self._held.clear()
         self._singles.clear()
         self.control.close()
+        if self._direct is not None:
+            self._direct.close()
         self._destroy_newest(len(self._owned))
         if self._has_meshes:
             _torch.forget_meshes()

@@ -121,3 +121,21 @@ def test_what_is_given_up_costs_one_limit_and_the_store_may_recover() -> None:
     store._line._given_up.is_over.wait(NEVER_S)  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="the test is over"):
         store.check(["a"])
+
+
+def test_what_is_posted_waits_for_nothing_and_comes_in_order() -> None:
+    """A silent store takes no more than a few; what comes later is after them."""
+    store = BoundedStore(dist.HashStore())
+    for number in range(100):
+        store.prefixed("c").post("n", f"{number}")
+    store.set("c/last", "set")
+    assert store.get("c/last") == b"set"
+    assert int(store.get("c/n")) > 0
+    over = threading.Event()
+    silent = BoundedStore(SilentStore(dist.HashStore(), num_answers=0, over=over), limit_s=0.2)
+    for _ in range(1000):
+        silent.post("a", "b")
+    assert silent._line._requests.qsize() < 100
+    with pytest.raises(StoreSilentError, match="has not answered for"):
+        silent.set("a", "b")
+    over.set()
