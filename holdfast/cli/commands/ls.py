@@ -18,6 +18,8 @@ from holdfast.cli.support.messages import (
 from holdfast.cli.support.steps import find_runs, open_root
 from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError, HoldfastError, clean
+from holdfast.foreign.formats import detect_format, open_catalog
+from holdfast.foreign.location import Location
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 from holdfast.format.names import (
     LATEST,
@@ -28,6 +30,9 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.storage import PosixStorage
+
+_MAX_FOREIGN = 200
+"""Names in a directory that are looked at for checkpoints in other formats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +80,18 @@ class Run:
     problem: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A checkpoint in another format, by its metadata; `problem`: why it cannot be read."""
+
+    path: str
+    format: str
+    step: int = 0
+    num_tensors: int = 0
+    nbytes: int = 0
+    problem: str | None = None
+
+
 def run(args: Args) -> int:
     """Print the list, or of a directory of runs the runs; 1 when a manifest is damaged.
 
@@ -86,7 +103,12 @@ def run(args: Args) -> int:
     steps = [_read_step(storage, step) for step in list_steps(storage)]
     leftovers = _leftovers(storage, {step.step for step in steps})
     pointer = _pointer(storage)
-    runs = [] if steps or leftovers else [_run(path) for path in find_runs(args.root)]
+    # A directory without checkpoints of our own may have some of others.
+    foreign = [] if steps else _find_foreign(args.root)
+    paths = {each.path for each in foreign}
+    leftovers = [each for each in leftovers if str(args.root / each.name) not in paths]
+    has_any = steps or leftovers or foreign
+    runs = [] if has_any else [_run(path) for path in find_runs(args.root)]
     if args.json:
         latest = steps[-1].step if steps else None
         print_json(
@@ -97,13 +119,46 @@ def run(args: Args) -> int:
                 "steps": [asdict(step) for step in steps],
                 "uncommitted": [asdict(leftover) for leftover in leftovers],
                 "runs": [asdict(run) for run in runs],
+                "foreign": [asdict(each) for each in foreign],
             }
         )
     elif runs:
         _print_runs(args.root, runs)
+    elif foreign and not leftovers:
+        _print_foreign(foreign)
     else:
         _print(args.root, steps, leftovers, pointer)
-    return EXIT_DAMAGED if any(step.damage for step in steps) else 0
+    is_damaged = any(step.damage for step in steps) or any(each.problem for each in foreign)
+    return EXIT_DAMAGED if is_damaged else 0
+
+
+def _find_foreign(root: Path) -> list[Foreign]:
+    """Checkpoints in other formats: the directory itself, or what is in it."""
+    if detect_format(Location.of(root)) is not None:
+        return [_describe_foreign(root)]
+    inside = sorted(path for path in root.iterdir() if not path.name.startswith("."))
+    return [
+        _describe_foreign(path)
+        for path in inside[:_MAX_FOREIGN]
+        if (path.is_dir() or path.is_file()) and detect_format(Location.of(path)) is not None
+    ]
+
+
+def _describe_foreign(path: Path) -> Foreign:
+    """Return what one line of the list shows; only metadata are read."""
+    try:
+        catalog = open_catalog(path)
+    except HoldfastError as error:
+        known = detect_format(Location.of(path))
+        title = "" if known is None else known.title
+        return Foreign(path=str(path), format=title, problem=str(error))
+    return Foreign(
+        path=str(path),
+        format=catalog.format,
+        step=catalog.step,
+        num_tensors=len(catalog.tensors),
+        nbytes=catalog.nbytes,
+    )
 
 
 def _read_step(storage: PosixStorage, step: int) -> Step:
@@ -165,6 +220,23 @@ def _pointer(storage: PosixStorage) -> int | None:
     except (HoldfastError, UnicodeDecodeError):
         return None
     return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _print_foreign(foreign: list[Foreign]) -> None:
+    """The list of checkpoints in other formats."""
+    console = make_console()
+    table = make_table(
+        [("path", "cyan"), ("format", ""), ("step", "right"), ("tensors", "right"),
+         ("size", "right"), ("", "red")]
+    )  # fmt: skip
+    for each in foreign:
+        step = str(each.step) if each.step else ""
+        is_good = each.problem is None
+        table.add_row(
+            clean(each.path), each.format, step, f"{each.num_tensors:,}" if is_good else "",
+            in_bytes(each.nbytes) if is_good else "", clean(each.problem or ""),
+        )  # fmt: skip
+    console.print(table)
 
 
 def _print_runs(root: Path, runs: list[Run]) -> None:

@@ -1,0 +1,96 @@
+"""The commands on checkpoints of other programs, as on our own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from holdfast import Checkpointer
+from tests.cli.conftest import Holdfast, holdfast
+from tests.foreign.contract import sample_tensors
+
+__all__ = ["holdfast"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """The same tensors in four formats."""
+    tensors = sample_tensors()
+    (tmp_path / "hf").mkdir()
+    save_file(tensors, tmp_path / "hf/model.safetensors")
+    dcp.save({"model": tensors}, checkpoint_id=tmp_path / "dcp")
+    dcp.save({"model": tensors, "epoch": 3}, checkpoint_id=tmp_path / "tree")
+    torch.save({"model": tensors}, tmp_path / "x.pt")
+    torch.save({"model": tensors, "step": 7}, tmp_path / "step.pt")
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": tensors})
+    return tmp_path
+
+
+def test_a_directory_of_them_is_listed(holdfast: Holdfast, place: Path) -> None:
+    listed = holdfast("ls", place / "dcp", "--json").json["foreign"]
+    assert [(each["format"], each["num_tensors"]) for each in listed] == [("PyTorch DCP", 10)]
+    (place / "x.pt").rename(place / "hf.pt")  # in a folder of its own it would be one checkpoint
+    (place / "all").mkdir()
+    for name in ("hf", "dcp"):
+        (place / name).rename(place / "all" / name)
+    (place / "all/bad").mkdir()
+    (place / "all/bad/.metadata").write_bytes(b"\x80\x02cos\nsystem\n.")
+    result = holdfast("ls", place / "all")
+    assert result.code == 1
+    for text in ("safetensors", "PyTorch DCP", "os.system"):
+        assert text in result.out
+
+
+def test_equal_tensors_of_different_formats_are_equal(holdfast: Holdfast, place: Path) -> None:
+    for other in ("dcp", "x.pt", "run"):
+        result = holdfast("diff", place / "hf", place / other)
+        assert result.code == 0, (other, result.out, result.err)
+        assert "equal: 10 tensors" in result.out
+    tensors = sample_tensors()
+    tensors["half"][2, 3] += 1
+    save_file(tensors, place / "hf/model.safetensors")
+    result = holdfast("diff", place / "hf", place / "dcp")
+    assert result.code == 1
+    assert "model.half" in result.out
+
+
+def test_tensors_are_shown_and_exported(holdfast: Holdfast, place: Path) -> None:
+    for name in ("hf", "dcp", "x.pt"):
+        shown = holdfast("show", place / name, "--tensor", "model.layers.*", "--stats").out
+        assert "model.layers.0.weight" in shown
+        assert "norm" in shown
+        to = place / f"{name}.safetensors"
+        result = holdfast("export", place / name, "--tensor", "model.layers.1.*", "--to", to)
+        assert result.code == 0, result.err
+        (weight,) = load_file(to).values()
+        assert torch.equal(weight, sample_tensors()["layers.1.weight"])
+    assert "epoch" in holdfast("show", place / "tree", "--values").out
+    assert holdfast("show", place / "step.pt", "--json").json["step"] == 7
+    assert holdfast("show", place / "step.pt", "--step", "8").code == 2
+
+
+def test_verify_says_what_it_cannot_know(holdfast: Holdfast, place: Path) -> None:
+    for name in ("hf", "dcp", "x.pt"):
+        result = holdfast("verify", place / name)
+        assert result.code == 0
+        assert "no digests" in result.out
+        assert holdfast("verify", place / name, "--json").json["has_digests"] is False
+    file = place / "dcp/__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-3000])
+    result = holdfast("verify", place / "dcp")
+    assert result.code == 1
+    assert "__0_0.distcp" in result.out
+
+
+def test_commands_that_remove_leave_them_alone(holdfast: Holdfast, place: Path) -> None:
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    holdfast("prune", place / "dcp", "--keep-last", "1")
+    holdfast("repair", place / "dcp")
+    assert holdfast("tag", place / "dcp", "best", "0").code == 2
+    after = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    assert after == before
