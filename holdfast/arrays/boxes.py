@@ -172,6 +172,20 @@ def cover(inner: Box, outer: Box, *, max_gap: int) -> tuple[IntArray, int]:
     return starts, span
 
 
+def span_in(inner: Box, outer: Box) -> tuple[int, int]:
+    """Return the first element of `inner` in row-major `outer`, and the elements up to its last.
+
+    Neither box may be empty, and `inner` is inside of `outer`.
+    """
+    first = last = 0
+    for offset, size, base, length in zip(
+        inner.offset, inner.shape, outer.offset, outer.shape, strict=True
+    ):
+        first = first * length + offset - base
+        last = last * length + offset - base + size - 1
+    return first, last - first + 1
+
+
 def contiguous_start(inner: Box, outer: Box) -> int | None:
     """Return the first element of `inner` in row-major `outer` if it is one run, else None.
 

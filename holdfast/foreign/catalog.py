@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from holdfast.arrays.boxes import Box, contiguous_start, flat_range_boxes
+from holdfast.arrays.boxes import Box, contiguous_start, cover, flat_range_boxes, span_in
+from holdfast.arrays.types import AnyArray
 from holdfast.errors import CorruptionError, MismatchError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import Node
@@ -197,6 +198,13 @@ class CatalogTensor:
         """Bytes of the whole tensor."""
         return self.whole.numel * self.itemsize
 
+    def primaries(self) -> list[Chunk]:
+        """Return the chunks without copies, of which the first counts, in the order of offsets."""
+        first: dict[Box, Chunk] = {}
+        for chunk in self.chunks:
+            first.setdefault(chunk.box, chunk)
+        return sorted(first.values(), key=lambda chunk: chunk.box.offset)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
@@ -287,20 +295,25 @@ def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
+_SMALL_NBYTES = 64 << 10
+"""A span up to this is read as a whole, however little of it is needed."""
+
+
 class TensorReader:
     """Reads any box of one tensor of a catalog, from the chunks that have it.
 
-    Raises CorruptionError, in `read_box`, if no chunk has some of the elements.
+    Args:
+        tensor: The tensor.
+        files: What its payloads read from.
+        chunks: Its primaries, if the caller has them.
     """
 
-    def __init__(self, tensor: CatalogTensor, files: OpenFiles) -> None:
+    def __init__(
+        self, tensor: CatalogTensor, files: OpenFiles, chunks: Sequence[Chunk] | None = None
+    ) -> None:
         self.tensor = tensor
         self._files = files
-        # Of copies the first one counts, as everywhere.
-        chunks: dict[Box, Chunk] = {}
-        for chunk in tensor.chunks:
-            chunks.setdefault(chunk.box, chunk)
-        self._chunks = sorted(chunks.values(), key=lambda chunk: chunk.box.offset)
+        self._chunks = tensor.primaries() if chunks is None else chunks
 
     def read_box(self, box: Box, out: memoryview) -> None:
         """Fill `out` (bytes, contiguous) with a box, row-major.
@@ -310,8 +323,9 @@ class TensorReader:
             CorruptionError: Some elements are in no chunk.
             StorageError: A file cannot be read.
 
-        Cost: one read for each run of each chunk that the box overlaps; no more memory than the
-        strided runs of one chunk.
+        Cost: one read for each chunk that the box overlaps, of at most twice the bytes that it has
+        of the box; one for each run of those that are farther apart. As much memory for a chunk of
+        which a part is copied with strides.
         """
         tensor, itemsize = self.tensor, self.tensor.itemsize
         if not tensor.whole.contains(box) or len(out) != box.numel * itemsize:
@@ -334,35 +348,36 @@ class TensorReader:
 
     def _copy(self, chunk: Chunk, common: Box, box: Box, out: memoryview) -> None:
         """Copy the elements `common` of a chunk into the memory of `box`."""
-        itemsize = self.tensor.itemsize
+        itemsize, files = self.tensor.itemsize, self._files
         start = contiguous_start(common, chunk.box)
         at = contiguous_start(common, box)
-        nbytes = common.numel * itemsize
         if start is not None and at is not None:
-            piece = out[at * itemsize : at * itemsize + nbytes]
-            chunk.payload.readinto(piece, start=start * itemsize, files=self._files)
+            piece = out[at * itemsize : (at + common.numel) * itemsize]
+            chunk.payload.readinto(piece, start=start * itemsize, files=files)
             return
-        # Strided on one side: the span of the chunk that has all of it, then a copy.
-        first, span = _span(common, chunk.box)
-        data = memoryview(bytearray(span * itemsize))
-        chunk.payload.readinto(data, start=first * itemsize, files=self._files)
         # Raw elements: a copy moves bytes, whatever they mean.
         kind = np.dtype(f"V{itemsize}")
+        # With the ellipsis it is a view, of a 0-d array, too.
+        index: tuple[Any, ...] = (*common.relative_to(box.offset), ...)
+        target = np.frombuffer(out, dtype=kind).reshape(box.shape)[index]
+        first, span = span_in(common, chunk.box)
+        if span > 2 * common.numel and span * itemsize > _SMALL_NBYTES:
+            target[...] = self._read_runs(chunk, common).view(kind).reshape(common.shape)
+            return
+        data = memoryview(bytearray(span * itemsize))
+        chunk.payload.readinto(data, start=first * itemsize, files=files)
         strides = [itemsize * math.prod(chunk.box.shape[dim + 1 :]) for dim in range(box.ndim)]
-        values = np.ndarray(common.shape, dtype=kind, buffer=data, strides=strides)
-        target = np.frombuffer(out, dtype=kind).reshape(box.shape)
-        target[common.relative_to(box.offset)] = values
+        target[...] = np.ndarray(common.shape, dtype=kind, buffer=data, strides=strides)
 
-
-def _span(inner: Box, outer: Box) -> tuple[int, int]:
-    """Return the first element of `inner` in row-major `outer`, and the elements up to its last."""
-    first = last = 0
-    for offset, size, base, length in zip(
-        inner.offset, inner.shape, outer.offset, outer.shape, strict=True
-    ):
-        first = first * length + offset - base
-        last = last * length + offset - base + size - 1
-    return first, last - first + 1
+    def _read_runs(self, chunk: Chunk, box: Box) -> AnyArray:
+        """Read the bytes of a box whose elements are far apart in the chunk, run by run."""
+        starts, length = cover(box, chunk.box, max_gap=0)
+        data: AnyArray = np.empty(box.numel * self.tensor.itemsize, dtype=np.uint8)
+        view, nbytes = data.data, length * self.tensor.itemsize
+        for number, start in enumerate((starts * self.tensor.itemsize).tolist()):
+            piece = view[number * nbytes : (number + 1) * nbytes]
+            chunk.payload.readinto(piece, start=start, files=self._files)
+        return data
 
 
 def read_flat(reader: TensorReader, out: memoryview, *, start: int) -> None:

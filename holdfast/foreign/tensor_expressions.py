@@ -14,19 +14,23 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from holdfast.arrays.boxes import Box, contiguous_start, cover, flat_range_boxes
+from holdfast.arrays.boxes import Box, contiguous_start, flat_range_boxes, span_in
 from holdfast.arrays.types import AnyArray
-from holdfast.errors import CorruptionError, MismatchError, PlacementError
-from holdfast.foreign.catalog import CatalogTensor, Chunk, FileBytes, HeldBytes, OpenFiles, Payload
+from holdfast.errors import MismatchError, PlacementError
+from holdfast.foreign.catalog import (
+    CatalogTensor,
+    FileBytes,
+    HeldBytes,
+    OpenFiles,
+    Payload,
+    TensorReader,
+)
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.elements import FLOATS, decode_elements, encode_floats
 
-_SMALL_NBYTES = 64 << 10
-"""A span up to this long is read in one go, whatever part of it is needed."""
 _RUN_NBYTES = 16 << 10
 """Runs shorter than this are evaluated together and not read one by one, if there are many."""
 _MANY_RUNS = 16
@@ -136,50 +140,13 @@ class SourceTensor(Expression):
         self.tensor = tensor
         self.dtype = tensor.dtype
         self.shape = tensor.shape
-        first: dict[Box, Chunk] = {}
-        for chunk in tensor.chunks:  # of copies the first one counts, as everywhere
-            first.setdefault(chunk.box, chunk)
-        self._chunks = sorted(first.values(), key=lambda chunk: chunk.box.offset)
+        self._chunks = tensor.primaries()
 
     def read(self, box: Box, files: OpenFiles) -> AnyArray:
         """Return the elements of a box from the chunks that have them."""
         out: AnyArray = np.empty(box.shape, dtype=self.raw)
-        left = box.numel
-        for chunk in self._chunks if left else ():
-            common = chunk.box.intersect(box)
-            if common is not None:
-                # With the ellipsis it is a view, of a 0-d array, too.
-                index: tuple[Any, ...] = (*common.relative_to(box.offset), ...)
-                self._fill(out[index], common, chunk, files)
-                left -= common.numel
-        if left:
-            raise CorruptionError(
-                f"tensor {self.tensor.key!r}: {left} of {box.numel} elements are in no chunk"
-            )
+        TensorReader(self.tensor, files, self._chunks).read_box(box, bytes_of(out))
         return out
-
-    def _fill(self, out: AnyArray, box: Box, chunk: Chunk, files: OpenFiles) -> None:
-        """Copy the elements of a box of one chunk: at most twice what is needed is read."""
-        first, span = _span(box, chunk.box)
-        if span > 2 * box.numel and span * self.itemsize > _SMALL_NBYTES:
-            self._fill_by_runs(out, box, chunk, files)
-            return
-        data: AnyArray = np.empty(span, dtype=self.raw)
-        chunk.payload.readinto(bytes_of(data), start=first * self.itemsize, files=files)
-        strides = [self.itemsize * math.prod(chunk.box.shape[d + 1 :]) for d in range(box.ndim)]
-        out[...] = np.ndarray(box.shape, dtype=self.raw, buffer=data, strides=strides)
-
-    def _fill_by_runs(self, out: AnyArray, box: Box, chunk: Chunk, files: OpenFiles) -> None:
-        """Copy the elements of a box that are far apart in the chunk: one read for each run."""
-        starts, length = cover(box, chunk.box, max_gap=0)
-        data: AnyArray = np.empty(box.shape, dtype=self.raw)
-        view, nbytes = bytes_of(data), length * self.itemsize
-        readinto = chunk.payload.readinto
-        at = 0
-        for start in (starts * self.itemsize).tolist():
-            readinto(view[at : at + nbytes], start=start, files=files)
-            at += nbytes
-        out[...] = data
 
     def pieces(self) -> list[ExpressionPart]:
         """Return the chunks."""
@@ -322,7 +289,7 @@ class SplitDim(Expression):
             return np.empty(box.shape, dtype=self.raw)
         dims = slice(self.dim, self.dim + len(self.sizes))
         part = Box(box.offset[dims], box.shape[dims])
-        first, span = _span(part, _whole(self.sizes))
+        first, span = span_in(part, _whole(self.sizes))
         inner = _with(_without(box, self.dim, len(self.sizes)), self.dim, [first], [span])
         if span == part.numel:
             return self.inner.read(inner, files).reshape(box.shape)
@@ -452,17 +419,6 @@ def _with(box: Box, dim: int, offset: Sequence[int], shape: Sequence[int]) -> Bo
         (*box.offset[:dim], *offset, *box.offset[dim:]),
         (*box.shape[:dim], *shape, *box.shape[dim:]),
     )
-
-
-def _span(inner: Box, outer: Box) -> tuple[int, int]:
-    """Return the first element of `inner` in row-major `outer`, and the elements up to its last."""
-    first = last = 0
-    for offset, size, base, length in zip(
-        inner.offset, inner.shape, outer.offset, outer.shape, strict=True
-    ):
-        first = first * length + offset - base
-        last = last * length + offset - base + size - 1
-    return first, last - first + 1
 
 
 def _cut(piece: ExpressionPart, box: Box, itemsize: int) -> list[ExpressionPart]:

@@ -17,6 +17,7 @@ import pytest
 
 from holdfast.arrays.boxes import Box
 from holdfast.errors import ConfigError, MismatchError, PlacementError
+from holdfast.foreign import catalog as catalog_module
 from holdfast.foreign import computed_chunks, tensor_expressions
 from holdfast.foreign.catalog import FileBytes, HeldBytes, OpenFiles, TensorReader
 from holdfast.foreign.computed_chunks import ComputedBytes, grid
@@ -205,7 +206,7 @@ class RandomMap:
 def thresholds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors take the ways of large ones, too."""
     if request.param != "as it is":
-        monkeypatch.setattr(tensor_expressions, "_SMALL_NBYTES", 0)
+        monkeypatch.setattr(catalog_module, "_SMALL_NBYTES", 0)
         monkeypatch.setattr(computed_chunks, "_CHUNK_NBYTES", 64)
         monkeypatch.setattr(computed_chunks, "_PIECE_NBYTES", 32)
     if request.param == "tiny pieces":
