@@ -231,7 +231,11 @@ def unreadable(tensor: torch.Tensor) -> str:
     if tensor.is_quantized:
         return "a quantized tensor cannot be stored; store its int_repr()"
     if tensor.is_meta:
-        return "a tensor on the meta device has no data; materialise it"
+        return (
+            "a tensor on the meta device has no data; materialise it first: "
+            "ShardedModel.materialize(), or model.to_empty(device=…), after which buffers that no "
+            "checkpoint has must be computed again"
+        )
     if isinstance(tensor, DTensor):
         return "a DTensor inside a marker; pass the DTensor itself"
     kind = type(tensor)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from holdfast import Checkpointer, ConfigError, CorruptionError, MismatchError
+from holdfast import Checkpointer, ConfigError, CorruptionError, MismatchError, PlacementError
 from holdfast.foreign.formats import open_catalog
 from tests.foreign.contract import check_catalog, check_format, raw, sample_tensors
 from tests.harness import RankContext, run_ranks
@@ -215,3 +215,16 @@ def test_empty_and_scalar_tensors_alone(tmp_path: Path) -> None:
     values = Checkpointer(tmp_path / "run").load_all(source=tmp_path / "x.safetensors").values
     assert raw(values["model"]["one"]) == b"\x05"
     assert values["model"]["none"].shape == (0, 3)
+
+
+def test_a_model_on_the_meta_device_is_filled_once_it_has_memory(tmp_path: Path) -> None:
+    source = torch.nn.Linear(4, 3)
+    save_file(source.state_dict(), tmp_path / "x.safetensors")
+    with torch.device("meta"):
+        model = torch.nn.Linear(4, 3)
+    checkpointer = Checkpointer(tmp_path / "run")
+    with pytest.raises(PlacementError, match=r"to_empty"):
+        checkpointer.load({"model": model}, source=tmp_path / "x.safetensors")
+    model.to_empty(device="cpu")
+    checkpointer.load({"model": model}, source=tmp_path / "x.safetensors")
+    assert raw(model.weight) == raw(source.weight)
