@@ -489,7 +489,7 @@ class Checkpointer:
             self._note_saved(report.step)  # a step that was loaded is saved, too
         else:
             self._loader.forget()
-            storage, step = open_source(source, step=options.step)
+            storage, step = open_source(source, step=options.step, on_drift=self._on_drift)
             loader = Loader(
                 storage,
                 self._groups,
