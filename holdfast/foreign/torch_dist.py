@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import CorruptionError
+from holdfast.errors import CorruptionError, HoldfastError, PlacementError
 from holdfast.foreign import dcp
 from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles
 from holdfast.foreign.location import Location
@@ -88,6 +88,19 @@ def open_catalog(location: Location) -> Catalog:
     Cost: reads the metadata and all values, and every tensor of which there are copies.
     """
     location = _checkpoint_at(location) or location
+    try:
+        return _open(location)
+    except HoldfastError as error:
+        if not isinstance(error, PlacementError):
+            raise
+        raise CorruptionError(f"{location.label}: {error}") from error
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CorruptionError(
+            f"{location.label}: this is not a checkpoint of Megatron: {error}"
+        ) from error
+
+
+def _open(location: Location) -> Catalog:
     items = dcp.read_items(location)
     common = _read_common(location)
     made = _Made()

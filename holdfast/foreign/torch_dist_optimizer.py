@@ -139,14 +139,18 @@ def _entries(
     raw: dict[str, CatalogTensor] = {}
     for name, tensor in tensors.items():
         match = _STATE.fullmatch(name)
-        shape = None if match is None else shapes.get(match[3])
-        if match is None or (shape is not None and shape != tensor.shape):
+        if match is None:
             raw[name] = tensor
-            if match is not None:
-                made.left_out.append(
-                    f"{name}: it is stored as {list(tensor.shape)}, and what it is of the "
-                    f"parameter's {list(shape or ())} is not known"
-                )
+            continue
+        # Without a model, as in a checkpoint of the optimizer alone, the state is all there is.
+        shape = shapes.get(match[3]) if shapes else tensor.shape
+        if shape != tensor.shape:
+            raw[name] = tensor
+            of = "no parameter is" if shape is None else f"the parameter is {list(shape)}"
+            made.left_out.append(
+                f"{name}: where it is in its parameter; it is stored as {list(tensor.shape)}, and "
+                f"{of}; it is in the part {RAW_PART!r}"
+            )
             continue
         chain = None if match[1] is None else int(match[1])
         entries.append(_Entry(chain=chain, entry=match[2], parameter=match[3], tensor=tensor))
@@ -177,12 +181,16 @@ def _optimizers(common: Any) -> list[_Optimizer]:
 
 def _one(node: Any) -> _Optimizer:
     """Return one optimizer from its node."""
-    own = dict(node) if is_plain_dict(node) else {}
+    if not is_plain_dict(node):
+        return _Optimizer(groups=[], steps=[], rest={"value": node})
+    own = dict(node)
     inner = own.pop("optimizer", None)
     if not is_plain_dict(inner):
-        inner, own = own, {}
+        inner, own = node, {}
     inner = dict(inner)
-    listed = inner.pop("param_groups", None)
+    listed = inner.get("param_groups")
+    if isinstance(listed, list):
+        del inner["param_groups"]
     state = dict(_text_pairs(inner.pop("state", {})))
     common_step = state.pop("common_step", None)
     rest = {

@@ -45,7 +45,7 @@ class PartOfPayload:
 
     @property
     def order(self) -> int:
-        """As of the whole, and then by place in it: archives are small beside their files."""
+        """As of the whole, and then by place in it: archives are small next to their files."""
         return self.whole.order + self.start
 
     def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
@@ -63,14 +63,16 @@ def unflattened(tensor: CatalogTensor, shape: Sequence[int]) -> CatalogTensor | 
     Cost: linear in the chunks; each becomes at most two boxes per dim.
     """
     *grid, numel = tensor.shape
-    if len(grid) != len(shape) or any(not n or size % n for size, n in zip(shape, grid)):  # noqa: B905
+    if len(grid) != len(shape):
+        return None
+    if any(not n or size % n for size, n in zip(shape, grid, strict=True)):
         return None
     block = tuple(size // n for size, n in zip(shape, grid, strict=True))
     if Box((0,) * len(block), block).numel != numel:
         return None
     chunks: list[Chunk] = []
     for chunk in tensor.chunks:
-        if any(n != 1 for n in chunk.box.shape[:-1]):
+        if not tensor.whole.contains(chunk.box) or any(n != 1 for n in chunk.box.shape[:-1]):
             return None
         at = [i * n for i, n in zip(chunk.box.offset[:-1], block, strict=True)]
         first, done = chunk.box.offset[-1], 0
@@ -126,6 +128,8 @@ def join_copies(tensors: Mapping[str, CatalogTensor], files: OpenFiles) -> Joine
 
 def _join(copies: Sequence[CatalogTensor]) -> CatalogTensor:
     """Return one tensor with the chunks of all copies that are cut like the first."""
+    if len(copies) == 1:
+        return copies[0]
     boxes = {chunk.box for chunk in copies[0].chunks}
     alike = [each for each in copies if {chunk.box for chunk in each.chunks} == boxes]
     return replace(copies[0], chunks=tuple(chunk for each in alike for chunk in each.chunks))

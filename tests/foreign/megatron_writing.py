@@ -86,6 +86,7 @@ def _write_by_hand(context: RankContext, base: Path) -> None:
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
     save(context, directory, _by_hand(context.rank), sharded_strategy=strategy)
     save(context, base / "drifted", dict(_copies(context.rank, drift=context.rank == 2)))
+    save(context, base / "flat", dict(_flat(context.rank)), validate_access_integrity=False)
     (run / "latest_checkpointed_iteration.txt").write_text(f"{ITERATION}\n")
 
 
@@ -127,6 +128,54 @@ def _copies(rank: int, *, drift: bool = False) -> Iterator[tuple[str, Any]]:
             data[1, 2] += drift
             key = f"{name}.__tp_replica_{rank}"
             yield name, ShardedTensor.from_rank_offsets(key, data)
+
+
+FLAT = {"w": (8, 12), "layers.0.b": (8,), "unknown": (8, 12)}
+"""Parameters whose state is stored in flattened ranges; the last one is not in the model."""
+
+
+def flat_state(name: str) -> Tensor:
+    """Return the state of such a parameter."""
+    shape = FLAT[name]
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape) + len(name)
+
+
+def _flat(rank: int) -> Iterator[tuple[str, Any]]:
+    """Yield state as releases before 0.14 stored it: a grid of blocks, each cut by elements.
+
+    This release refuses `flattened_range`; the form is that of a tensor with a grid as its leading
+    dims, which it writes.
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    row, column = divmod(rank, 2)
+    for name, shape in FLAT.items():
+        grid = (2, 2)[: len(shape)] if len(shape) > 1 else (4,)
+        place = (row, column) if len(shape) > 1 else (rank,)
+        rows = [
+            slice(i * n // g, (i + 1) * n // g) for i, n, g in zip(place, shape, grid, strict=True)
+        ]
+        if name != "unknown":
+            model = torch.zeros(shape)
+            yield name, ShardedTensor.from_rank_offsets(name, model, replica_id=rank)
+        block = flat_state(name)[tuple(rows)].reshape(-1)
+        cut = block.numel() // 3 + 1
+        for start, stop in ((0, cut), (cut, block.numel())):
+            if stop > start:
+                data = block[start:stop].reshape(*(1 for _ in grid), -1)
+                key = f"optimizer.state.exp_avg.{name}"
+                yield (
+                    f"{name} {start}",
+                    ShardedTensor(
+                        key,
+                        data,
+                        data.dtype,
+                        tuple(data.shape),
+                        (*grid, block.numel()),
+                        (*place, start),
+                        None,
+                    ),
+                )
 
 
 # ---- trained ----

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from holdfast import (
     Checkpointer,
+    ConfigError,
     CorruptionError,
     Layout,
     MismatchError,
@@ -24,7 +27,15 @@ from holdfast.cli.main import main
 from holdfast.foreign.formats import open_catalog
 from holdfast.optim import ShardedOptimizer
 from tests.foreign.contract import check_format
-from tests.foreign.megatron_writing import ITERATION, LR, STEPS, whole_tensors, write_all
+from tests.foreign.megatron_writing import (
+    FLAT,
+    ITERATION,
+    LR,
+    STEPS,
+    flat_state,
+    whole_tensors,
+    write_all,
+)
 from tests.harness import RankContext, run_ranks
 
 
@@ -116,6 +127,45 @@ def test_copies_that_differ(written: Path, tmp_path: Path, caplog: Any) -> None:
         assert torch.equal(tensor, torch.arange(12.0).reshape(3, 4))
     assert main(["convert", str(path), str(tmp_path / "own"), "--to", "holdfast"]) != 0
     assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_flattened_ranges_of_older_releases(
+    written: Path, tmp_path: Path, has_record: bool
+) -> None:
+    """By the shapes that the metadata records, else by those of the parameters."""
+    path = tmp_path / "flat"
+    shutil.copytree(written / "flat", path)
+    if has_record:
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        metadata.mcore_data = {
+            f"optimizer.state.exp_avg.{name}": {"nd_reformulated_orig_global_shape": shape}
+            for name, shape in FLAT.items()
+        }
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    catalog = open_catalog(path)
+    loaded = Checkpointer(tmp_path / "never").load_all(source=path).values
+    for name in ("w", "layers.0.b"):
+        assert torch.equal(loaded["optimizer"]["state"][name]["exp_avg"], flat_state(name))
+    # A shape alone does not say whose it is; without it the tensor is kept as it is stored.
+    raw = loaded["optimizer_raw"]["optimizer.state.exp_avg.unknown"]
+    assert raw.shape == (FLAT["unknown"] if has_record else (2, 2, 24))
+    assert sum("exp_avg.unknown: where it is" in each for each in catalog.left_out) == 1
+
+
+def test_bytes_flipped_anywhere_are_an_error_with_a_name(written: Path, tmp_path: Path) -> None:
+    path = tmp_path / "flipped"
+    shutil.copytree(written / "run" / f"iter_{ITERATION:07d}", path)
+    for name in (".metadata", "common.pt", "metadata.json"):
+        good = (path / name).read_bytes()
+        for at in range(0, len(good), len(good) // 150 + 1):
+            data = bytearray(good)
+            data[at] ^= 0x10
+            (path / name).write_bytes(data)
+            with contextlib.suppress(CorruptionError, ConfigError):
+                catalog = open_catalog(path)
+                assert all(len(t.shape) < 5 for t in catalog.tensors.values())
+        (path / name).write_bytes(good)
 
 
 # ---- models and their optimizers ----
