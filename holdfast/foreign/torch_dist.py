@@ -216,7 +216,7 @@ def _add_objects(items: dcp.Items, made: _Made) -> dict[str, Any]:
                 empty.append(name)
                 continue
             made.parts.setdefault("extra_state", {})[name] = value
-        elif owner.isidentifier() and owner != _MODEL:
+        elif owner.isidentifier() and not owner.startswith((_MODEL, _OPTIMIZER)):
             place = f"{owner}.{shard}"
             made.parts.setdefault(owner, {})[shard] = value
         else:

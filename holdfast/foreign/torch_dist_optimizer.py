@@ -191,7 +191,8 @@ def _one(node: Any) -> _Optimizer:
     listed = inner.get("param_groups")
     if isinstance(listed, list):
         del inner["param_groups"]
-    state = dict(_text_pairs(inner.pop("state", {})))
+    has_state = pairs_of(inner.get("state")) is not None
+    state = dict(_text_pairs(inner.pop("state") if has_state else {}))
     common_step = state.pop("common_step", None)
     rest = {
         **{key: value for key, value in {**own, **inner}.items() if not _is_empty(value)},

@@ -8,10 +8,12 @@ reader is compared with what the ranks held, not with what another reader makes 
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -92,12 +94,22 @@ def _write_by_hand(context: RankContext, base: Path) -> None:
 
 def _by_hand(rank: int) -> dict[str, Any]:
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+    from megatron.core.transformer.enums import AttnBackend
 
     torch.manual_seed(rank)
+    machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
     tensor = ShardedTensor.from_rank_offsets
     row, column = divmod(rank, 2)
     same = torch.arange(15.0).reshape(3, 5)
-    generators = [{"torch": torch.full((5,), rank, dtype=torch.uint8), "python": (3, (1, 2))}]
+    generators = [
+        {
+            "random_rng_state": random.Random(rank).getstate(),
+            "np_rng_state": np.random.RandomState(rank).get_state(),
+            "torch_rng_state": torch.get_rng_state(),
+            "rng_tracker_states": {"model-parallel-rng": torch.full((5,), rank)},
+        }
+    ]
     return {
         "grid": tensor("grid", torch.randn(3, 4), (0, row, 2), (1, column, 2)),
         "stack": tensor(
@@ -112,7 +124,10 @@ def _by_hand(rank: int) -> dict[str, Any]:
             "layers.1.core._extra_state", torch.arange(rank + 1, dtype=torch.uint8), (4,), (rank,)
         ),
         "iteration": ITERATION,
-        "args": argparse.Namespace(lr=LR, names=["a"], world_size=4),
+        "args": argparse.Namespace(
+            lr=LR, names=["a"], params_dtype=torch.bfloat16, attention_backend=AttnBackend.auto
+        ),
+        "rerun_state_machine": machine.state_dict(None, "torch_dist", force=True),
         "opt_param_scheduler": {"max_lr": LR, "num_steps": 7},
         "checkpoint_version": 3.0,
     }
