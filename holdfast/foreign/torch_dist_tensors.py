@@ -92,7 +92,7 @@ class Joined:
     """Tensors by name, copies joined.
 
     Args:
-        tensors: One per name; a box that several copies have is there several times.
+        tensors: One per name; a box that several equal copies have is there several times.
         drift: Which copies differ, and where; empty if all are equal.
     """
 
@@ -121,7 +121,8 @@ def join_copies(tensors: Mapping[str, CatalogTensor], files: OpenFiles) -> Joine
         drift = _compare(name, ordered, files)
         if drift:
             drifts.append(drift)
-        joined[name] = _join(ordered)
+        # Ranks read any copy of those that are equal; of others all must read the same one.
+        joined[name] = ordered[0] if drift else _join(ordered)
     more = f"; and of {len(drifts) - _MAX_NAMED} more" if len(drifts) > _MAX_NAMED else ""
     return Joined(tensors=joined, drift="; ".join(drifts[:_MAX_NAMED]) + more)
 
