@@ -498,7 +498,9 @@ class Checkpointer:
         else:
             self._loader.forget()
             with ExitStack() as stack:
-                storage, step = open_source(source, stack, step=options.step, names=names)
+                storage, step = open_source(
+                    source, stack, step=options.step, names=names, on_drift=self._on_drift
+                )
                 loader = Loader(
                     storage,
                     self._groups,

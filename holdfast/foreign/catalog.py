@@ -222,6 +222,8 @@ class Catalog:
         parts: The tree of the state, as in a manifest; tensors are nodes that name their key.
         left_out: What the checkpoint has and the catalog has not, one sentence each.
         metadata: The user's own JSON object, where the format has one.
+        drift: Which stored copies of a tensor differ, and in which files; empty if none does, or if
+            nothing but digests could tell. The first copy is the one that is read.
     """
 
     format: str
@@ -234,6 +236,7 @@ class Catalog:
     parts: Mapping[str, Node]
     left_out: Sequence[str] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    drift: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -145,6 +145,8 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
 
 def _find_foreign(path: Path, *, step: int | None) -> StoredCheckpoint | None:
     """The checkpoint in a foreign format at a path; None if it is in none that is known."""
+    if step is not None and path.is_dir() and (path / step_dir(step)).is_dir():
+        path = path / step_dir(step)  # of a run in a foreign format
     location = Location.of(path)
     if detect_format(location) is None:
         return None
