@@ -54,7 +54,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- tensors, objects and values by hand ----
 
 
-def test_every_tensor_under_every_layout(written: Path) -> None:
+def test_megatron_under_every_layout(written: Path) -> None:
     """Row B6: copies under keys of their own are one tensor, also where only some are stored."""
     path = written / "run" / f"iter_{ITERATION:07d}"
     tensors = whole_tensors(path)
@@ -110,7 +110,7 @@ def test_a_run_is_its_latest_and_a_step_of_it_can_be_asked_for(
     assert main(["show", str(run), "--step", str(ITERATION)]) == 0
 
 
-def test_copies_that_differ(written: Path, tmp_path: Path, caplog: Any) -> None:
+def test_megatron_copies_that_differ(written: Path, tmp_path: Path, caplog: Any) -> None:
     """Row B6: the load fails or warns by the policy, and names both files."""
     path = written / "drifted"
     assert len(open_catalog(path).tensors["model.norm.weight"].chunks) == 1
@@ -152,7 +152,7 @@ def test_flattened_ranges_of_older_releases(
     assert sum("exp_avg.unknown: where it is" in each for each in catalog.left_out) == 1
 
 
-def test_bytes_flipped_anywhere_are_an_error_with_a_name(written: Path, tmp_path: Path) -> None:
+def test_flipped_bytes_of_megatron_are_an_error_with_a_name(written: Path, tmp_path: Path) -> None:
     path = tmp_path / "flipped"
     shutil.copytree(written / "run" / f"iter_{ITERATION:07d}", path)
     for name in (".metadata", "common.pt", "metadata.json"):
@@ -262,7 +262,7 @@ WAYS = {"tp1": Layout(), "tp2 dp2": Layout(tp=2, dp=2), "pp2": Layout(pp=2)}
 @pytest.mark.parametrize(
     ("kind", "way"), [*((k, w) for k in KINDS for w in WAYS), ("whole/whole", "tp1")]
 )
-def test_a_trained_model_and_its_optimizer(
+def test_a_trained_megatron_model_and_its_optimizer(
     written: Path, tmp_path: Path, kind: str, way: str
 ) -> None:
     """Weights, moments, main parameters and steps are those that Megatron's ranks held."""
