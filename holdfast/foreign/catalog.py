@@ -160,6 +160,39 @@ class HeldBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class PartOfPayload:
+    """The bytes of another payload from byte `skip`."""
+
+    inner: Payload
+    skip: int
+
+    @property
+    def file(self) -> str:
+        """The file of the other payload."""
+        return self.inner.file
+
+    @property
+    def order(self) -> int:
+        """By the other payload, and then by place in it."""
+        return self.inner.order + self.skip
+
+    def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
+        """Read the bytes from the other payload."""
+        self.inner.readinto(out, start=self.skip + start, files=files)
+
+
+def part_of(payload: Payload, *, start: int, nbytes: int) -> Payload:
+    """Return a range of the bytes of a payload, as plain as it can be."""
+    if isinstance(payload, FileBytes):
+        return FileBytes(payload.file, payload.start + start)
+    if isinstance(payload, HeldBytes):
+        return HeldBytes(payload.data[start : start + nbytes], payload.file)
+    if isinstance(payload, PartOfPayload):
+        return PartOfPayload(payload.inner, payload.skip + start)
+    return PartOfPayload(payload, start) if start else payload
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A box of a tensor, and where its bytes are."""
 

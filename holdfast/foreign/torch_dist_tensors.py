@@ -17,8 +17,8 @@ from holdfast.foreign.catalog import (
     CatalogTensor,
     Chunk,
     OpenFiles,
-    Payload,
     TensorReader,
+    part_of,
     pieces_of,
     read_flat,
 )
@@ -29,28 +29,6 @@ _MAX_NAMED = 3
 
 
 # ---- flattened ranges ----
-
-
-@dataclass(frozen=True, slots=True)
-class PartOfPayload:
-    """Some bytes of another payload, from byte `start`."""
-
-    whole: Payload
-    start: int
-
-    @property
-    def file(self) -> str:
-        """The file."""
-        return self.whole.file
-
-    @property
-    def order(self) -> int:
-        """As of the whole, and then by place in it: archives are small next to their files."""
-        return self.whole.order + self.start
-
-    def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
-        """Read the bytes of the whole."""
-        self.whole.readinto(out, start=self.start + start, files=files)
 
 
 def unflattened(tensor: CatalogTensor, shape: Sequence[int]) -> CatalogTensor | None:
@@ -78,7 +56,8 @@ def unflattened(tensor: CatalogTensor, shape: Sequence[int]) -> CatalogTensor | 
         first, done = chunk.box.offset[-1], 0
         for box in flat_range_boxes(block, first, first + chunk.box.shape[-1]):
             offset = tuple(a + o for a, o in zip(at, box.offset, strict=True))
-            payload = PartOfPayload(chunk.payload, done * tensor.itemsize)
+            start, nbytes = done * tensor.itemsize, box.numel * tensor.itemsize
+            payload = part_of(chunk.payload, start=start, nbytes=nbytes)
             chunks.append(Chunk(Box(offset, box.shape), payload))
             done += box.numel
     return replace(tensor, shape=tuple(shape), chunks=tuple(chunks))
