@@ -124,7 +124,8 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
     Raises:
         ConfigError: there is none; the message says what was looked for.
     """
-    if path.is_file() and (foreign := _find_foreign(path, step=step)):
+    # By `os.path`, for which a path that may not be examined is none.
+    if os.path.isfile(path) and (foreign := _find_foreign(path, step=step)):
         return foreign
     storage = open_root(path)
     if storage.exists(MANIFEST):
