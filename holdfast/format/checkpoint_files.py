@@ -368,7 +368,8 @@ class CheckpointFiles:
                 held, directory = self._hold()
                 source = held.open(join_path(directory, info.name))
                 self.stats.opens += 1
-                if source.nbytes != info.nbytes:
+                # In an object store a size is a request, and a wrong one shows in the digests.
+                if getattr(source, "knows_size", True) and source.nbytes != info.nbytes:
                     source.close()
                     raise CorruptionError(
                         f"{info.name} has {source.nbytes} bytes, the manifest states {info.nbytes}"

@@ -47,7 +47,9 @@ from holdfast.format.stored_copies import find_copies
 from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
+from holdfast.storage.reading import for_each
 from holdfast.writer.records import (
+    DONE_DIR,
     CommitPlan,
     DoneRecord,
     EncodedPlan,
@@ -110,10 +112,11 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
     # First, prove that the records of all ranks fit the plan; assemble index and manifest.
     try:
         with collector_paused():
-            records = [
-                _read_done(storage, directory, position, plan, header)
-                for position in range(len(plan.plan.ranks))
-            ]
+            records = for_each(
+                storage,
+                lambda position: _read_done(storage, directory, position, plan, header),
+                range(len(plan.plan.ranks)),
+            )
             index_bytes, manifest = assemble(plan.plan, records, header)
             manifest_bytes = encode_manifest(manifest)
     except HoldfastError:
@@ -124,18 +127,20 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
             f"{error!r}; save again"
         ) from error
     # Second, compare the sizes of the data files with what their writers reported.
-    for info in manifest.files:
-        path = f"{directory}/{info.name}"
-        nbytes = storage.size(path)
+    paths = [f"{directory}/{info.name}" for info in manifest.files]
+    for info, path, nbytes in zip(
+        manifest.files, paths, for_each(storage, storage.size, paths), strict=True
+    ):
         if nbytes != info.nbytes:
             raise StorageError(
                 f"{storage.describe(path)} has {nbytes} bytes, its writer (rank {info.writer}) "
                 f"reported {info.nbytes}; save again"
             )
     # Third, write index and manifest.
+    present = storage.list(directory)
     for name, data in ((INDEX, index_bytes), (MANIFEST, manifest_bytes)):
         path = f"{directory}/{name}"
-        if storage.exists(path):  # of an earlier, killed commit
+        if name in present:  # of an earlier, killed commit
             storage.remove_tree(path, durable=False)
         # The bytes are synced now and the name below, with the directory: no process looks for the
         # name before the directory has its own.
@@ -143,8 +148,8 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
             sink.write_at(0, memoryview(data))
             sink.sync()
     # Fourth, remove the notes of the save, which a reader would report as stray files.
-    unnamed = [name for name in storage.list(directory) if name.startswith((".tmp-", ".trash-"))]
-    for name in ("plan", "done", *unnamed):  # the latter are of an earlier, killed commit
+    unnamed = [name for name in present if name.startswith((".tmp-", ".trash-"))]
+    for name in ("plan", DONE_DIR, *unnamed):  # the latter are of an earlier, killed commit
         storage.remove_tree(f"{directory}/{name}", durable=False)
     # Fifth, sync the names inside. The rename must not be durable before them: after a crash, a
     # directory with its final name would lack files.
