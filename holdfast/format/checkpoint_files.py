@@ -320,7 +320,8 @@ class CheckpointFiles:
             source.readinto(out, start=place + start)
             return
         stated = self.index.digests(row)[start // block : -(-stop // block)].tolist()
-        num_blocks = max(_STEP_NBYTES // block, 1)
+        # Each read of an object is a request, which costs more than a miss of the cache.
+        num_blocks = max(getattr(source, "step_nbytes", _STEP_NBYTES) // block, 1)
         step = num_blocks * block
         for at in range(0, len(out), step):
             data = out[at : at + step]

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -190,7 +191,8 @@ def pin_version(
     """
     # Several looks: an exchange may move the version between the look here and the look there.
     for _ in range(_NUM_LOOKS):
-        for place in (directory, *_asides(storage, directory)):
+        # Lazily: nearly always it has its name, and a listing may be a request.
+        for place in chain((directory,), _asides(storage, directory)):
             with ExitStack() as stack:
                 try:
                     view = stack.enter_context(storage.pin(place))

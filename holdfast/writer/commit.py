@@ -44,6 +44,7 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.format.stored_copies import find_copies
+from holdfast.format.summaries import annotate
 from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
@@ -86,13 +87,14 @@ def commit_save(storage: Storage, directory: str, *, plan: EncodedPlan, header: 
     final = step_dir(header.step)
     # Phase 1: prove that all bytes are there and complete the directory.
     try:
-        _complete(storage, directory, plan, header)
+        manifest = _complete(storage, directory, plan, header)
     except StorageError:
         if storage.exists(directory) or save_id_of(storage, final) != header.save_id:
             raise
         # Otherwise a repair took this save for abandoned and has finished it.
     else:
         # Phase 2: give it its name. From here on the checkpoint exists.
+        annotate(storage, directory, manifest)
         _publish(storage, directory, final, header)
     # Phase 3: the pointer, for people and other tools only: a failure is not one of the save.
     try:
@@ -107,7 +109,7 @@ def commit_save(storage: Storage, directory: str, *, plan: EncodedPlan, header: 
         )
 
 
-def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveHeader) -> None:
+def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveHeader) -> Manifest:
     """Make the directory a complete, durable checkpoint that lacks only its name."""
     # First, prove that the records of all ranks fit the plan; assemble index and manifest.
     try:
@@ -156,6 +158,7 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
     if plan.plan.writers:
         storage.sync_dir(f"{directory}/data")
     storage.sync_dir(directory)
+    return manifest
 
 
 def assemble(

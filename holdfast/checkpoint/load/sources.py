@@ -11,7 +11,8 @@ from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.formats import open_catalog
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import MANIFEST, list_steps, parse_step_dir
-from holdfast.storage import PosixStorage, Storage
+from holdfast.storage import PosixStorage, Storage, is_url, open_storage
+from holdfast.storage.places import as_url
 
 LoadSource: TypeAlias = str | os.PathLike[str] | Storage | Catalog
 """A path, a root of checkpoints as a `Storage`, or the description of a foreign checkpoint."""
@@ -35,6 +36,8 @@ def open_source(source: LoadSource, *, step: int | None) -> tuple[Storage, int |
         return CatalogStorage(source), step
     if not isinstance(source, str | os.PathLike):
         return source, step
+    if is_url(source):
+        return _place_in_bucket(as_url(source).rstrip("/"), step)
     path = Path(source)
     if path.is_dir():
         storage = PosixStorage(path)
@@ -43,6 +46,17 @@ def open_source(source: LoadSource, *, step: int | None) -> tuple[Storage, int |
         if list_steps(storage):
             return storage, step
     return CatalogStorage(open_catalog(path)), step
+
+
+def _place_in_bucket(url: str, step: int | None) -> tuple[Storage, int | None]:
+    """Return the root of checkpoints at a URL, and the step that the URL or the caller names."""
+    above, _, name = url.rpartition("/")
+    own = parse_step_dir(name)
+    if own is None:
+        return open_storage(url), step
+    if step not in (None, own):
+        raise ConfigError(f"{url} is the checkpoint of step {own}, not of step {step}")
+    return open_storage(above), own
 
 
 def _one_checkpoint(path: Path, step: int | None) -> tuple[Storage, int]:

@@ -185,6 +185,8 @@ class ObjectSource:
     Data of a checkpoint is never changed under its prefix, so nothing is asked when it is opened.
     """
 
+    step_nbytes = 16 << 20
+    """Bytes to read at once where more than these are wanted."""
     knows_size = False
     """Its size is a request: compare it only where the bytes are not verified."""
 

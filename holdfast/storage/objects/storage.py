@@ -9,11 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.storage.objects.bucket import Bucket, Meta, RequestFailed, Tag, unsettled
+from holdfast.storage.objects.bucket import Bucket, Listing, Meta, RequestFailed, Tag, unsettled
 from holdfast.storage.objects.files import (
     MIN_PART_NBYTES,
     ObjectSink,
@@ -42,6 +43,15 @@ _RESOLVED_S = 2.0
 _GARBAGE_S = 3600.0
 """Seconds after its last write for which data without a name is left alone."""
 _MAX_PART_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What one look at a root shows: its names, and by directory the files and the note."""
+
+    names: Sequence[str]
+    files: Mapping[str, Sequence[str]]
+    notes: Mapping[str, str]
 
 
 class ObjectStorage:
@@ -215,9 +225,18 @@ class ObjectStorage:
         records = self._records()
         return sorted(name for name, record in records.items() if file in record.files)
 
-    def notes(self) -> dict[str, str]:
-        """Return the note of every directory of the first level that has one; see `dirs_with`."""
-        return {name: record.note for name, record in self._records().items() if record.note}
+    def survey(self) -> Survey:
+        """Return all names of the first level, and what is known of the directories; two requests.
+
+        See `dirs_with` for what is known without a request for each.
+        """
+        listing = self._do("list", "", lambda: self._bucket.list(""))
+        records = self._do("list", "", lambda: self._names.records(listing))
+        return Survey(
+            names=self._names_in(listing),
+            files={name: record.files for name, record in records.items()},
+            notes={name: record.note for name, record in records.items() if record.note},
+        )
 
     def annotate(self, path: str, note: str) -> None:
         """Give a directory a short text, kept with its name from the next `rename_dir` on."""
@@ -430,7 +449,9 @@ class ObjectStorage:
         return bool(listing.dirs or listing.objects)
 
     def _list_root(self) -> builtins.list[str]:
-        listing = self._do("list", "", lambda: self._bucket.list(""))
+        return self._names_in(self._do("list", "", lambda: self._bucket.list("")))
+
+    def _names_in(self, listing: Listing) -> builtins.list[str]:
         files = [name for name in listing.objects if not name.endswith(SUFFIX)]
         dirs = listing.dirs & FIXED_DIRS
         return sorted({*files, *dirs, *listed_names(listing)})

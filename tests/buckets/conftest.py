@@ -12,7 +12,7 @@ def s3() -> Iterator[str]:
     """The address of an S3 server, whose credentials are in the environment."""
     pytest.importorskip("obstore")
     pytest.importorskip("moto")
-    from tests.storage.buckets import s3_server
+    from tests.buckets.server import s3_server
 
     with s3_server() as endpoint:
         yield endpoint

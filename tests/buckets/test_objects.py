@@ -13,7 +13,7 @@ from tests.storage.contract import StorageContract
 pytest.importorskip("obstore")
 
 from holdfast.storage.objects import ObjectStorage
-from tests.storage.buckets import new_bucket, open_uploads
+from tests.buckets.server import new_bucket, open_uploads
 
 
 class TestMemory(StorageContract):
