@@ -95,7 +95,7 @@ def commit_save(storage: Storage, directory: str, *, plan: EncodedPlan, header: 
     else:
         # Phase 2: give it its name. From here on the checkpoint exists.
         annotate(storage, directory, manifest)
-        _publish(storage, directory, final, header)
+        publish(storage, directory, final, header)
     # Phase 3: the pointer, for people and other tools only: a failure is not one of the save.
     try:
         point_to_newest(storage)
@@ -188,7 +188,7 @@ def assemble(
     return index_bytes, manifest
 
 
-def _publish(storage: Storage, directory: str, final: str, header: SaveHeader) -> None:
+def publish(storage: Storage, directory: str, final: str, header: SaveHeader) -> None:
     """Make the rename that commits; an old checkpoint of the step lives until then."""
     if header.overwrite and storage.exists(final) and _replace(storage, directory, final, header):
         return
