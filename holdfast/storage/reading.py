@@ -1,9 +1,9 @@
 """Small files read in as few operations as a storage can.
 
 In a file system an operation costs a microsecond, and a file is examined before it is read. In an
-object store each one is a request of some ten milliseconds, and several may be under way at once. A
-store may therefore have a method `read_at_most` (bytes from `start`, fewer where the file ends) and
-a number `reads_at_once`; without them these functions do what any store can.
+object store each one is a request of some ten milliseconds, and several may be in progress. A store
+may therefore have a method `read_at_most` (bytes from `start`, fewer where the file ends) and a
+number `reads_at_once`; without them these functions do what any store can.
 """
 
 from __future__ import annotations

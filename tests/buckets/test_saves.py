@@ -204,6 +204,7 @@ except HoldfastError as error:
 """
 
 
+@pytest.mark.slow
 def test_of_two_jobs_that_save_one_step_exactly_one_wins(url: str) -> None:
     Checkpointer(url, settle_s=0.0).save(1, state_of(1))
     jobs = [

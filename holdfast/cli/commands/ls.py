@@ -114,14 +114,14 @@ def _survey(storage: Storage) -> tuple[Sequence[str], list[Step]]:
     survey = getattr(storage, "survey", None)
     if survey is None:
         return storage.list(""), [_read_step(storage, step) for step in list_steps(storage)]
-    found = survey()
+    shows = survey()
     steps: dict[int, Step] = {}
-    for name, files in found.files.items():
+    for name, files in shows.files.items():
         step = parse_step_dir(name)
         if step is not None and MANIFEST in files:
-            summary = read_summary(found.notes.get(name, ""), step=step)
+            summary = read_summary(shows.notes.get(name, ""), step=step)
             steps[step] = _read_step(storage, step) if summary is None else _line(summary)
-    return found.names, [steps[step] for step in sorted(steps)]
+    return shows.names, [steps[step] for step in sorted(steps)]
 
 
 def _read_step(storage: Storage, step: int) -> Step:

@@ -172,8 +172,8 @@ def _find_in_bucket(url: str, step: int | None) -> StoredCheckpoint:
     steps = list_steps(storage)
     if not steps or (step is not None and step not in steps):
         known = ", ".join(map(str, steps[-8:])) or "none"
-        wanted = "checkpoint" if step is None else f"step {step}"
-        raise ConfigError(f"{root} has no committed {wanted}; it has {known}")
+        what = "checkpoint" if step is None else f"step {step}"
+        raise ConfigError(f"{root} has no committed {what}; it has {known}")
     directory = step_dir(steps[-1] if step is None else step)
     return StoredCheckpoint(storage=storage, directory=directory, label=f"{root}/{directory}")
 

@@ -155,7 +155,7 @@ def explain(error: Exception, *, scheme: str, bucket: str) -> Failure:
         return Failure("final", f"the credentials have expired: renew them ({variables})")
     if code in _IS_UNKNOWN or number == 401:
         return Failure("final", f"{place} does not accept these credentials: check {variables}")
-    if number in (301, 307, 308) or code in _OTHER_REGION or "region" in code.lower():
+    if number in (301, 307, 308) or code in _OTHER_REGION or "configured region" in text:
         return Failure(
             "final", f"{place} is in another region: set AWS_REGION, or the option region, to it"
         )
@@ -174,7 +174,7 @@ def explain(error: Exception, *, scheme: str, bucket: str) -> Failure:
             "the provider for a higher rate",
         )
     if number == 409:
-        return Failure("again", "another request for the same name was under way")
+        return Failure("again", "another request for the same name was in progress")
     if 400 <= number < 500 and number not in (408, 425):
         return Failure("final", f"{place} refuses the request (status {number} {code})")
     if number:

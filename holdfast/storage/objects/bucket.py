@@ -55,14 +55,14 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class ObjectListing:
     """The names directly below a prefix: those that lead further, and objects."""
 
     dirs: frozenset[str]
     objects: Mapping[str, Meta]
 
 
-class Bucket:
+class BucketClient:
     """The requests of one process to the objects below one prefix.
 
     Args:
@@ -194,15 +194,15 @@ class Bucket:
         if isinstance(problem, Failure):
             raise RequestFailed(problem)
 
-    def list(self, prefix: str) -> Listing:
+    def list(self, prefix: str) -> ObjectListing:
         """Return the names directly below a prefix ("" for the bucket's own)."""
 
-        def ask() -> Listing:
+        def ask() -> ObjectListing:
             answer = self._obstore.list_with_delimiter(self._store, self._key(prefix) or None)
             objects = {_last(each["path"]): _meta(each) for each in answer["objects"]}
             dirs = frozenset(map(_last, answer["common_prefixes"]))
             self._count_pages(len(objects) + len(dirs))
-            return Listing(dirs, objects)
+            return ObjectListing(dirs, objects)
 
         return self._send("list", prefix, ask)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from holdfast.errors import StorageError
-from holdfast.storage.objects.bucket import Bucket, RequestFailed, unsettled
+from holdfast.storage.objects.bucket import BucketClient, RequestFailed, unsettled
 
 MIN_PART_NBYTES = 5 << 20
 """The smallest part that S3 takes, the last one excepted."""
@@ -31,7 +31,14 @@ class ObjectSink:
     """
 
     def __init__(
-        self, bucket: Bucket, key: str, *, place: str, nbytes: int, part_nbytes: int, at_once: int
+        self,
+        bucket: BucketClient,
+        key: str,
+        *,
+        place: str,
+        nbytes: int,
+        part_nbytes: int,
+        at_once: int,
     ) -> None:
         self._bucket, self._key, self._place = bucket, key, place
         self._nbytes = nbytes
@@ -190,7 +197,9 @@ class ObjectSource:
     knows_size = False
     """Its size is a request: compare it only where the bytes are not verified."""
 
-    def __init__(self, bucket: Bucket, key: str, *, place: str, nbytes: int | None = None) -> None:
+    def __init__(
+        self, bucket: BucketClient, key: str, *, place: str, nbytes: int | None = None
+    ) -> None:
         self._bucket, self._key, self._place = bucket, key, place
         self._size = nbytes
 
@@ -215,7 +224,7 @@ class ObjectSource:
         """Do nothing: no connection belongs to a file."""
 
 
-def read_into(bucket: Bucket, key: str, view: memoryview, start: int, *, place: str) -> None:
+def read_into(bucket: BucketClient, key: str, view: memoryview, start: int, *, place: str) -> None:
     """Fill a byte view from an object; StorageError if it is absent or too short."""
     if len(view) <= 2 * _RANGE_NBYTES:
         _read_range(bucket, key, view, start, place)
@@ -230,7 +239,7 @@ def read_into(bucket: Bucket, key: str, view: memoryview, start: int, *, place: 
             read.result()
 
 
-def _read_range(bucket: Bucket, key: str, view: memoryview, start: int, place: str) -> None:
+def _read_range(bucket: BucketClient, key: str, view: memoryview, start: int, place: str) -> None:
     if not len(view):
         return
     data = fetch(bucket, key, start=start, nbytes=len(view), place=place)
@@ -240,7 +249,7 @@ def _read_range(bucket: Bucket, key: str, view: memoryview, start: int, place: s
 
 
 def fetch(
-    bucket: Bucket, key: str, *, start: int = 0, nbytes: int | None = None, place: str
+    bucket: BucketClient, key: str, *, start: int = 0, nbytes: int | None = None, place: str
 ) -> memoryview:
     """Return at most `nbytes` bytes from `start`; StorageError if the object is absent."""
     try:

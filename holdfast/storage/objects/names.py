@@ -18,11 +18,11 @@ A move writes two names, and must not be made twice from one source, nor be seen
    the move. **This one put makes the move**, and from it on the directory has its new name;
 3. the source's name is tidied: deleted or freed, or, for an exchange, given what the target had.
 
-Whoever looks at a name with a move in it looks at the target: with that number, the move was made.
-A process that wants to change a name first completes (3) what a dead one has left, or prevents (2)
-by writing the target's name again with the same content: the condition of the other's put then
-fails. A target with a number is not changed again before its source is tidied, so the number is
-there for as long as a look at the source needs it.
+A process that looks at a name with a move in it looks at the target: with that number, the move was
+made. A process that wants to change a name first completes (3) what a dead one has left, or
+prevents (2) by writing the target's name again with the same content: the condition of the other's
+put then fails. A target with a number is not changed again before its source is tidied, so the
+number is there for as long as a look at the source needs it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import msgspec
 
 from holdfast.errors import CorruptionError
 from holdfast.storage.objects._obstore import Failure
-from holdfast.storage.objects.bucket import Bucket, Listing, RequestFailed, Tag
+from holdfast.storage.objects.bucket import BucketClient, ObjectListing, RequestFailed, Tag
 
 INNER = ".store"
 """The prefix of what only this room knows: data, the summary of names, the clock."""
@@ -53,7 +53,7 @@ _MAX_SUMMARY_NBYTES = 1 << 22
 _MAX_NAMES = 1000
 
 
-class Move(msgspec.Struct, frozen=True, kw_only=True):
+class NameMove(msgspec.Struct, frozen=True, kw_only=True):
     """A move that was begun, in the name of its source.
 
     Args:
@@ -84,7 +84,7 @@ class NameRecord(msgspec.Struct, frozen=True, kw_only=True):
         nonce: Random: no two puts write the same bytes.
         files: The names in the directory when it got a name without a dot; empty before.
         note: A text about the directory, from who made it, for lists.
-        move: The move that is under way from here.
+        move: The move that is in progress from here.
         came: The move that brought it here.
     """
 
@@ -92,12 +92,12 @@ class NameRecord(msgspec.Struct, frozen=True, kw_only=True):
     nonce: str
     files: tuple[str, ...] = ()
     note: str = ""
-    move: Move | None = None
+    move: NameMove | None = None
     came: Came | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class NameEntry:
     """A name's object as it was read: what it states, None for a free name; version and time."""
 
     record: NameRecord | None
@@ -112,7 +112,7 @@ class Names:
     FileExistsError as stated.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: BucketClient) -> None:
         self._bucket = bucket
         # Names by version. A version is never changed, so this is never wrong.
         self._known: dict[str, NameRecord] = {}
@@ -127,7 +127,7 @@ class Names:
         entry = self.entry(name)
         return entry.record if entry is not None else None
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> NameEntry | None:
         """Return a name that stands for a directory; None if it does not."""
         for _ in range(_NUM_TRIES):
             entry = self._get(name)
@@ -213,7 +213,7 @@ class Names:
         """Return the key of a file in a directory; without names the prefix of all of them."""
         return "/".join((_DATA, record.prefix, *names))
 
-    def records(self, listing: Listing) -> dict[str, NameRecord]:
+    def records(self, listing: ObjectListing) -> dict[str, NameRecord]:
         """Return what all names of a listing stand for.
 
         Cost: one request for the summary; one for each name that it lacks and this process has
@@ -238,7 +238,7 @@ class Names:
                 records.setdefault(name, known)
         return records
 
-    def tidy(self, listing: Listing) -> list[str]:
+    def tidy(self, listing: ObjectListing) -> list[str]:
         """Complete the moves that were made and not tidied; return the names."""
         done = []
         for name in listed_names(listing):
@@ -273,9 +273,9 @@ class Names:
     def _make_move(
         self,
         source: str,
-        own: Entry,
+        own: NameEntry,
         target: str,
-        there: Entry | None,
+        there: NameEntry | None,
         other: tuple[str, tuple[str, ...], str] | None,
     ) -> bool:
         """Make a move as in the text of the module; False if it is to be tried again.
@@ -284,7 +284,7 @@ class Names:
         """
         assert own.record is not None
         before = _version(there.tag) if there is not None else ""
-        move = Move(id=_nonce(), to=target, before=before, other=other)
+        move = NameMove(id=_nonce(), to=target, before=before, other=other)
         plain = msgspec.structs.replace(own.record, move=None, came=None)
         locked = self._swap(source, own, msgspec.structs.replace(plain, move=move))
         if locked is None:
@@ -311,7 +311,7 @@ class Names:
         listing = self._bucket.list(self.data_key(record))
         return tuple(sorted({*listing.dirs, *listing.objects}))
 
-    def _own(self, name: str) -> Entry:
+    def _own(self, name: str) -> NameEntry:
         """Return a name without a move in it or unfinished before it, to be changed by the caller.
 
         A move that another process has begun is completed if it was made, else prevented.
@@ -334,7 +334,7 @@ class Names:
                     return own
         raise _busy(name)
 
-    def _prevent(self, move: Move, there: Entry | None) -> bool:
+    def _prevent(self, move: NameMove, there: NameEntry | None) -> bool:
         """Make sure that a move is not made any more; False if the target has changed meanwhile."""
         if (_version(there.tag) if there is not None else "") != move.before:
             return True  # its put is on a condition that does not hold any more
@@ -349,7 +349,7 @@ class Names:
         if entry.record.move.id == came.id:
             self._tidy(came.source, entry)
 
-    def _tidy(self, name: str, entry: Entry) -> None:
+    def _tidy(self, name: str, entry: NameEntry) -> None:
         """Give the source of a move that was made what it has after that."""
         assert entry.record is not None
         assert entry.record.move is not None
@@ -359,7 +359,7 @@ class Names:
         else:
             self._bucket.delete([name + SUFFIX])
 
-    def _get(self, name: str) -> Entry | None:
+    def _get(self, name: str) -> NameEntry | None:
         """Read a name's object; None if there is none."""
         answer = self._bucket.get(name + SUFFIX)
         if answer is None:
@@ -368,9 +368,11 @@ class Names:
         record = _decode(bytes(data), name)
         if record is not None:
             self._known[_version(meta.tag)] = record
-        return Entry(record, meta.tag, meta.changed)
+        return NameEntry(record, meta.tag, meta.changed)
 
-    def _swap(self, name: str, entry: Entry | None, record: NameRecord | None) -> Entry | None:
+    def _swap(
+        self, name: str, entry: NameEntry | None, record: NameRecord | None
+    ) -> NameEntry | None:
         """Replace a name that still is as it was read; None if it is not. None frees it."""
         nonce = _nonce()
         if record is None:
@@ -383,7 +385,7 @@ class Names:
             return None
         if record is not None:
             self._known[_version(tag)] = record
-        return Entry(record, tag)
+        return NameEntry(record, tag)
 
     def _read_summary(self) -> dict[str, NameRecord]:
         """Learn the names in the summary; an unreadable one is of no use and no harm."""
@@ -397,10 +399,10 @@ class Names:
         self._known |= stored
         return stored
 
-    def _write_summary(self, made: Entry) -> None:
+    def _write_summary(self, made: NameEntry) -> None:
         """Add a name to the summary, from which a list of many steps takes few requests.
 
-        Two processes at once may lose one of their names: whoever lists then reads it alone.
+        Two processes at once may lose one of their names: a list then reads it alone.
         """
         assert made.record is not None
         try:
@@ -416,7 +418,7 @@ class Names:
             return  # the move was made, and this is only a help
 
 
-def listed_names(listing: Listing) -> list[str]:
+def listed_names(listing: ObjectListing) -> list[str]:
     """Return the names of directories in a listing of the root, sorted.
 
     A name that has been moved away stays in listings until it is tidied, an instant later.
@@ -428,7 +430,7 @@ def listed_names(listing: Listing) -> list[str]:
     )
 
 
-def _plain(listing: Listing, name: str) -> str:
+def _plain(listing: ObjectListing, name: str) -> str:
     return _version(listing.objects[name + SUFFIX].tag)
 
 
@@ -453,18 +455,18 @@ def _decode(data: bytes, name: str) -> NameRecord | None:
         ) from None
 
 
-def _is_made(move: Move, there: Entry | None) -> bool:
+def _is_made(move: NameMove, there: NameEntry | None) -> bool:
     """Return True if the target's name is the one that a move has written."""
     record = there.record if there is not None else None
     return record is not None and record.came is not None and record.came.id == move.id
 
 
-def _after(entry: Entry, move: Move) -> Entry | None:
+def _after(entry: NameEntry, move: NameMove) -> NameEntry | None:
     """Return what the source of a move stands for after it; None for nothing."""
     if move.other is None:
         return None
     prefix, files, note = move.other
-    return Entry(
+    return NameEntry(
         NameRecord(prefix=prefix, nonce="", files=files, note=note), entry.tag, entry.changed
     )
 

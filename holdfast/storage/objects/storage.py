@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.storage.objects.bucket import Bucket, Listing, Meta, RequestFailed, Tag, unsettled
+from holdfast.storage.objects.bucket import (
+    BucketClient,
+    Meta,
+    ObjectListing,
+    RequestFailed,
+    Tag,
+    unsettled,
+)
 from holdfast.storage.objects.files import (
     MIN_PART_NBYTES,
     ObjectSink,
@@ -88,7 +95,7 @@ class ObjectStorage:
     is_one_place = True
     """A URL leads to one bucket, from every host and at any time; a directory may be a mount."""
     reads_at_once = 16
-    """Requests for small files that one process may have under way."""
+    """Requests for small files that one process may have in progress."""
     least_pause_s = 0.25
     """Seconds between two looks while a process waits for another: each look is a request."""
 
@@ -117,7 +124,7 @@ class ObjectStorage:
             **options,
         }
         self._is_observed = observer is not None
-        self._bucket = Bucket(
+        self._bucket = BucketClient(
             place.scheme, place.bucket, place.prefix, options, timeout_s=timeout_s,
             retry_s=retry_s, observer=observer,
         )  # fmt: skip
@@ -364,8 +371,8 @@ class ObjectStorage:
         removed: builtins.list[str] = []
         if not dry_run:
             self._do("list", "", lambda: self._names.tidy(self._bucket.list("")))
-        found = self._do("list", "", self._names.nameless)
-        for prefix in found:
+        nameless = self._do("list", "", self._names.nameless)
+        for prefix in nameless:
             objects = self._do("list", "", lambda at=prefix: self._bucket.list_all(at))  # type: ignore[misc]
             newest = max((meta.changed for meta in objects.values()), default=0.0)
             if self._now() - newest < _GARBAGE_S:
@@ -451,7 +458,7 @@ class ObjectStorage:
     def _list_root(self) -> builtins.list[str]:
         return self._names_in(self._do("list", "", lambda: self._bucket.list("")))
 
-    def _names_in(self, listing: Listing) -> builtins.list[str]:
+    def _names_in(self, listing: ObjectListing) -> builtins.list[str]:
         files = [name for name in listing.objects if not name.endswith(SUFFIX)]
         dirs = listing.dirs & FIXED_DIRS
         return sorted({*files, *dirs, *listed_names(listing)})

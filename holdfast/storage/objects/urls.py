@@ -14,7 +14,7 @@ _BUCKET = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,254}", re.ASCII)
 _OTHER_NAMES = {"gcs": "gs", "azure": "az", "s3a": "s3", "abfs": "az"}
 
 
-class Place(NamedTuple):
+class BucketPlace(NamedTuple):
     """Where a URL leads: the cloud, the bucket, and the prefix of the run in it."""
 
     scheme: str
@@ -27,7 +27,7 @@ class Place(NamedTuple):
         return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
 
-def parse_url(url: str) -> Place:
+def parse_url(url: str) -> BucketPlace:
     """Take a URL apart; ConfigError for any other, which is not quoted if it has a password."""
     match = _URL.fullmatch(url)
     if match is None or "@" in match[2]:
@@ -44,4 +44,4 @@ def parse_url(url: str) -> Place:
         raise ConfigError(f"{url[:200]!r} names no bucket: write {scheme}://bucket/run")
     prefix = (match[3] or "").strip("/")
     split_path(prefix)
-    return Place(scheme, match[2], prefix)
+    return BucketPlace(scheme, match[2], prefix)
