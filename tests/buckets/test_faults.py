@@ -30,7 +30,6 @@ from tests.buckets.proxy import FAULTS, Fault, at_random, fault_proxy
 from tests.buckets.server import new_bucket, open_uploads
 from tests.buckets.test_saves import version_of, versions
 
-
 QUICK = ("PUT", "500 after")
 CASES = [
     pytest.param(m, f, marks=[] if (m, f) == QUICK else pytest.mark.slow)
@@ -289,16 +288,20 @@ def _killed_at(action: str, at: int) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(
-    "action", ["create", pytest.param("replace", marks=pytest.mark.slow), "prune"]
+    ("action", "every"),
+    [
+        *((action, 5) for action in ACTIONS),
+        *(pytest.param(action, 1, marks=pytest.mark.slow) for action in ACTIONS),
+    ],
 )
 def test_killed_at_every_request_nothing_is_lost_or_mixed(
-    action: str, monkeypatch: pytest.MonkeyPatch
+    action: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leftovers, "ALIVE_S", 0.0)
     before, done = {1: 1, 2: 2}, ACTIONS[action][1]
     _, num_requests = _killed_at(action, 1 << 30)
     assert num_requests > 15
-    for at in range(1, num_requests + 1):
+    for at in range(1, num_requests + 1, every):
         url, _ = _killed_at(action, at)
         storage = ObjectStorage(url)
         where = f"{action}, killed at request {at}"

@@ -232,7 +232,7 @@ class Names:
         for name in listed:
             known = self._known.get(_plain(listing, name))
             if known is not None and known.move is not None:
-                # Under way, or left by a dead process: only the target says which.
+                # In progress, or left by a dead process: only the target says which.
                 known = self.look(name)
             if known is not None:
                 records.setdefault(name, known)
