@@ -225,7 +225,15 @@ def test_a_store_without_conditional_puts_is_refused_by_name() -> None:
         storage.make_dir("d")
     alone = ObjectStorage(storage.url, single_writer=True)
     alone._bucket._obstore = storage._bucket._obstore
-    alone.make_dir("d")
+    for name in ("a", "b"):
+        alone.make_dir(name)
+        alone.write_file(f"{name}/f", name.encode())
+    alone.exchange_dir("a", "b")
+    alone.rename_dir("a", "c")
+    assert alone.read("b/f") == b"a"
+    assert alone.read("c/f") == b"b"
+    with pytest.raises(StorageError, match="never overwritten"):
+        alone.rename_dir("b", "c")
 
 
 class Killed(BaseException):

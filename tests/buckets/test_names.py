@@ -178,3 +178,25 @@ def test_two_at_once_are_as_one_after_the_other(first: str, second: str) -> None
     for at in range(1, count_requests(first) + 2):
         outcome = in_between(first, second, at)
         assert outcome in allowed, f"{first}, at its request {at} {second}"
+
+
+@pytest.mark.parametrize(("first", "second"), [p for p in PAIRS if p[0] != "remove if old"])
+def test_after_a_killed_one_the_next_is_whole(first: str, second: str) -> None:
+    """What a dead process has left half-done is completed or prevented, never both."""
+    (_, alone), (_, both) = one_after_the_other(second), one_after_the_other(first, second)
+    for at in range(1, count_requests(first) + 1):
+        root = f"memory://{secrets.token_hex(8)}/run"
+        fill(root)
+        number = itertools.count(1)
+
+        def watch(*request: object, number: Iterator[int] = number, at: int = at) -> None:
+            if next(number) >= at:
+                raise Killed
+
+        with suppress(Killed, StorageError):
+            OPERATIONS[first](ObjectStorage(root, observer=watch))
+        attempt(OPERATIONS[second], ObjectStorage(root))
+        state = state_of(ObjectStorage(root))
+        assert state in (alone, both), f"{first}, killed at its request {at}, then {second}"
+        ObjectStorage(root).collect_garbage()
+        assert state_of(ObjectStorage(root)) == state

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,3 +90,20 @@ def test_a_wrong_url_is_refused_without_quoting_a_password(url: str) -> None:
     with pytest.raises((ConfigError, StorageError)) as caught:
         ObjectStorage(url)
     assert "secret" not in str(caught.value)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"holdfast\[cloud\]"):
+        ObjectStorage("s3://bucket/run")
+
+
+def test_a_directory_never_imports_it(tmp_path: Path) -> None:
+    script = (
+        "import sys, holdfast.cli.main; holdfast.cli.main.main(['ls', sys.argv[1]]); "
+        "assert not {'obstore', 'holdfast.storage.objects', 'torch'} & set(sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr

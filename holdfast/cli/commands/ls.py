@@ -29,7 +29,7 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.format.summaries import Summary, read_summary
-from holdfast.storage import PosixStorage, Storage
+from holdfast.storage import PosixStorage, Storage, is_url
 from holdfast.storage.reading import read_at_most
 
 
@@ -85,7 +85,8 @@ def run(args: Args) -> int:
     """
     storage, root = open_root(args.root), shown(args.root)
     names, steps = _survey(storage)
-    if MANIFEST in names:
+    is_step = is_url(args.root) and parse_step_dir(root.rpartition("/")[2]) is not None
+    if MANIFEST in names or is_step:
         raise ConfigError(f"{root} is one checkpoint; `holdfast show {root}` shows it")
     leftovers = _leftovers(names, {step.step for step in steps})
     pointer = _pointer(storage)

@@ -73,6 +73,8 @@ class BucketClient:
         timeout_s: Seconds for one request.
         retry_s: Seconds for which a request that failed is sent again.
         observer: Called before every request, as (kind, key, start, bytes).
+        has_conditions: The store does conditional puts. Otherwise one is a look and a plain put,
+            which is good enough for a single writer only.
 
     Attributes:
         requests: Requests so far, by kind. A request that obstore repeats inside an upload counts
@@ -89,6 +91,7 @@ class BucketClient:
         timeout_s: float,
         retry_s: float,
         observer: Observer | None,
+        has_conditions: bool = True,
     ) -> None:
         self._obstore = library()
         self._scheme, self._name, self._prefix = scheme, name, prefix
@@ -101,6 +104,7 @@ class BucketClient:
             self._uploads = make_store(scheme, name, options, num_retries=10, timeout_s=timeout_s)
         self._retry_s = retry_s
         self._observer = observer
+        self._has_conditions = has_conditions
         self._lock = threading.Lock()
         self.requests: Counter[str] = Counter()
 
@@ -149,6 +153,11 @@ class BucketClient:
         Raises:
             RequestFailed: The store failed, or does not know conditional puts.
         """
+        if not self._has_conditions:
+            there = self.get(key)
+            if there is not None if tag is None else not _is_of(there, tag):
+                return Put(None, there)
+            return Put(self.put(key, data), None)
         mode: Any = "create" if tag is None else tag
         deadline = time.monotonic() + self._retry_s
         for pause_s in _pauses():

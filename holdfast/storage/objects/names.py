@@ -114,7 +114,8 @@ class Names:
 
     def __init__(self, bucket: BucketClient) -> None:
         self._bucket = bucket
-        # Names by version. A version is never changed, so this is never wrong.
+        # By name and version. A version is never changed, so this is never wrong. By the name, too:
+        # in some stores two objects written at one instant have versions that look alike.
         self._known: dict[str, NameRecord] = {}
         self._notes: dict[str, str] = {}
 
@@ -220,17 +221,17 @@ class Names:
         not seen, several at a time.
         """
         listed = listed_names(listing)
-        unknown = [name for name in listed if _plain(listing, name) not in self._known]
+        unknown = [name for name in listed if _known_key(listing, name) not in self._known]
         if len(unknown) > 1:
             self._read_summary()
-            unknown = [name for name in listed if _plain(listing, name) not in self._known]
+            unknown = [name for name in listed if _known_key(listing, name) not in self._known]
         records: dict[str, NameRecord] = {}
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             for name, entry in zip(unknown, pool.map(self.entry, unknown), strict=True):
                 if entry is not None and entry.record is not None:
                     records[name] = entry.record
         for name in listed:
-            known = self._known.get(_plain(listing, name))
+            known = self._known.get(_known_key(listing, name))
             if known is not None and known.move is not None:
                 # In progress, or left by a dead process: only the target says which.
                 known = self.look(name)
@@ -264,7 +265,7 @@ class Names:
         records += [
             self._known[version]
             for name in listed_names(listing)
-            if (version := _plain(listing, name)) in self._known
+            if (version := _known_key(listing, name)) in self._known
         ]
         named = {record.prefix for record in records}
         named |= {r.move.other[0] for r in records if r.move is not None and r.move.other}
@@ -304,7 +305,7 @@ class Names:
         with suppress(RequestFailed):
             self._tidy(source, locked)
         if made.record is not None and not target.startswith("."):
-            self._write_summary(made)
+            self._write_summary(target, made)
         return True
 
     def _files(self, record: NameRecord) -> tuple[str, ...]:
@@ -367,7 +368,7 @@ class Names:
         data, meta = answer
         record = _decode(bytes(data), name)
         if record is not None:
-            self._known[_version(meta.tag)] = record
+            self._known[f"{name} {_version(meta.tag)}"] = record
         return NameEntry(record, meta.tag, meta.changed)
 
     def _swap(
@@ -384,7 +385,7 @@ class Names:
         if tag is None:
             return None
         if record is not None:
-            self._known[_version(tag)] = record
+            self._known[f"{name} {_version(tag)}"] = record
         return NameEntry(record, tag)
 
     def _read_summary(self) -> dict[str, NameRecord]:
@@ -399,7 +400,7 @@ class Names:
         self._known |= stored
         return stored
 
-    def _write_summary(self, made: NameEntry) -> None:
+    def _write_summary(self, name: str, made: NameEntry) -> None:
         """Add a name to the summary, from which a list of many steps takes few requests.
 
         Two processes at once may lose one of their names: a list then reads it alone.
@@ -407,7 +408,7 @@ class Names:
         assert made.record is not None
         try:
             stored = self._read_summary()
-            stored[_version(made.tag)] = made.record
+            stored[f"{name} {_version(made.tag)}"] = made.record
             data = msgspec.json.encode(stored)
             while stored and (len(data) > _MAX_SUMMARY_NBYTES or len(stored) > _MAX_NAMES):
                 for tag in list(stored)[: 1 + len(stored) // 10]:  # the oldest
@@ -430,8 +431,8 @@ def listed_names(listing: ObjectListing) -> list[str]:
     )
 
 
-def _plain(listing: ObjectListing, name: str) -> str:
-    return _version(listing.objects[name + SUFFIX].tag)
+def _known_key(listing: ObjectListing, name: str) -> str:
+    return f"{name} {_version(listing.objects[name + SUFFIX].tag)}"
 
 
 def _version(tag: Tag) -> str:

@@ -126,7 +126,7 @@ class ObjectStorage:
         self._is_observed = observer is not None
         self._bucket = BucketClient(
             place.scheme, place.bucket, place.prefix, options, timeout_s=timeout_s,
-            retry_s=retry_s, observer=observer,
+            retry_s=retry_s, observer=observer, has_conditions=not single_writer,
         )  # fmt: skip
         self._names = Names(self._bucket)
         self._single_writer = single_writer
