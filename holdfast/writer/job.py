@@ -26,6 +26,7 @@ from holdfast.format.names import parse_saving_dir, step_dir
 from holdfast.format.root_identity import require_root
 from holdfast.format.versions import LEASES_DIR, repeated
 from holdfast.storage import PosixStorage, Storage
+from holdfast.storage.reading import pause_of
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import (
     committers_failure,
@@ -290,7 +291,8 @@ def perform_job(
     began = time.monotonic()
     deadline = began + job.deadline_s
     # Before anything is written, a heartbeat included.
-    require_root(storage, job.root)
+    if not getattr(storage, "is_one_place", False):
+        require_root(storage, job.root)
     with (
         storage.holding_dirs() if isinstance(storage, PosixStorage) else nullcontext(),
         heartbeat(storage, job.directory, position=job.position) as is_written,
@@ -433,7 +435,8 @@ def _commit_when_complete(
                 f"{job.deadline_s:.0f} s (phase: write); their processes or writers may be gone",
                 details={"missing_ranks": missing, "steps": [job.header.step]},
             )
-        time.sleep(min(pause_s(now - began), max(deadline - now, 0.0)))
+        pause = max(pause_s(now - began), pause_of(storage))
+        time.sleep(min(pause, max(deadline - now, 0.0)))
 
 
 @contextmanager

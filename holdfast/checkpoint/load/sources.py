@@ -17,7 +17,8 @@ from holdfast.foreign.name_map import NameMap
 from holdfast.foreign.name_map_presets import name_map_of
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import MANIFEST, list_steps, parse_step_dir, step_dir
-from holdfast.storage import PosixStorage, Storage
+from holdfast.storage import PosixStorage, Storage, is_url, open_storage
+from holdfast.storage.places import as_url
 
 LoadSource: TypeAlias = str | os.PathLike[str] | Storage | Catalog
 """A path, a root of checkpoints as a `Storage`, or the description of a foreign checkpoint."""
@@ -58,6 +59,8 @@ def open_source(
         return _shown(source, on_drift), step
     if not isinstance(source, str | os.PathLike):
         return source, step
+    if is_url(source):
+        return _place_in_bucket(as_url(source).rstrip("/"), step)
     path = Path(source)
     if path.is_dir():
         storage = PosixStorage(path)
@@ -89,6 +92,17 @@ def _catalog_of(source: LoadSource, stack: ExitStack, step: int | None) -> Catal
     if not isinstance(source, str | os.PathLike):
         raise ConfigError("a name map needs the path of a checkpoint, or its description")
     return stack.enter_context(open_any(Path(source), step=step))
+
+
+def _place_in_bucket(url: str, step: int | None) -> tuple[Storage, int | None]:
+    """Return the root of checkpoints at a URL, and the step that the URL or the caller names."""
+    above, _, name = url.rpartition("/")
+    own = parse_step_dir(name)
+    if own is None:
+        return open_storage(url), step
+    if step not in (None, own):
+        raise ConfigError(f"{url} is the checkpoint of step {own}, not of step {step}")
+    return open_storage(above), own
 
 
 def _one_checkpoint(path: Path, step: int | None) -> tuple[Storage, int]:
