@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -29,7 +30,7 @@ from holdfast.integrations.fetches import (
     set_epoch_of_samplers,
     set_streams,
 )
-from holdfast.integrations.world import groups_of_world, text_of_coordinator
+from holdfast.integrations.world import agreed_newest_step, groups_of_world
 from holdfast.state import RNG, OptimizerState, PerRank, Stored
 
 _PLACE = "_holdfast_place"
@@ -85,12 +86,9 @@ class AccelerateCheckpoints:
         Args, errors: as of the class, and of `Checkpointer.load`.
         """
         checkpoints = cls(accelerator, root, every=every, **options)
-        newest = checkpoints._checkpointer.latest()
-        agreed = text_of_coordinator(
-            checkpoints._groups, "" if newest is None else str(newest), phase="resume"
-        )
-        if agreed:
-            checkpoints.load(int(agreed))
+        newest = agreed_newest_step(checkpoints._groups, Path(root))
+        if newest is not None:
+            checkpoints.load(newest)
         return checkpoints
 
     @property

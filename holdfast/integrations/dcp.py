@@ -48,7 +48,7 @@ from holdfast.errors import ConfigError, StorageError
 from holdfast.format.names import list_steps, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import decode_tree, is_plain_dict
-from holdfast.integrations.world import groups_of_world, text_of_coordinator
+from holdfast.integrations.world import agreed_newest_step, groups_of_world, text_of_coordinator
 from holdfast.parallel import ProcessGroups
 from holdfast.state import Sharded, Union
 from holdfast.state.tensor_elements import torch_dtype
@@ -89,10 +89,8 @@ def latest(root: PathLike) -> str | None:
     Called by all ranks of the default process group.
     """
     with groups_of_world("dcp-latest") as groups:
-        storage = PosixStorage(Path(root))
-        steps = list_steps(storage) if storage.is_dir("") else []
-        newest = str(Path(root) / step_dir(steps[-1])) if steps else ""
-        return text_of_coordinator(groups, newest, phase="latest") or None
+        step = agreed_newest_step(groups, Path(root))
+        return None if step is None else str(Path(root) / step_dir(step))
 
 
 class HoldfastWriter(StorageWriter):

@@ -20,14 +20,13 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from holdfast.checkpoint import Checkpointer
 from holdfast.errors import ConfigError
-from holdfast.format.names import list_steps, parse_step_dir, step_dir
+from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.integrations.fetches import Streams, set_streams
 from holdfast.integrations.loaders import place_of
-from holdfast.integrations.world import groups_of_world
+from holdfast.integrations.world import groups_of_world, newest_step
 from holdfast.parallel import ProcessGroups
 from holdfast.policies.keep import KeepPolicy
 from holdfast.state import RNG, OptimizerState, PerRank, Stored
-from holdfast.storage import PosixStorage
 
 _OWN = ("state_dict", "optimizer_states")
 """Entries of Lightning's checkpoint that are parts of their own here."""
@@ -147,12 +146,9 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         return str(self._root / step_dir(int(metrics["step"])))
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Return the newest committed checkpoint, the same on all ranks."""
-        storage = PosixStorage(self._root)
-        steps = list_steps(storage) if storage.is_dir("") else []
-        newest = str(self._root / step_dir(steps[-1])) if steps else ""
-        chosen = trainer.strategy.broadcast(newest)
-        return {chosen} if chosen else set()
+        """Return the newest committed checkpoint; each rank looks, since no group is made yet."""
+        step = newest_step(self._root)
+        return set() if step is None else {str(self._root / step_dir(step))}
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         """Save, or note that a save is due."""

@@ -74,22 +74,34 @@ class LoaderPlace:
         self.now: Mapping[str, Any] | None = None
         """The streams of a load, with which the moved pass continues."""
 
+    @property
+    def is_inside(self) -> bool:
+        """True while a pass is in progress, and before the rest of one that a load has moved to."""
+        begun = self._start is not None and self._moved is None
+        return begun and self._batches > 0
+
     def begin(self) -> Iterator[Any]:
         """Return the batches of one pass: of a new one, or of the one that a load has moved to."""
         moved, self._moved = self._moved, None
-        if moved is None:
-            self._batches, self._first = 0, None
-            if self.now is None:
-                self._start = Streams(self._generators)
-                return self._new(self._make(self._loader))
-            moved = {"batches": 0, "start": {}, "first": None, "fetch": None}
+        if moved is None or not moved["batches"]:
+            return self._begin_new(moved["start"] if moved is not None else {})
+        before = Streams()
         set_streams(moved["start"], self._generators)
-        if moved["batches"] == 0 and self.now is not None:
-            set_streams(self.now)
         self._start = Streams(self._generators)
         iterator = self._make(self._loader)
         first = moved["first"] if moved["first"] is not None else Streams().states()
+        set_streams(before.states())
         return self._rest(iterator, {**moved, "first": first})
+
+    def _begin_new(self, start: Mapping[str, Any]) -> Iterator[Any]:
+        """Return the batches of a new pass, with the loader's own generators as they were saved."""
+        now, self.now = self.now, None
+        if now is not None:
+            set_streams(now)
+        own = {name: state for name, state in start.items() if name in self._generators}
+        set_streams(own, self._generators)
+        self._batches, self._start, self._first = 0, Streams(self._generators), None
+        return self._new(self._make(self._loader))
 
     def _new(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a new pass."""
@@ -102,15 +114,14 @@ class LoaderPlace:
         self.now = None
         set_streams(moved["first"], self._generators)
         self._first = Streams(self._generators)
-        if self._batches:
-            if moved["fetch"] is not None:
-                self._watch.replay(self._batches, fetch=moved["fetch"], after=now)
-            # Indices alone are passed over where fetching has no streams of its own.
-            source = iterator._sampler_iter if self._watch.is_watching else iterator
-            for _ in itertools.islice(source, self._batches):
-                pass
-            if moved["fetch"] is None:
-                set_streams(now)
+        if moved["fetch"] is not None:
+            self._watch.replay(self._batches, fetch=moved["fetch"], after=now)
+        # Indices alone are passed over where fetching has no streams of its own.
+        source = iterator._sampler_iter if self._watch.is_watching else iterator
+        for _ in itertools.islice(source, self._batches):
+            pass
+        if moved["fetch"] is None:
+            set_streams(now)
         yield from self._counted(iterator)
 
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:

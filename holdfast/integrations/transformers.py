@@ -32,7 +32,7 @@ from holdfast.integrations.fetches import (
     set_epoch_of_samplers,
     set_streams,
 )
-from holdfast.integrations.world import groups_of_world, text_of_coordinator
+from holdfast.integrations.world import groups_of_world, newest_step, text_of_coordinator
 from holdfast.parallel import ProcessGroups
 from holdfast.policies.keep import KeepLast, KeepPolicy
 from holdfast.state import RNG, ModuleState, OptimizerState, PerRank, Stored
@@ -121,8 +121,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
         None if there is none. Each rank looks for itself; `train` takes what the first rank says.
         """
-        steps = self._steps()
-        return str(self._root / step_dir(steps[-1])) if steps else None
+        newest = newest_step(self._root)
+        return None if newest is None else str(self._root / step_dir(newest))
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any
@@ -317,16 +317,15 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
     def _step_for(self, groups: ProcessGroups, wanted: str | bool | None) -> int | None:
         """Return the step to resume from, the same on all ranks; None if it is not one of these."""
         found: int | None = None
-        steps = self._steps()
         if wanted is True:
-            found = steps[-1] if steps else None
+            found = newest_step(self._root)
         elif wanted:
             path = Path(wanted)
             native = _NATIVE.fullmatch(path.name)
             if path.absolute().parent == self._root.absolute():
                 found = parse_step_dir(path.name)
             elif native and path.absolute().parent == Path(self._output_dir).absolute():
-                found = int(native[1]) if int(native[1]) in steps else None
+                found = int(native[1]) if int(native[1]) in self._steps() else None
         text = text_of_coordinator(groups, "" if found is None else str(found), phase="resume")
         return int(text) if text else None
 

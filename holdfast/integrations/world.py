@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch.distributed as dist
 
 from holdfast.errors import GroupError
+from holdfast.format.names import list_steps
 from holdfast.parallel import Layout, ProcessGroups
+from holdfast.storage import PosixStorage
+from holdfast.writer.leftovers import wait_for_writers
+
+_SETTLE_S = 60.0
+_ALIVE_S = 5.0
+"""A writer whose heartbeat is older is dead."""
 
 
 def groups_of_world(name: str) -> ProcessGroups:
@@ -42,3 +50,26 @@ def text_of_coordinator(groups: ProcessGroups, text: str, *, phase: str) -> str:
     control = groups.control
     own = text.encode() if control.is_coordinator else None
     return control.broadcast(own, phase=phase).decode()
+
+
+def newest_step(root: Path) -> int | None:
+    """Return the newest committed step under a root; None without one.
+
+    Waits for writers that have outlived a run that was killed: what they write is committed soon,
+    and is what the next run continues from.
+    """
+    storage = PosixStorage(root)
+    if not storage.is_dir(""):
+        return None
+    wait_for_writers(storage, alive_s=_ALIVE_S, timeout_s=_SETTLE_S)
+    return max(list_steps(storage), default=None)
+
+
+def agreed_newest_step(groups: ProcessGroups, root: Path) -> int | None:
+    """Return the newest committed step by the first rank's view, on every rank.
+
+    Called by all ranks. Cost: one small collective.
+    """
+    newest = newest_step(root) if groups.control.is_coordinator else None
+    text = text_of_coordinator(groups, "" if newest is None else str(newest), phase="newest step")
+    return int(text) if text else None
