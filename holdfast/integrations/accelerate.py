@@ -69,6 +69,7 @@ class AccelerateCheckpoints:
         self._places = [_Place.of(loader) for loader in self._accelerator._dataloaders]
         self._groups = groups_of_world("accelerate")
         self._checkpointer = Checkpointer(root, groups=self._groups, **options)
+        self._overwrite = False
         self.step = 0
         """Optimizer steps that were made so far, those before a resume included."""
 
@@ -89,6 +90,8 @@ class AccelerateCheckpoints:
         newest = agreed_newest_step(checkpoints._groups, Path(root))
         if newest is not None:
             checkpoints.load(newest)
+        # A writer that has outlived the last run may still commit a step that this run makes again.
+        checkpoints._overwrite = True
         return checkpoints
 
     @property
@@ -133,7 +136,9 @@ class AccelerateCheckpoints:
         own = {"step": self.step, "accumulated": accelerator.step}
         places = {str(i): place.tree() for i, place in enumerate(self._places)}
         parts = {**self._parts(), "accelerator": own, "loaders": places}
-        return self._checkpointer.save_async(self.step, parts, **options)
+        return self._checkpointer.save_async(
+            self.step, parts, **{"overwrite": self._overwrite, **options}
+        )
 
     def load(self, step: int | None = None, **options: Any) -> LoadReport:
         """Load a checkpoint into everything that the accelerator has.
@@ -302,8 +307,8 @@ def _owners(optimizer: Any, models: list[nn.Module]) -> nn.Module | dict[str, nn
 def _refuse_unsupported(accelerator: Any) -> None:
     """Raise ConfigError for what this integration does not cover."""
     kind = accelerator.distributed_type.name
-    found = [kind] if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA") else []
+    unsupported = [kind] if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA") else []
     if accelerator.use_stateful_dataloader:
-        found.append("use_stateful_dataloader")
-    if found:
-        raise ConfigError(f"AccelerateCheckpoints does not support {', '.join(found)}")
+        unsupported.append("use_stateful_dataloader")
+    if unsupported:
+        raise ConfigError(f"AccelerateCheckpoints does not support {', '.join(unsupported)}")

@@ -62,6 +62,7 @@ class FabricCheckpoints:
         self._places = [_place(loader, fabric.world_size) for loader in loaders]
         self._groups = groups_of_world("fabric")
         self._checkpointer = Checkpointer(root, groups=self._groups, **options)
+        self._overwrite = False
         self.step = 0
         """Calls of `after_step` so far, those before a resume included."""
 
@@ -83,6 +84,8 @@ class FabricCheckpoints:
         newest = agreed_newest_step(checkpoints._groups, Path(root))
         if newest is not None:
             checkpoints.load(newest)
+        # A writer that has outlived the last run may still commit a step that this run makes again.
+        checkpoints._overwrite = True
         return checkpoints
 
     @property
@@ -118,7 +121,9 @@ class FabricCheckpoints:
             for i, place in enumerate(self._places)
         }
         parts = {**self._parts(), "fabric": {"step": self.step, "loaders": places}}
-        return self._checkpointer.save_async(self.step, parts, **options)
+        return self._checkpointer.save_async(
+            self.step, parts, **{"overwrite": self._overwrite, **options}
+        )
 
     def load(self, step: int | None = None, **options: Any) -> LoadReport:
         """Load a checkpoint into the state and the loaders.
@@ -154,8 +159,8 @@ class FabricCheckpoints:
 
     def _epoch_of(self, index: int) -> int:
         """Return the pass over a loader that is in progress, or comes next."""
-        begun = int(self._loaders[index]._num_iter_calls)
-        return begun - 1 if self._places[index].is_inside else begun
+        num_passes = int(self._loaders[index]._num_iter_calls)
+        return num_passes - 1 if self._places[index].is_inside else num_passes
 
     def _parts(self) -> dict[str, object]:
         """Return the objects of the state as parts."""

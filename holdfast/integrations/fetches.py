@@ -65,7 +65,7 @@ class FetchWatch:
     Args:
         loader: A `torch.utils.data.DataLoader`, or an object that looks like one. A loader with
             worker processes, or over an iterable dataset, is not watched: its workers have streams
-            of their own, and its fetches cannot be told apart. None watches nothing.
+            of their own, and its fetches cannot be distinguished. None watches nothing.
     """
 
     def __init__(self, loader: object) -> None:

@@ -77,6 +77,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         self._groups: ProcessGroups | None = None
         self._checkpointer: Checkpointer | None = None
         self._resumed: int | None = None
+        self._continues = False
+        """True once the newest checkpoint was asked for: a run without one is then a first run."""
         self._now: Mapping[str, Any] | None = None
         self._is_due_at_epoch_end = False
 
@@ -112,7 +114,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             self._running().load(_optimizers(trainer), step=self._resumed)
             if self._now is not None:  # no loader has taken them
                 set_streams(self._now)
-        elif self._running().latest() is not None:
+        elif not self._continues and self._running().latest() is not None:
             raise ConfigError(
                 f"{self._root} has checkpoints, the newest of step {self._running().latest()}, "
                 f"and this run does not continue from them: it would be resumed from them later. "
@@ -147,6 +149,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """Return the newest committed checkpoint; each rank looks, since no group is made yet."""
+        self._continues = True
         step = newest_step(self._root)
         return set() if step is None else {str(self._root / step_dir(step))}
 

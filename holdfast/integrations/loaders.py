@@ -77,8 +77,8 @@ class LoaderPlace:
     @property
     def is_inside(self) -> bool:
         """True while a pass is in progress, and before the rest of one that a load has moved to."""
-        begun = self._start is not None and self._moved is None
-        return begun and self._batches > 0
+        has_started = self._start is not None and self._moved is None
+        return has_started and self._batches > 0
 
     def begin(self) -> Iterator[Any]:
         """Return the batches of one pass: of a new one, or of the one that a load has moved to."""

@@ -72,6 +72,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._train = trainer.train
         self._checkpointer: Checkpointer | None = None
         self._resumed: int | None = None
+        self._continues = False
+        """True once the newest checkpoint was asked for: a run without one is then a first run."""
         self._state_text = ""
         self._watch: FetchWatch | None = None
         self._generators: dict[str, torch.Generator] = {}
@@ -121,6 +123,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
         None if there is none. Each rank looks for itself; `train` takes what the first rank says.
         """
+        self._continues = True
         newest = newest_step(self._root)
         return None if newest is None else str(self._root / step_dir(newest))
 
@@ -161,7 +164,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._count_batches(args, named["train_dataloader"])
         if self._resumed is not None:
             self._load(checkpointer, self._resumed, args, state)
-        elif checkpointer.latest() is not None:
+        elif not self._continues and checkpointer.latest() is not None:
             raise ConfigError(
                 f"{self._root} has checkpoints, the newest of step {checkpointer.latest()}, and "
                 f"this run does not continue from them: it would be resumed from them later. Pass "
@@ -264,7 +267,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
     def _load(self, checkpointer: Checkpointer, step: int, args: Any, state: Any) -> None:
         """Load a checkpoint into the Trainer, and set its own counters."""
         trainer: Any = self._trainer
-        wanted = _Position(self._epoch, self._batches, self._total_batch_size)
+        here = _Position(self._epoch, self._batches, self._total_batch_size)
         template = {
             **dict.fromkeys((*_Position._fields, "last_logged"), Stored()),
             "streams": _of_rank(Stored()),
@@ -274,8 +277,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         values: Any = checkpointer.load(parts, step=step).values
         loaded = values["position"]
         saved = _Position(*(loaded[name] for name in _Position._fields))
-        if saved != wanted and not args.ignore_data_skip:
-            raise MismatchError(_moved(saved, wanted))
+        if saved != here and not args.ignore_data_skip:
+            raise MismatchError(_moved(saved, here))
         streams = loaded["streams"] if isinstance(loaded["streams"], dict) else {}
         self._replay = {
             "epoch": streams.get("epoch"),
@@ -314,19 +317,19 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         storage = PosixStorage(self._root)
         return list_steps(storage) if storage.is_dir("") else []
 
-    def _step_for(self, groups: ProcessGroups, wanted: str | bool | None) -> int | None:
+    def _step_for(self, groups: ProcessGroups, resume: str | bool | None) -> int | None:
         """Return the step to resume from, the same on all ranks; None if it is not one of these."""
-        found: int | None = None
-        if wanted is True:
-            found = newest_step(self._root)
-        elif wanted:
-            path = Path(wanted)
+        step: int | None = None
+        if resume is True:
+            step = newest_step(self._root)
+        elif resume:
+            path = Path(resume)
             native = _NATIVE.fullmatch(path.name)
             if path.absolute().parent == self._root.absolute():
-                found = parse_step_dir(path.name)
+                step = parse_step_dir(path.name)
             elif native and path.absolute().parent == Path(self._output_dir).absolute():
-                found = int(native[1]) if int(native[1]) in self._steps() else None
-        text = text_of_coordinator(groups, "" if found is None else str(found), phase="resume")
+                step = int(native[1]) if int(native[1]) in self._steps() else None
+        text = text_of_coordinator(groups, "" if step is None else str(step), phase="resume")
         return int(text) if text else None
 
     @property
@@ -356,21 +359,21 @@ def _of_rank(tree: object) -> PerRank:
     return PerRank(tree, missing="keep", surplus="drop")
 
 
-def _moved(saved: _Position, wanted: _Position) -> str:
+def _moved(saved: _Position, here: _Position) -> str:
     """Return why a run cannot continue where it was."""
     return (
         f"the checkpoint is at batch {saved.batches} of epoch {saved.epoch}, with "
         f"{saved.total_batch_size} samples a step; this Trainer, which counts steps, would go on "
-        f"at batch {wanted.batches} of epoch {wanted.epoch}, with {wanted.total_batch_size} "
+        f"at batch {here.batches} of epoch {here.epoch}, with {here.total_batch_size} "
         f"samples a step. Keep the product of per_device_train_batch_size, "
         f"gradient_accumulation_steps and the number of ranks, and the size of the dataset; or "
-        f"start the data anew with ignore_data_skip=True"
+        f"start the data again with ignore_data_skip=True"
     )
 
 
 def _refuse_unsupported(trainer: Any) -> None:
     """Raise ConfigError for what this integration does not cover."""
-    found = {
+    unsupported = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP through Accelerate": trainer.is_fsdp_enabled,
         "a model that is sharded while it is loaded (tp_plan)": getattr(
@@ -381,6 +384,6 @@ def _refuse_unsupported(trainer: Any) -> None:
         "auto_find_batch_size": trainer.args.auto_find_batch_size,
         "TPU": trainer.args.device.type == "xla",
     }
-    named = [name for name, is_used in found.items() if is_used]
+    named = [name for name, is_used in unsupported.items() if is_used]
     if named:
         raise ConfigError(f"HoldfastCallback does not support {', '.join(named)}")
