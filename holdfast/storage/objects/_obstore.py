@@ -60,10 +60,7 @@ def library() -> Any:
 @cache
 def memory_store(name: str) -> Any:
     """Return the store of `memory://name`, the same for the whole process."""
-    library()
-    from obstore.store import MemoryStore
-
-    return MemoryStore()
+    return library().store.MemoryStore()
 
 
 def make_store(
@@ -81,9 +78,7 @@ def make_store(
     Raises:
         ConfigError: obstore is missing, or refuses the options.
     """
-    library()
-    from obstore.store import from_url
-
+    from_url = library().store.from_url
     settings = dict(options)
     client: dict[str, Any] = {"timeout": f"{timeout_s:g}s", "connect_timeout": "5s"}
     client |= settings.pop("client_options", {})
@@ -133,8 +128,7 @@ def _provider(scheme: str, settings: Mapping[str, Any]) -> Any | None:
 
 def explain(error: Exception, *, scheme: str, bucket: str) -> Failure:
     """Say what a failed request means; the result has nothing of the error's own text."""
-    from obstore import exceptions
-
+    exceptions = library().exceptions
     text = str(error)
     status, codes = _STATUS.search(text), _CODE.search(text)
     number = int(status[1]) if status is not None else 0
