@@ -24,9 +24,11 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.digest import digest128
+from holdfast.format.envelopes.torch_dist import extra_files
 from holdfast.format.fingerprint import Partial, combine
 from holdfast.format.index import ChunkIndex, encode_index, validate_index
 from holdfast.format.manifest import (
+    ExtraInfo,
     FileInfo,
     IndexInfo,
     Manifest,
@@ -114,7 +116,7 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
                 _read_done(storage, directory, position, plan, header)
                 for position in range(len(plan.plan.ranks))
             ]
-            index_bytes, manifest = assemble(plan.plan, records, header)
+            index_bytes, manifest, extras = assemble(plan.plan, records, header)
             manifest_bytes = encode_manifest(manifest)
     except HoldfastError:
         raise
@@ -132,8 +134,8 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
                 f"{storage.describe(path)} has {nbytes} bytes, its writer (rank {info.writer}) "
                 f"reported {info.nbytes}; save again"
             )
-    # Third, write index and manifest.
-    for name, data in ((INDEX, index_bytes), (MANIFEST, manifest_bytes)):
+    # Third, write index and manifest, and what other programs begin with.
+    for name, data in (*extras.items(), (INDEX, index_bytes), (MANIFEST, manifest_bytes)):
         path = f"{directory}/{name}"
         if storage.exists(path):  # of an earlier, killed commit
             storage.remove_tree(path, durable=False)
@@ -155,7 +157,7 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
 
 def assemble(
     plan: CommitPlan, records: list[DoneRecord], header: SaveHeader
-) -> tuple[bytes, Manifest]:
+) -> tuple[bytes, Manifest, dict[str, bytes]]:
     """Build index and manifest from the records and prove them against the plan.
 
     Args:
@@ -163,13 +165,17 @@ def assemble(
         records: Records of all ranks, in the order of the plan.
         header: Header of the save.
 
+    Returns:
+        The index, the manifest, and by name the files for other programs, which are in it.
+
     Raises:
         PlanError, CorruptionError: See `commit_save`.
 
     Cost: linear in rows and ranks.
     """
     planned = plan.row_nbytes
-    files = [data_file(number) for number in range(len(plan.writers))]
+    numbers = range(len(plan.writers))
+    files = [data_file(number, envelope=plan.envelope) for number in numbers]
     index = build_index(plan, records, files, planned=planned)
     compare_checks(plan, records)
     parts = _merge_values(plan, records)
@@ -177,7 +183,27 @@ def assemble(
     manifest = _build_manifest(plan, header, records, files, index, index_bytes, parts)
     validate_index(index, manifest)
     _compare_copies(index, manifest, header)
-    return index_bytes, manifest
+    extras: dict[str, bytes] = {}
+    if plan.envelope == "torch_dist":
+        extras = _extra_files(index, manifest)
+        infos = [
+            ExtraInfo(name=name, nbytes=len(data), digest=digest128(data))
+            for name, data in extras.items()
+        ]
+        manifest = msgspec.structs.replace(manifest, extras=infos)
+    return index_bytes, manifest, extras
+
+
+def _extra_files(index: ChunkIndex, manifest: Manifest) -> dict[str, bytes]:
+    """Make the files for PyTorch and Megatron; log what they cannot have."""
+    made = extra_files(
+        index, manifest.tensors, manifest.parts, [file.name for file in manifest.files]
+    )
+    if made.notes:
+        _LOG.info(
+            "step %d, as PyTorch and Megatron read it: %s", manifest.step, "; ".join(made.notes)
+        )
+    return made.files
 
 
 def _publish(storage: Storage, directory: str, final: str, header: SaveHeader) -> None:
@@ -484,6 +510,7 @@ def _build_manifest(
                 header_digest=records[position].header_digest,
                 writer=plan.ranks[position],
                 coordinate=plan.coordinates[position],
+                envelope=plan.envelope,
             )
             for number, position in enumerate(plan.writers)
         ],

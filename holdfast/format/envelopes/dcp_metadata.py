@@ -40,7 +40,7 @@ class FlatTree:
     def add(self, path: Path, value: Any) -> None:
         """Add a value and what is below it."""
         shown = ".".join(map(str, path))
-        if isinstance(value, tuple | deque) and _has_tensors(value):
+        if isinstance(value, tuple | deque) and has_tensors(value):
             kind = type(value).__name__
             self._notes.append(f"{shown} is a {kind} with tensors: it is written as a list")
             value = list(value)
@@ -75,16 +75,17 @@ def _is_leaf(value: list[Any]) -> bool:
     return not any(
         isinstance(item, dict | TensorRef)
         or (isinstance(item, list) and not _is_leaf(item))
-        or _has_tensors(item)
+        or has_tensors(item)
         for item in value
     )
 
 
-def _has_tensors(value: Any) -> bool:
+def has_tensors(value: Any) -> bool:
+    """Return True if a tensor is in a value."""
     if isinstance(value, dict):
-        return any(map(_has_tensors, value.values()))
+        return any(map(has_tensors, value.values()))
     if isinstance(value, list | tuple | deque):
-        return any(map(_has_tensors, value))
+        return any(map(has_tensors, value))
     return isinstance(value, TensorRef)
 
 
