@@ -2,17 +2,11 @@
 
 Threads make them while the image is staged and written, in pieces, so that one large chunk is no
 slower than many small ones: those of pieces are combined to that of the chunk.
-
-A CRC is the remainder of the bytes as a polynomial, modulo one of degree 32. That one divides
-x**(8 * 91639) + x**(8 * 41678) + 1. So a byte may be taken out, if it is added (an XOR) to those
-91639 - 41678 and 91639 places behind it. With NumPy that is done to long ranges at once, and at
-most 140 KB of a piece are left: 11 GB/s a core, where zlib alone has 4.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,15 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.arrays.types import ByteArray
 from holdfast.writer.records import PlannedFile
 
 PIECE_NBYTES = 4 << 20
 CRC_NBYTES = 4
 _MAX_THREADS = 4
 _POLYNOMIAL = 0xEDB88320
-_NEAR, _FAR = 91639 - 41678, 91639
-_LEAST_FOLDED = 4 * _FAR
 _ONE = 1 << 31
 """The polynomial 1: the bits of a CRC-32 are those of a polynomial, the lowest power first."""
 
@@ -117,7 +108,7 @@ class Checksums:
         return put
 
     def _run(self, task: list[_Piece]) -> list[int]:
-        return [crc32(self._image[piece.begin : piece.stop]) for piece in task]
+        return [zlib.crc32(self._image[piece.begin : piece.stop]) for piece in task]
 
     def _take_until(self, row: int) -> bool:
         """Wait for all pieces of rows up to `row` and add them; False if one has not begun."""
@@ -165,31 +156,6 @@ def _tasks(starts: list[int], stops: list[int]) -> list[list[_Piece]]:
             tasks[-1].append(piece)
             room -= nbytes
     return tasks
-
-
-_scratch = threading.local()
-
-
-def crc32(data: memoryview) -> int:
-    """Return the CRC-32 of bytes, up to `PIECE_NBYTES`; releases the interpreter's lock."""
-    if not _LEAST_FOLDED <= data.nbytes <= PIECE_NBYTES:
-        return zlib.crc32(data)
-    # What bytes become by those taken out before them, behind zeros.
-    folded: ByteArray | None = getattr(_scratch, "folded", None)
-    if folded is None:
-        folded = _scratch.folded = np.zeros(_FAR + PIECE_NBYTES, dtype=np.uint8)
-    source = np.frombuffer(data, dtype=np.uint8)
-    end = (len(source) - _FAR) // _NEAR * _NEAR
-    for at in range(0, end, _NEAR):
-        target = folded[_FAR + at : _FAR + at + _NEAR]
-        np.bitwise_xor(source[at : at + _NEAR], folded[_FAR + at - _NEAR : _FAR + at], out=target)
-        np.bitwise_xor(target, folded[at : at + _NEAR], out=target)
-        if at == 0:
-            target[:4] ^= 0xFF  # as every CRC-32 begins
-    rest = source[end:].copy()
-    rest[:_NEAR] ^= folded[_FAR + end - _NEAR : _FAR + end]
-    rest[:_FAR] ^= folded[end : end + _FAR]
-    return zlib.crc32(rest, 0xFFFFFFFF)
 
 
 def combined(first: int, second: int, nbytes: int) -> int:

@@ -7,26 +7,11 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.writer.checksums import PIECE_NBYTES, checksums, combined, crc32
+from holdfast.writer.checksums import PIECE_NBYTES, checksums, combined
 from holdfast.writer.records import PlannedFile, column
-
-_RANDOM = np.random.default_rng(5).integers(0, 256, 3 * PIECE_NBYTES, dtype=np.uint8).tobytes()
-
-
-@settings(max_examples=60, deadline=None)
-@given(nbytes=st.integers(0, PIECE_NBYTES + 2), start=st.integers(0, 70))
-def test_it_is_that_of_zlib(nbytes: int, start: int) -> None:
-    data = memoryview(_RANDOM)[start : start + nbytes]
-    assert crc32(data) == zlib.crc32(data)
-
-
-def test_of_zeros_and_ones() -> None:
-    for byte in (b"\0", b"\xff"):
-        data = memoryview(byte * (PIECE_NBYTES - 1))
-        assert crc32(data) == zlib.crc32(data)
 
 
 @given(first=st.binary(max_size=300), second=st.binary(max_size=300))

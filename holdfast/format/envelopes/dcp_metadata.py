@@ -27,13 +27,19 @@ Path = tuple[str | int, ...]
 class FlatTree:
     """Flattens values as PyTorch does.
 
+    Args:
+        notes: Get what is written in another form, or left out.
+        is_strict: Refuse two names that are one when they are joined with dots; else the second is
+            left out.
+
     Attributes:
         items: Tensors and values by flat name.
         paths: By flat name the path in the dict.
     """
 
-    def __init__(self, notes: list[str]) -> None:
+    def __init__(self, notes: list[str], *, is_strict: bool = True) -> None:
         self._notes = notes
+        self._is_strict = is_strict
         self.items: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
 
@@ -50,9 +56,10 @@ class FlatTree:
             for i, item in enumerate(value):
                 self.add((*path, i), item)
         elif shown in self.items:
-            raise PlanError(
-                f"{shown!r} would be there twice: as {self.paths[shown]} and as {path}; rename one"
-            )
+            problem = f"{shown!r} would be there twice: as {self.paths[shown]} and as {path}"
+            if self._is_strict:
+                raise PlanError(f"{problem}; rename one")
+            self._notes.append(f"{problem}; the second is left out")
         else:
             self.items[shown] = value
             self.paths[shown] = path

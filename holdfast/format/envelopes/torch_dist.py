@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from holdfast.arrays.boxes import Box
-from holdfast.errors import PlanError
+from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.envelopes.dcp_metadata import (
     METADATA_FILE,
     DescribedTensor,
@@ -144,15 +144,14 @@ def extra_files(
         files: Names of the data files.
 
     Raises:
-        PlanError: Two names are one when they are joined with dots, a value cannot be written, or
-            the chunks do not lie where this envelope has them.
+        PlanError: A value cannot be written, or the chunks do not lie where this envelope has them.
         CorruptionError: A node is malformed.
 
     Cost: linear in chunks and the size of values.
     """
     plain = PlainValues()
-    trees = plain.parts({name: to_torch(node) for name, node in parts.items()})
-    flat = FlatTree(plain.notes)
+    trees = plain.parts({name: _as_torch(node) for name, node in parts.items()})
+    flat = FlatTree(plain.notes, is_strict=False)
     for name, value in trees.items():
         flat.add((name,), value)
     chunks = _chunks(index, tensors, files)
@@ -181,6 +180,15 @@ def extra_files(
     made[_COMMON_FILE] = value_archive(_without_tensors(trees))
     made[_CONFIG_FILE] = msgspec.json.encode(_CONFIG)
     return ExtraFiles(made, plain.notes)
+
+
+def _as_torch(node: Node) -> Node:
+    """Return an optimizer in PyTorch's form; what only looks like one stays as it is."""
+    try:
+        return to_torch(node)
+    except (CorruptionError, AttributeError, LookupError, TypeError):
+        # Before a load, any dict of the caller's may have these keys: it must not fail a save.
+        return node
 
 
 class _Chunk(NamedTuple):
