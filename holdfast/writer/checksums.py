@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ from holdfast.writer.records import PlannedFile
 PIECE_NBYTES = 4 << 20
 CRC_NBYTES = 4
 _MAX_THREADS = 4
+_MAX_AHEAD_NBYTES = 32 << 20
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 """The polynomial 1: the bits of a CRC-32 are those of a polynomial, the lowest power first."""
@@ -77,6 +79,18 @@ class Checksums:
     def __exit__(self, *_: object) -> None:
         """End the threads; what they have not begun is dropped."""
         self._pool.shutdown(cancel_futures=True)
+
+    def reach(self, end: int) -> int:
+        """Return the end of the row that byte `end` cuts off from its first checksum; else `end`.
+
+        With that row's checksum known, nothing of what is written up to `end` has to be written
+        again. Of a very large row it is not waited for.
+        """
+        row = bisect_right(self._stops, end)
+        if row == len(self._stops) or self._places[row][0] >= end:
+            return end
+        stop = self._stops[row]
+        return stop if stop - end <= _MAX_AHEAD_NBYTES else end
 
     def put_until(self, end: int, *, staged: int) -> list[int]:
         """Put the checksums of rows that end within the first `end` bytes.

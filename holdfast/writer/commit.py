@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -135,15 +136,9 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
                 f"reported {info.nbytes}; save again"
             )
     # Third, write index and manifest, and what other programs begin with.
-    for name, data in (*extras.items(), (INDEX, index_bytes), (MANIFEST, manifest_bytes)):
-        path = f"{directory}/{name}"
-        if storage.exists(path):  # of an earlier, killed commit
-            storage.remove_tree(path, durable=False)
-        # The bytes are synced now and the name below, with the directory: no process looks for the
-        # name before the directory has its own.
-        with storage.create(path, nbytes=len(data)) as sink:
-            sink.write_at(0, memoryview(data))
-            sink.sync()
+    _write_synced(storage, directory, extras)
+    for name, data in ((INDEX, index_bytes), (MANIFEST, manifest_bytes)):
+        _write_synced(storage, directory, {name: data})
     # Fourth, remove the notes of the save, which a reader would report as stray files.
     unnamed = [name for name in storage.list(directory) if name.startswith((".tmp-", ".trash-"))]
     for name in ("plan", "done", *unnamed):  # the latter are of an earlier, killed commit
@@ -153,6 +148,29 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
     if plan.plan.writers:
         storage.sync_dir(f"{directory}/data")
     storage.sync_dir(directory)
+
+
+def _write_synced(storage: Storage, directory: str, files: Mapping[str, bytes]) -> None:
+    """Write small files and sync their bytes, those of several at the same time.
+
+    Their names are synced with the directory: no process looks for one before the directory has
+    its own.
+    """
+    with ExitStack() as stack:
+        sinks = []
+        for name, data in files.items():
+            path = f"{directory}/{name}"
+            if storage.exists(path):  # of an earlier, killed commit
+                storage.remove_tree(path, durable=False)
+            sink = stack.enter_context(storage.create(path, nbytes=len(data)))
+            sink.write_at(0, memoryview(data))
+            sinks.append(sink)
+        if len(sinks) == 1:
+            sinks[0].sync()
+        elif sinks:
+            with ThreadPoolExecutor(len(sinks), thread_name_prefix="holdfast-sync") as pool:
+                for done in [pool.submit(sink.sync) for sink in sinks]:
+                    done.result()
 
 
 def assemble(

@@ -27,7 +27,7 @@ from holdfast.format.names import parse_saving_dir, step_dir
 from holdfast.format.root_identity import require_root
 from holdfast.format.versions import LEASES_DIR, repeated
 from holdfast.storage import PosixStorage, Storage
-from holdfast.writer.checksums import CRC_NBYTES, Checksums, Put, checksums
+from holdfast.writer.checksums import CRC_NBYTES, Put, checksums
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import (
     committers_failure,
@@ -419,21 +419,18 @@ def _write_image(
         late: list[int] = []
         for start in range(0, image.nbytes, _WRITE_NBYTES):
             end = min(start + _WRITE_NBYTES, image.nbytes)
+            needed = end if sums is None else sums.reach(end)
             # With a gate the image fills from the front, at the same time.
-            staged = image.nbytes if gate is None else gate.wait(end)
+            staged = image.nbytes if gate is None else gate.wait(needed)
             if sums is not None:
-                late += _late_places(sums, start, end, staged)
+                put_now = sums.put_until(needed, staged=staged)
+                late += [place for place in put_now if place < start]
             sink.write_at(start, image[start:end])
             if on_progress is not None:
                 on_progress(end)
-        for place in late:
+        for place in late:  # of chunks that ended long after these bytes were written
             sink.write_at(place, image[place : place + CRC_NBYTES])
         sink.sync()
-
-
-def _late_places(sums: Checksums, start: int, end: int, staged: int) -> list[int]:
-    """Put the checksums that are due; return the places that are written, in whole or in part."""
-    return [place for place in sums.put_until(end, staged=staged) if place < start]
 
 
 def _envelope_digest(job: WriteJob, image: memoryview) -> str:

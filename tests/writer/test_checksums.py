@@ -46,7 +46,9 @@ def test_rows_of_an_image_as_it_fills(seed: int) -> None:
         staged = 0
         for end in range(0, at, 1 << 20):
             staged = min(max(staged, end + draw.randrange(3 << 20)), at)
-            put += sums.put_until(min(end, staged), staged=staged)
+            due = min(sums.reach(end), staged)
+            assert due >= min(end, staged)
+            put += sums.put_until(due, staged=staged)
         put += sums.put_until(at, staged=at)
     assert sorted(put) == sorted(place for pair in places for place in pair)
     for start, nbytes, pair in zip(starts, sizes, places, strict=True):

@@ -87,8 +87,8 @@ class _Emitter:
         self._out = bytearray()
         self._memo: dict[Hashable, int] = {}
         self._forms: dict[tuple[Global, tuple[str, ...]], list[bytes]] = {}
-        """Of objects that are made anew, by class and names of their members: what is written in
-        front of each member and behind the last, which is the same from the second one on."""
+        """Of new objects, by class and names of their members: what is written in front of each
+        member, which is the same from the second one on."""
         self._depth = 0
         self._by_type: dict[type, Callable[[Any], None]] = {
             type(None): lambda _: self._code(b"N"),

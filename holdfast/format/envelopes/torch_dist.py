@@ -185,10 +185,11 @@ def extra_files(
 def _as_torch(node: Node) -> Node:
     """Return an optimizer in PyTorch's form; what only looks like one stays as it is."""
     try:
-        return to_torch(node)
+        made: Node = to_torch(node)
     except (CorruptionError, AttributeError, LookupError, TypeError):
-        # Before a load, any dict of the caller's may have these keys: it must not fail a save.
+        # Any dict of the caller's may have these keys: it must not fail a save.
         return node
+    return made
 
 
 class _Chunk(NamedTuple):
