@@ -13,7 +13,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 PYTEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-faults test test-all test-slow test-nightly lint types contracts format bench bench-groups trace docs setup clean help
+.PHONY: demo demo-faults test test-all test-slow test-nightly test-integrations lint types contracts format bench bench-groups trace docs setup clean help
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST); echo "also: setup lint format bench bench-groups trace test-slow clean"
@@ -43,6 +43,11 @@ test-slow: setup
 
 test-nightly: setup
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "nightly and not gpu"
+
+## All tests of the frameworks, the long ones too; those of a framework that is missing are skipped.
+test-integrations: setup
+	@$(BIN)/python -m pip install --quiet --no-deps lightning pytorch-lightning
+	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not nightly" tests/integrations
 
 test-all: setup lint
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not nightly and not gpu"

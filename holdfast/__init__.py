@@ -90,6 +90,7 @@ if TYPE_CHECKING:
         module_parts,
     )
     from holdfast.storage import PosixStorage, Storage
+    from holdfast.storage.objects import ObjectStorage
 
 __all__ = [
     "RNG",
@@ -134,6 +135,7 @@ __all__ = [
     "ModuleState",
     "Moment",
     "MultiModuleOptimizer",
+    "ObjectStorage",
     "OnFile",
     "OnLayout",
     "OnSignal",
@@ -244,6 +246,7 @@ _ROOMS = {
         "module_parts",
     ),
     "holdfast.storage": ("PosixStorage", "Storage"),
+    "holdfast.storage.objects": ("ObjectStorage",),
 }
 
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -37,7 +36,7 @@ from holdfast.parallel.control.guard import Guard, guarded
 from holdfast.policies.keep import KeepPolicy
 from holdfast.policies.save import SavePolicy
 from holdfast.policies.schedule import SaveSchedule
-from holdfast.storage import PosixStorage, Storage
+from holdfast.storage import Storage, open_storage
 
 
 class Checkpointer:
@@ -46,7 +45,8 @@ class Checkpointer:
     A context manager: leaving it waits for saves in flight and raises what failed.
 
     Args:
-        root: a directory (made by the first save) or a `Storage`.
+        root: a directory (made by the first save), the URL of a place in a bucket
+            (`s3://bucket/run`, `gs://`, `az://`; see docs/object-stores.md), or a `Storage`.
         groups: the communicators of the layout that the state lives on; every call that saves or
             loads is collective over its ranks. Default: the ones made current by
             `groups.as_default()`; a process on its own needs none.
@@ -135,9 +135,7 @@ class Checkpointer:
             max_kept_nbytes=max_kept_nbytes,
             ckpt_format=ckpt_format,
         )
-        self._storage: Storage = (
-            PosixStorage(Path(root)) if isinstance(root, str | os.PathLike) else root
-        )
+        self._storage: Storage = open_storage(root) if isinstance(root, str | os.PathLike) else root
         self._groups = groups if groups is not None else _default_groups()
         codecs = codecs if codecs is not None else Codecs()
         self._codecs, self._on_drift = codecs, on_drift
@@ -506,7 +504,9 @@ class Checkpointer:
         else:
             self._loader.forget()
             with ExitStack() as stack:
-                storage, step = open_source(source, stack, step=options.step, names=names)
+                storage, step = open_source(
+                    source, stack, step=options.step, names=names, on_drift=self._on_drift
+                )
                 loader = Loader(
                     storage,
                     self._groups,

@@ -26,6 +26,7 @@ VERBS = {
     "verify": "check every byte of a checkpoint",
     "diff": "compare two checkpoints, whatever their layouts",
     "view": "write one HTML page about a checkpoint and its run",
+    "copy": "copy a checkpoint to another disk or bucket, byte for byte",
     "convert": "write a checkpoint in another format",
     "export": "write tensors as safetensors or npy files",
     "prune": "remove old checkpoints by a policy",

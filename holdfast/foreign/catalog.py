@@ -160,6 +160,39 @@ class HeldBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class PartOfPayload:
+    """The bytes of another payload from byte `skip`."""
+
+    inner: Payload
+    skip: int
+
+    @property
+    def file(self) -> str:
+        """The file of the other payload."""
+        return self.inner.file
+
+    @property
+    def order(self) -> int:
+        """By the other payload, and then by place in it."""
+        return self.inner.order + self.skip
+
+    def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
+        """Read the bytes from the other payload."""
+        self.inner.readinto(out, start=self.skip + start, files=files)
+
+
+def part_of(payload: Payload, *, start: int, nbytes: int) -> Payload:
+    """Return a range of the bytes of a payload, as plain as it can be."""
+    if isinstance(payload, FileBytes):
+        return FileBytes(payload.file, payload.start + start)
+    if isinstance(payload, HeldBytes):
+        return HeldBytes(payload.data[start : start + nbytes], payload.file)
+    if isinstance(payload, PartOfPayload):
+        return PartOfPayload(payload.inner, payload.skip + start)
+    return PartOfPayload(payload, start) if start else payload
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A box of a tensor, and where its bytes are."""
 
@@ -222,6 +255,8 @@ class Catalog:
         parts: The tree of the state, as in a manifest; tensors are nodes that name their key.
         left_out: What the checkpoint has and the catalog has not, one sentence each.
         metadata: The user's own JSON object, where the format has one.
+        drift: Which stored copies of a tensor differ, and in which files; empty if none does, or if
+            nothing but digests could tell. The first copy is the one that is read.
     """
 
     format: str
@@ -234,6 +269,7 @@ class Catalog:
     parts: Mapping[str, Node]
     left_out: Sequence[str] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    drift: str = ""
 
     @property
     def nbytes(self) -> int:

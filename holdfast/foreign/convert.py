@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, CorruptionError
 from holdfast.foreign import dcp_output, own_format, safetensors_files, torch_save_output
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.formats import detect_format, open_catalog
@@ -90,8 +90,11 @@ def plan_conversion(catalog: Catalog, to: Path, options: ConvertOptions) -> Conv
 
     Raises:
         ConfigError: An option does not fit.
+        CorruptionError: Stored copies of a tensor differ: which one is right is not known.
         PlanError: The format cannot hold a name, a type or a value.
     """
+    if catalog.drift:
+        raise CorruptionError(f"{catalog.drift}. Which copy is right is not stored")
     if options.to == "holdfast":
         step = catalog.step if options.step is None else options.step
         return Conversion(

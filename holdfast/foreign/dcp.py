@@ -109,6 +109,7 @@ class Items:
         more: Tensors inside of values, by key.
         paths: By flat name the path in the saved dict.
         left_out: What no value keeps.
+        mcore_data: What Megatron has added to the metadata, by flat name.
     """
 
     identity: bytes
@@ -117,6 +118,7 @@ class Items:
     more: dict[str, CatalogTensor] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    mcore_data: Mapping[str, Any] = field(default_factory=dict)
 
     def tensors_by_key(self) -> Iterator[tuple[str, CatalogTensor]]:
         """Yield all tensors with their keys."""
@@ -183,6 +185,9 @@ def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
     names = _dict(_get(metadata, "state_dict_metadata"))
     ranges = _ranges(location, _dict(_get(metadata, "storage_data")))
     items = Items(identity=identity, paths=_paths(metadata, names))
+    mcore_data = _optional(metadata, "mcore_data")
+    if isinstance(mcore_data, dict):
+        items.mcore_data = mcore_data
     archives = _Archives(location)
     values = []
     for name, entry in names.items():

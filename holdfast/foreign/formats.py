@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
-from holdfast.foreign import dcp, safetensors_files, torch_files
+from holdfast.foreign import dcp, safetensors_files, torch_dist, torch_files
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.location import Location
 
@@ -30,6 +30,13 @@ class Format:
 
 
 FORMATS: tuple[Format, ...] = (
+    # Before DCP: its checkpoints are DCP directories, too.
+    Format(
+        name="torch_dist",
+        title="Megatron torch_dist",
+        detect=torch_dist.detect,
+        open=torch_dist.open_catalog,
+    ),
     Format(name="dcp", title="PyTorch DCP", detect=dcp.detect, open=dcp.open_catalog),
     Format(
         name="torch_save",

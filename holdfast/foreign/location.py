@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -70,9 +71,14 @@ class Location:
     def of(cls, path: str | os.PathLike[str]) -> Location:
         """Return the location of a path; ConfigError if nothing is there."""
         path = Path(path)
-        if not path.exists():
-            raise ConfigError(f"{path} does not exist")
-        if path.is_dir():
+        try:
+            is_dir = stat.S_ISDIR(path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(f"{path} does not exist") from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"{path} cannot be examined: {reason}") from None
+        if is_dir:
             return cls(Folder(path), None, str(path))
         return cls(Folder(path.parent), path.name, str(path))
 

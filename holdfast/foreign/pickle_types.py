@@ -64,6 +64,11 @@ _RECORDS = (
     "torch.distributed.checkpoint.hf_storage._HFStorageInfo",
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
     "torch.distributed._shard.metadata.ShardMetadata",
+    # What Megatron caches with it: the plans by which ranks have written.
+    "torch.distributed.checkpoint.planner.SavePlan",
+    "torch.distributed.checkpoint.planner.WriteItem",
+    "torch.distributed.checkpoint.planner.TensorWriteData",
+    "torch.distributed.checkpoint.planner.BytesIOWriteData",
     # Megatron.
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
     "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
@@ -128,6 +133,7 @@ _ENUMS: dict[str, dict[object, str]] = {
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": _numbered(
         "TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT", start=0
     ),
+    "torch.distributed.checkpoint.planner.WriteItemType": _numbered("TENSOR", "SHARD", "BYTE_IO"),
     "torch.distributed.checkpoint.filesystem.SerializationFormat": _by_text(
         "TORCH_SAVE", "SAFETENSORS"
     ),

@@ -22,11 +22,10 @@ from holdfast.arrays.types import AnyArray
 from holdfast.errors import MismatchError, PlacementError
 from holdfast.foreign.catalog import (
     CatalogTensor,
-    FileBytes,
-    HeldBytes,
     OpenFiles,
     Payload,
     TensorReader,
+    part_of,
 )
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.elements import FLOATS, decode_elements, encode_floats
@@ -34,39 +33,6 @@ from holdfast.format.elements import FLOATS, decode_elements, encode_floats
 _RUN_NBYTES = 16 << 10
 """Runs shorter than this are evaluated together and not read one by one, if there are many."""
 _MANY_RUNS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class PartOfPayload:
-    """The bytes of another payload from byte `skip`."""
-
-    inner: Payload
-    skip: int
-
-    @property
-    def file(self) -> str:
-        """The file of the other payload."""
-        return self.inner.file
-
-    @property
-    def order(self) -> int:
-        """The order of the other payload."""
-        return self.inner.order
-
-    def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
-        """Read the bytes from the other payload."""
-        self.inner.readinto(out, start=self.skip + start, files=files)
-
-
-def part_of(payload: Payload, *, start: int, nbytes: int) -> Payload:
-    """Return a range of the bytes of a payload, as plain as it can be."""
-    if isinstance(payload, FileBytes):
-        return FileBytes(payload.file, payload.start + start)
-    if isinstance(payload, HeldBytes):
-        return HeldBytes(payload.data[start : start + nbytes], payload.file)
-    if isinstance(payload, PartOfPayload):
-        return PartOfPayload(payload.inner, payload.skip + start)
-    return PartOfPayload(payload, start) if start else payload
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,7 +317,8 @@ class CheckpointFiles:
             source.readinto(out, start=place + start)
             return
         stated = self.index.digests(row)[start // block : -(-stop // block)].tolist()
-        num_blocks = max(_STEP_NBYTES // block, 1)
+        # Each read of an object is a request, which costs more than a miss of the cache.
+        num_blocks = max(getattr(source, "step_nbytes", _STEP_NBYTES) // block, 1)
         step = num_blocks * block
         for at in range(0, len(out), step):
             data = out[at : at + step]
@@ -365,7 +366,8 @@ class CheckpointFiles:
                 held, directory = self._hold()
                 source = held.open(join_path(directory, info.name))
                 self.stats.opens += 1
-                if source.nbytes != info.nbytes:
+                # In an object store a size is a request, and a wrong one shows in the digests.
+                if getattr(source, "knows_size", True) and source.nbytes != info.nbytes:
                     source.close()
                     raise CorruptionError(
                         f"{info.name} has {source.nbytes} bytes, the manifest states {info.nbytes}"

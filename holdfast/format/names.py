@@ -10,6 +10,7 @@ import re
 
 from holdfast.errors import StorageError
 from holdfast.storage import Storage
+from holdfast.storage.reading import read_tail
 
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
@@ -103,10 +104,13 @@ def rank_log_file(rank: int) -> str:
 
 def list_steps(storage: Storage) -> list[int]:
     """Return the committed steps, ascending; links are not followed."""
+    # A storage where each look is a request knows of all directories whether they have a file.
+    dirs_with = getattr(storage, "dirs_with", None)
     steps = [
         step
-        for name in storage.list("")
-        if (step := parse_step_dir(name)) is not None and storage.exists(f"{name}/{MANIFEST}")
+        for name in (storage.list("") if dirs_with is None else dirs_with(MANIFEST))
+        if (step := parse_step_dir(name)) is not None
+        and (dirs_with is not None or storage.exists(f"{name}/{MANIFEST}"))
     ]
     return sorted(steps)
 
@@ -118,9 +122,12 @@ def latest_step(storage: Storage) -> int | None:
 
 def _is_file_with(storage: Storage, path: str, data: bytes) -> bool:
     """Return True if a file has just this content; reads no more than that."""
-    if not storage.exists(path) or storage.size(path) != len(data):
+    try:
+        return read_tail(storage, path, nbytes=len(data), file_nbytes=len(data)) == data
+    except StorageError:
+        if storage.exists(path):
+            raise
         return False
-    return storage.read(path, nbytes=len(data)) == data
 
 
 def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:

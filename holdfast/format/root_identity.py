@@ -15,6 +15,7 @@ import time
 
 from holdfast.errors import StorageError
 from holdfast.storage import Storage
+from holdfast.storage.reading import read_at_most
 
 ROOT_ID = ".root-id"
 
@@ -84,7 +85,7 @@ def read_root_id(storage: Storage) -> str:
 
 
 def _read(storage: Storage) -> bytes:
-    return storage.read(ROOT_ID, nbytes=min(storage.size(ROOT_ID), _NBYTES + 1))
+    return read_at_most(storage, ROOT_ID, _NBYTES + 1)
 
 
 def require_root(storage: Storage, root_id: str) -> None:

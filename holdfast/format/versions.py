@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -45,6 +46,7 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.storage import Storage
+from holdfast.storage.reading import read_at_most, read_if_there, read_tail
 
 LEASES_DIR = ".reading"
 DEFAULT_LEASE_S = 600.0
@@ -79,14 +81,19 @@ def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
     Cost: one read.
     """
     path = join_path(directory, MANIFEST)
-    if not storage.exists(path):
+    place = storage.describe(path)
+    data = read_if_there(
+        storage,
+        path,
+        max_nbytes=MAX_MANIFEST_NBYTES,
+        too_large=lambda: CorruptionError(
+            f"{place} is larger than the limit of {MAX_MANIFEST_NBYTES} bytes"
+        ),
+    )
+    if data is None:
         raise StorageError(
             f"{storage.describe(directory)} is not a committed checkpoint: it has no {MANIFEST}"
         )
-    place = storage.describe(path)
-    if storage.size(path) > MAX_MANIFEST_NBYTES:
-        raise CorruptionError(f"{place} is larger than the limit of {MAX_MANIFEST_NBYTES} bytes")
-    data = storage.read(path)
     needs_digests: bool = getattr(storage, "has_digests", True)
     return data, decode_manifest(data, place=place, needs_digests=needs_digests)
 
@@ -117,6 +124,8 @@ def read_index(storage: Storage, directory: str, manifest: Manifest) -> bytes:
     """
     path = join_path(directory, INDEX)
     place, nbytes = storage.describe(path), manifest.index.nbytes
+    if hasattr(storage, "read_at_most"):
+        return _read_index_at_once(storage, path, manifest)
     if not storage.exists(path):
         raise CorruptionError(f"{place} is missing, although the manifest lists it")
     if storage.size(path) != nbytes:
@@ -127,6 +136,20 @@ def read_index(storage: Storage, directory: str, manifest: Manifest) -> bytes:
     require_index_size(manifest, place=place)
     header_nbytes(storage.read(path, nbytes=min(8, nbytes)), file_nbytes=nbytes, place=place)
     return storage.read(path)
+
+
+def _read_index_at_once(storage: Storage, path: str, manifest: Manifest) -> bytes:
+    """`read_index` in one request, of no more bytes than the manifest states."""
+    place, nbytes = storage.describe(path), manifest.index.nbytes
+    require_index_size(manifest, place=place)
+    wrong = CorruptionError(f"{place} has not {nbytes} bytes, as the manifest states")
+    data = read_if_there(storage, path, max_nbytes=nbytes, too_large=lambda: wrong)
+    if data is None:
+        raise CorruptionError(f"{place} is missing, although the manifest lists it")
+    if len(data) != nbytes:
+        raise wrong
+    header_nbytes(data[:8], file_nbytes=nbytes, place=place)
+    return data
 
 
 def join_path(directory: str, name: str) -> str:
@@ -150,10 +173,8 @@ class Identity:
         """Return True if this version is in that directory; one small read."""
         path = join_path(directory, MANIFEST)
         try:
-            if storage.size(path) != self.nbytes:
-                return False
-            start = self.nbytes - len(self.tail)
-            return storage.read(path, start=start, nbytes=len(self.tail)) == self.tail
+            tail = read_tail(storage, path, nbytes=len(self.tail), file_nbytes=self.nbytes)
+            return tail == self.tail
         except StorageError:
             return False
 
@@ -171,7 +192,8 @@ def pin_version(
     """
     # Several looks: an exchange may move the version between the look here and the look there.
     for _ in range(_NUM_LOOKS):
-        for place in (directory, *_asides(storage, directory)):
+        # Lazily: nearly always it has its name, and a listing may be a request.
+        for place in chain((directory,), _asides(storage, directory)):
             with ExitStack() as stack:
                 try:
                     view = stack.enter_context(storage.pin(place))
@@ -201,9 +223,9 @@ def save_id_of(storage: Storage, directory: str) -> str | None:
     """Return the save id at the start of a committed manifest, or None; reads 512 bytes."""
     path = join_path(directory, MANIFEST)
     try:
-        if not storage.exists(path):
+        if not hasattr(storage, "read_at_most") and not storage.exists(path):
             return None
-        head = storage.read(path, nbytes=min(storage.size(path), _PEEK_NBYTES))
+        head = read_at_most(storage, path, _PEEK_NBYTES)
     except StorageError:
         return None
     _, marker, after = head.partition(b'"save_id":"')
@@ -459,7 +481,7 @@ def _owners(storage: Storage, directory: str, kind: Kind, save_id: str | None = 
 def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
     """Describe the owner of a lease; None if it is gone, expired or of another version."""
     try:
-        data = storage.read(path, nbytes=min(storage.size(path), _MAX_LEASE_NBYTES))
+        data = read_at_most(storage, path, _MAX_LEASE_NBYTES)
     except StorageError:
         if not storage.exists(path):
             return None

@@ -7,6 +7,7 @@ So each request is made in a thread, and given up by the one who asked when its 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -14,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
@@ -57,7 +59,11 @@ class _Line:
         self._given_up: _Request | None = None
         self._threads: list[threading.Thread] = []
         """None or one."""
-        weakref.finalize(self, _end, self._requests, self._threads)
+        at_exit = partial(_end, self._requests, self._threads)
+        atexit.register(at_exit)
+        # Without a wait: the collector of cyclic garbage may run this in the middle of any code,
+        # and a wait there would let another thread start a second collection, which crashes.
+        weakref.finalize(self, _stop, self._requests, at_exit).atexit = False
 
     def ask(self, make: Callable[[], object], *, what: str, limit_s: float) -> object:
         """Return the result of a request, or raise its error; StoreSilentError at the limit."""
@@ -103,13 +109,18 @@ def _serve(requests: queue.SimpleQueue[_Request | None]) -> None:
         del request
 
 
+def _stop(requests: queue.SimpleQueue[_Request | None], at_exit: Callable[[], None]) -> None:
+    """End the thread after the requests that it has."""
+    requests.put(None)
+    atexit.unregister(at_exit)
+
+
 def _end(requests: queue.SimpleQueue[_Request | None], threads: Sequence[threading.Thread]) -> None:
-    """End the thread after the requests that it has; wait for it, but not for a silent store."""
+    """Before the interpreter ends: end the thread and wait for it, but not for a silent store."""
     requests.put(None)
     # The interpreter must not end while the thread is in a request: it would abort the process.
     for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(_GRACE_S)
+        thread.join(_GRACE_S)
 
 
 class BoundedStore(Store):

@@ -27,6 +27,7 @@ from holdfast.format.values import Node
 from holdfast.format.versions import announce_removal, read_manifest
 from holdfast.retention.tags import list_tags
 from holdfast.storage import Storage
+from holdfast.storage.reading import read_at_most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +270,6 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
 def _repoint(storage: Storage, gone: set[int]) -> None:
     """Correct the pointer file if it names a step that is gone; other content is left alone."""
     if storage.exists(LATEST):
-        text = storage.read(LATEST, nbytes=min(storage.size(LATEST), 64)).strip()
+        text = read_at_most(storage, LATEST, 64).strip()
         if text.isdigit() and int(text) in gone:
             point_to_newest(storage)

@@ -8,6 +8,7 @@ from holdfast.errors import ConfigError, CorruptionError
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.versions import read_lease
 from holdfast.storage import Storage
+from holdfast.storage.reading import read_at_most
 
 TAGS_DIR = "tags"
 
@@ -62,7 +63,7 @@ def list_tags(storage: Storage) -> dict[str, int]:
         if _NAME.fullmatch(name) is None:
             continue
         path = _path(name)
-        data = storage.read(path, nbytes=min(storage.size(path), 64))
+        data = read_at_most(storage, path, 64)
         match = _STEP.fullmatch(data)
         if match is None:
             raise CorruptionError(

@@ -4,12 +4,14 @@ In come names and bytes; out come files that are complete and durable, or an err
 passes one contract test (`tests/storage/contract.py`). The rest of the library does not know any
 file system: it writes to sinks, reads ranges from sources, and publishes and renames by name.
 
-Read first: `storage_protocol.py`, `posix.py`.
+Read first: `storage_protocol.py`, `posix.py`. Buckets have a room of their own, `objects/`, which
+is imported when a URL is opened.
 """
 
 from __future__ import annotations
 
+from holdfast.storage.places import is_url, open_storage
 from holdfast.storage.posix import PosixStorage
 from holdfast.storage.storage_protocol import Observer, Sink, Source, Storage
 
-__all__ = ["Observer", "PosixStorage", "Sink", "Source", "Storage"]
+__all__ = ["Observer", "PosixStorage", "Sink", "Source", "Storage", "is_url", "open_storage"]

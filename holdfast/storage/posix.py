@@ -29,6 +29,7 @@ from typing import cast
 import numpy as np
 
 from holdfast.errors import StorageError
+from holdfast.storage.paths import split_path
 from holdfast.storage.storage_protocol import Observer, Sink, Source
 
 # The root may be a link; nothing below it is followed.
@@ -149,7 +150,7 @@ class PosixStorage:
     def list(self, path: str) -> builtins.list[str]:
         """See `Storage.list`."""
         self._observe("list", path, 0, 0)
-        names = _split_path(path)
+        names = split_path(path)
         with self._guard("list", path), self._dir(names[:-1]) as above:
             if not names:
                 return sorted(os.listdir(above))
@@ -163,7 +164,7 @@ class PosixStorage:
     @contextmanager
     def pin(self, path: str) -> Iterator[PosixStorage]:
         """See `Storage.pin`: the directory is held open, and paths below it start there."""
-        names = _split_path(path)
+        names = split_path(path)
         with self._guard("open", path), self._dir(names) as fd:
             view = copy.copy(self)
             view._pinned = _Pinned(names, os.dup(fd))
@@ -225,7 +226,7 @@ class PosixStorage:
     def make_dir(self, path: str, *, durable: bool = True) -> None:
         """See `Storage.make_dir`; a root that was seen before is never made again."""
         self._observe("make_dir", path, 0, 0)
-        names = _split_path(path)
+        names = split_path(path)
         with self._guard("make the directory", path):
             if not names:
                 self._place.status()
@@ -243,7 +244,7 @@ class PosixStorage:
     def sync_dir(self, path: str) -> None:
         """See `Storage.sync_dir`; does nothing if the file system cannot sync directories."""
         self._observe("sync_dir", path, 0, 0)
-        with self._guard("sync", path), self._dir(_split_path(path)) as fd:
+        with self._guard("sync", path), self._dir(split_path(path)) as fd:
             _sync_dir_fd(fd)
 
     def rename_dir(self, src: str, dst: str, *, durable: bool = True) -> None:
@@ -297,7 +298,7 @@ class PosixStorage:
             if only_if is not None:
                 aside = _hidden_name("old", name)
                 os.rename(name, aside, src_dir_fd=fd, dst_dir_fd=fd)
-                place = "/".join((*_split_path(path)[:-1], aside))
+                place = "/".join((*split_path(path)[:-1], aside))
                 if not _is_confirmed(only_if, place, fd=fd, aside=aside, name=name):
                     return
                 name = aside
@@ -327,7 +328,7 @@ class PosixStorage:
 
     def local_path(self, path: str) -> Path | None:
         """Return the absolute path; never None."""
-        _split_path(path)
+        split_path(path)
         return self._root / path
 
     def _observe(self, operation: str, path: str, start: int, nbytes: int) -> None:
@@ -368,7 +369,7 @@ class PosixStorage:
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
         """Open the directory that holds a name; gives it and the name."""
-        names = _split_path(path)
+        names = split_path(path)
         if not names:
             raise StorageError(
                 f"{self.describe('')}: the root itself cannot be renamed or replaced"
@@ -427,7 +428,7 @@ class PosixStorage:
 
     def _lstat(self, path: str) -> os.stat_result:
         """Return the status of a name; a link is not followed."""
-        if self._pinned is not None and _split_path(path) == self._pinned.names:
+        if self._pinned is not None and split_path(path) == self._pinned.names:
             return os.fstat(self._pinned.fd)
         if not path:
             status = self._place.status()
@@ -597,19 +598,6 @@ def _sync_dir_fd(fd: int) -> None:
     except OSError as error:
         if error.errno not in _UNSYNCABLE:
             raise
-
-
-def _split_path(path: str) -> tuple[str, ...]:
-    """Return the names of a relative path, () for the root; StorageError if it could escape."""
-    if path == "":
-        return ()
-    names = tuple(path.split("/"))
-    if any(name in ("", ".", "..") or "\0" in name or len(name) > 255 for name in names):
-        raise StorageError(
-            f"path {path[:200]!r} is refused: a path must be relative and consist of plain names, "
-            'without "." or ".."'
-        )
-    return names
 
 
 def _hidden_name(prefix: str, name: str) -> str:

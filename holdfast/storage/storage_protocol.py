@@ -70,6 +70,12 @@ class Storage(Protocol):
     client in each process), it has an attribute `is_cached_on_host = False`. A load then counts the
     reads of each rank.
 
+    A storage where each operation is a request may have more, and what it lacks is done by the
+    methods below: `read_at_most`, `reads_at_once` and `least_pause_s` (`storage/reading.py`),
+    `dirs_with`, `survey` and `annotate` (lists of steps without a look at each), `is_one_place`
+    (its root cannot be unmounted), `collect_garbage` (for `repair`), and `address` (how a writer
+    process opens it). `storage/objects/storage.py` has all of them.
+
     `exchange_dir` may be two renames. `sync_dir` may do nothing if directories cannot be synced:
     then promise 3 depends on the file system.
     """

@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
+from typing import Any
 
 from holdfast.errors import ErrorRecord, StorageError
 from holdfast.storage import PosixStorage, Storage
@@ -29,6 +29,7 @@ from holdfast.writer.process import (
     KeepPlan,
     MapMemory,
     Message,
+    OpenBucket,
     RunJob,
 )
 from holdfast.writer.records import EncodedPlan, KeepImage, SaveOutcome, WriteJob
@@ -102,10 +103,17 @@ class WriterProcess:
     process fails its jobs and publishes the failure on storage, so that the other ranks do not
     wait for it.
 
+    Args:
+        storage: The storage as this process has it.
+        root: The directory or the URL by which the writer opens it.
+        settings: Of a URL.
+
     Cost: about 0.3 s to start (not waited for), two descriptors, one thread.
     """
 
-    def __init__(self, storage: Storage, root: Path) -> None:
+    def __init__(
+        self, storage: Storage, root: str, settings: Mapping[str, Any] | None = None
+    ) -> None:
         self._storage = storage
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours)
@@ -114,7 +122,7 @@ class WriterProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.writer.process", str(theirs.fileno()), str(root)],
+                [sys.executable, "-m", "holdfast.writer.process", str(theirs.fileno()), root],
                 pass_fds=[theirs.fileno()],
                 # Its own session: Ctrl-C and a launcher's group kill must not end a save.
                 start_new_session=True,
@@ -134,6 +142,8 @@ class WriterProcess:
         # For `_tickets`: the trainer adds to them while the listener takes out of them.
         self._lock = threading.Lock()
         self.dead = ""
+        if settings is not None:
+            self._send(OpenBucket(dict(settings)))
         self._listener = threading.Thread(
             target=self._listen, name="holdfast-writer-listener", daemon=True
         )
@@ -320,7 +330,11 @@ Writer = WriterProcess | WriterThread
 def start_writer(storage: Storage) -> Writer:
     """Start a writer process, or a thread if no other process can open the storage."""
     root = storage.local_path("") if storage.is_shareable() else None
-    return WriterProcess(storage, root) if root is not None else WriterThread(storage)
+    if root is not None:
+        return WriterProcess(storage, str(root))
+    address_of = getattr(storage, "address", None)
+    address = address_of() if address_of is not None else None
+    return WriterProcess(storage, *address) if address is not None else WriterThread(storage)
 
 
 def _how_it_ended(code: int | None) -> str:

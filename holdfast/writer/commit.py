@@ -47,10 +47,13 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.format.stored_copies import find_copies
+from holdfast.format.summaries import annotate
 from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
+from holdfast.storage.reading import for_each
 from holdfast.writer.records import (
+    DONE_DIR,
     CommitPlan,
     DoneRecord,
     EncodedPlan,
@@ -87,14 +90,15 @@ def commit_save(storage: Storage, directory: str, *, plan: EncodedPlan, header: 
     final = step_dir(header.step)
     # Phase 1: prove that all bytes are there and complete the directory.
     try:
-        _complete(storage, directory, plan, header)
+        manifest = _complete(storage, directory, plan, header)
     except StorageError:
         if storage.exists(directory) or save_id_of(storage, final) != header.save_id:
             raise
         # Otherwise a repair took this save for abandoned and has finished it.
     else:
         # Phase 2: give it its name. From here on the checkpoint exists.
-        _publish(storage, directory, final, header)
+        annotate(storage, directory, manifest)
+        publish(storage, directory, final, header)
     # Phase 3: the pointer, for people and other tools only: a failure is not one of the save.
     try:
         point_to_newest(storage)
@@ -108,15 +112,16 @@ def commit_save(storage: Storage, directory: str, *, plan: EncodedPlan, header: 
         )
 
 
-def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveHeader) -> None:
+def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveHeader) -> Manifest:
     """Make the directory a complete, durable checkpoint that lacks only its name."""
     # First, prove that the records of all ranks fit the plan; assemble index and manifest.
     try:
         with collector_paused():
-            records = [
-                _read_done(storage, directory, position, plan, header)
-                for position in range(len(plan.plan.ranks))
-            ]
+            records = for_each(
+                storage,
+                lambda position: _read_done(storage, directory, position, plan, header),
+                range(len(plan.plan.ranks)),
+            )
             index_bytes, manifest, extras = assemble(plan.plan, records, header)
             manifest_bytes = encode_manifest(manifest)
     except HoldfastError:
@@ -127,27 +132,33 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
             f"{error!r}; save again"
         ) from error
     # Second, compare the sizes of the data files with what their writers reported.
-    for info in manifest.files:
-        path = f"{directory}/{info.name}"
-        nbytes = storage.size(path)
+    paths = [f"{directory}/{info.name}" for info in manifest.files]
+    for info, path, nbytes in zip(
+        manifest.files, paths, for_each(storage, storage.size, paths), strict=True
+    ):
         if nbytes != info.nbytes:
             raise StorageError(
                 f"{storage.describe(path)} has {nbytes} bytes, its writer (rank {info.writer}) "
                 f"reported {info.nbytes}; save again"
             )
     # Third, write index and manifest, and what other programs begin with.
+    present = storage.list(directory)
+    for name in (*extras, INDEX, MANIFEST):
+        if name in present:  # of an earlier, killed commit
+            storage.remove_tree(f"{directory}/{name}", durable=False)
     _write_synced(storage, directory, extras)
     for name, data in ((INDEX, index_bytes), (MANIFEST, manifest_bytes)):
         _write_synced(storage, directory, {name: data})
     # Fourth, remove the notes of the save, which a reader would report as stray files.
-    unnamed = [name for name in storage.list(directory) if name.startswith((".tmp-", ".trash-"))]
-    for name in ("plan", "done", *unnamed):  # the latter are of an earlier, killed commit
+    unnamed = [name for name in present if name.startswith((".tmp-", ".trash-"))]
+    for name in ("plan", DONE_DIR, *unnamed):  # the latter are of an earlier, killed commit
         storage.remove_tree(f"{directory}/{name}", durable=False)
     # Fifth, sync the names inside. The rename must not be durable before them: after a crash, a
     # directory with its final name would lack files.
     if plan.plan.writers:
         storage.sync_dir(f"{directory}/data")
     storage.sync_dir(directory)
+    return manifest
 
 
 def _write_synced(storage: Storage, directory: str, files: Mapping[str, bytes]) -> None:
@@ -160,8 +171,6 @@ def _write_synced(storage: Storage, directory: str, files: Mapping[str, bytes]) 
         sinks = []
         for name, data in files.items():
             path = f"{directory}/{name}"
-            if storage.exists(path):  # of an earlier, killed commit
-                storage.remove_tree(path, durable=False)
             sink = stack.enter_context(storage.create(path, nbytes=len(data)))
             sink.write_at(0, memoryview(data))
             sinks.append(sink)
@@ -224,7 +233,7 @@ def _extra_files(index: ChunkIndex, manifest: Manifest) -> dict[str, bytes]:
     return made.files
 
 
-def _publish(storage: Storage, directory: str, final: str, header: SaveHeader) -> None:
+def publish(storage: Storage, directory: str, final: str, header: SaveHeader) -> None:
     """Make the rename that commits; an old checkpoint of the step lives until then."""
     if header.overwrite and storage.exists(final) and _replace(storage, directory, final, header):
         return

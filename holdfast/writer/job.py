@@ -27,6 +27,7 @@ from holdfast.format.names import parse_saving_dir, step_dir
 from holdfast.format.root_identity import require_root
 from holdfast.format.versions import LEASES_DIR, repeated
 from holdfast.storage import PosixStorage, Storage
+from holdfast.storage.reading import pause_of
 from holdfast.writer.checksums import CRC_NBYTES, Put, checksums
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import (
@@ -296,7 +297,8 @@ def perform_job(
     began = time.monotonic()
     deadline = began + job.deadline_s
     # Before anything is written, a heartbeat included.
-    require_root(storage, job.root)
+    if not getattr(storage, "is_one_place", False):
+        require_root(storage, job.root)
     with (
         storage.holding_dirs() if isinstance(storage, PosixStorage) else nullcontext(),
         heartbeat(storage, job.directory, position=job.position) as is_written,
@@ -419,7 +421,11 @@ def _write_image(
         late: list[int] = []
         for start in range(0, image.nbytes, _WRITE_NBYTES):
             end = min(start + _WRITE_NBYTES, image.nbytes)
-            needed = end if sums is None else sums.reach(end)
+            needed = end
+            if sums is not None:
+                # Only a file can be written again in places; the parts of an object are gone.
+                is_file = isinstance(storage, PosixStorage)
+                needed = sums.reach(end) if is_file else image.nbytes
             # With a gate the image fills from the front, at the same time.
             staged = image.nbytes if gate is None else gate.wait(needed)
             if sums is not None:
@@ -462,7 +468,8 @@ def _commit_when_complete(
                 f"{job.deadline_s:.0f} s (phase: write); their processes or writers may be gone",
                 details={"missing_ranks": missing, "steps": [job.header.step]},
             )
-        time.sleep(min(pause_s(now - began), max(deadline - now, 0.0)))
+        pause = max(pause_s(now - began), pause_of(storage))
+        time.sleep(min(pause, max(deadline - now, 0.0)))
 
 
 @contextmanager

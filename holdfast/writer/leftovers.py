@@ -81,7 +81,21 @@ def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False)
         leftovers += _look(storage, name, alive_s=alive_s, dry_run=dry_run)
     if not dry_run:
         clear_heartbeats(storage)
+    leftovers += _collect(storage, dry_run=dry_run)
     return [*leftovers, *_treat_pointer(storage, dry_run=dry_run)]
+
+
+def _collect(storage: Storage, *, dry_run: bool) -> list[Leftover]:
+    """Remove data that no name stands for, where names and data are two things (a bucket)."""
+    collect = getattr(storage, "collect_garbage", None)
+    if collect is None:
+        return []
+    try:
+        removed = collect(dry_run=dry_run)
+    except StorageError as error:
+        return [Leftover(name="data without a name", step=None, fate="kept", why=str(error))]
+    why = "data of an interrupted removal"
+    return [Leftover(name=name, step=None, fate="removed", why=why) for name in removed]
 
 
 def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> None:

@@ -11,6 +11,7 @@ from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError, StorageEr
 from holdfast.format.names import MANIFEST, parse_saving_dir, step_dir, unclaimed
 from holdfast.format.versions import save_id_of
 from holdfast.storage import Storage
+from holdfast.storage.reading import pause_of
 from holdfast.writer.records import DONE_DIR, FAILED_FILE, WriteJob, read_sealed, seal
 
 _FIRST_PAUSE_S = 0.002
@@ -103,7 +104,8 @@ def wait_for_commit(storage: Storage, job: WriteJob, deadline: float) -> None:
                 f"save of step {job.header.step}: no commit within {job.deadline_s:.0f} s (phase: "
                 f"commit); the committing rank's writer may be gone"
             )
-        time.sleep(min(pause_s(now - began), max(deadline - now, 0.0)))
+        pause = max(pause_s(now - began), pause_of(storage))
+        time.sleep(min(pause, max(deadline - now, 0.0)))
 
 
 def _names_in(storage: Storage, directory: str) -> list[str] | None:

@@ -18,12 +18,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.storage import PosixStorage
+from holdfast.storage import PosixStorage, Storage, is_url, open_storage
 from holdfast.writer.job import run_job
 from holdfast.writer.keeper import become_keeper, keep_newest
 from holdfast.writer.records import EncodedPlan, KeepImage, SaveOutcome, WriteJob, decode_plan
@@ -61,6 +61,15 @@ class RunJob(msgspec.Struct, frozen=True, tag=True):
     place: tuple[int, int] = (-1, -1)
 
 
+class OpenBucket(msgspec.Struct, frozen=True, tag=True):
+    """Trainer to writer, before all others: the settings of a storage that a URL leads to.
+
+    They may have a credential, and every user of a host can read a command line.
+    """
+
+    settings: dict[str, Any]
+
+
 class JobProgress(msgspec.Struct, frozen=True, tag=True):
     """Writer to trainer: the bytes of a save that were passed to storage so far."""
 
@@ -80,7 +89,9 @@ class JobFinished(msgspec.Struct, frozen=True, tag=True):
     outcome: SaveOutcome
 
 
-Message = MapMemory | KeepPlan | RunJob | KeepImage | JobProgress | JobWritten | JobFinished
+Message = (
+    OpenBucket | MapMemory | KeepPlan | RunJob | KeepImage | JobProgress | JobWritten | JobFinished
+)
 
 
 class Connection:
@@ -148,7 +159,7 @@ class _MappedBuffer(NamedTuple):
 class WriterServer:
     """State of one writer process: its storage, mapped staging buffers and plans."""
 
-    def __init__(self, connection: Connection, storage: PosixStorage) -> None:
+    def __init__(self, connection: Connection, storage: Storage) -> None:
         self._connection = connection
         self._storage = storage
         self._buffers: dict[int, _MappedBuffer] = {}
@@ -204,8 +215,9 @@ class WriterServer:
     def _run(self, message: RunJob) -> None:
         """Run one job and report its outcome."""
         job = message.job
-        device, inode = message.place
-        self._storage.place.expect(device=device, inode=inode)
+        if isinstance(self._storage, PosixStorage):
+            device, inode = message.place
+            self._storage.place.expect(device=device, inode=inode)
         memory, fd = self._buffers[message.buffer]
         image = memoryview(memory)[: message.nbytes]
         outcome = run_job(
@@ -249,15 +261,24 @@ class WriterServer:
         return True
 
 
+def _open_storage(connection: Connection, root: str) -> Storage:
+    """Return the storage of a directory, or of a URL, whose settings come first."""
+    if not is_url(root):
+        return PosixStorage(Path(root))
+    message, _ = connection.receive()
+    settings = message.settings if isinstance(message, OpenBucket) else {}
+    return open_storage(root, **settings)
+
+
 def main(arguments: list[str]) -> int:
     """Serve the socket with the descriptor `arguments[0]` for the root `arguments[1]`."""
     # A save must finish: these signals are meant for the trainer, which may end by them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=int(arguments[0])))
-    storage = PosixStorage(Path(arguments[1]))
-    server = WriterServer(connection, storage)
     try:
+        storage = _open_storage(connection, arguments[1])
+        server = WriterServer(connection, storage)
         server.serve()
         images = server.give_images()
         # A process of its own, so that this one ends as if it had nothing to keep.

@@ -26,6 +26,7 @@ from holdfast.format.manifest import Envelope, LayoutInfo, PlacementInfo
 from holdfast.format.names import parse_saving_dir, step_dir, unclaimed
 from holdfast.format.versions import DEFAULT_LEASE_S, LEASES_DIR, renewed_ago_s
 from holdfast.storage import Storage
+from holdfast.storage.reading import read_at_most
 
 PLAN_FILE = "plan/plan.msgpack"
 HEADER_FILE = "plan/header.msgpack"
@@ -347,13 +348,18 @@ def read_sealed(storage: Storage, path: str, kind: type[T]) -> T:
 
 def read_record(storage: Storage, path: str) -> bytes:
     """Read a record of a save; CorruptionError, without reading it, if it is larger than any."""
-    nbytes = storage.size(path)
-    if nbytes > MAX_RECORD_NBYTES:
-        raise CorruptionError(
-            f"{storage.describe(path)}: {nbytes} bytes exceed the limit of {MAX_RECORD_NBYTES} for "
-            f"a record of a save"
-        )
-    return storage.read(path, nbytes=nbytes)
+    if not hasattr(storage, "read_at_most"):
+        nbytes = storage.size(path)
+        if nbytes <= MAX_RECORD_NBYTES:
+            return storage.read(path, nbytes=nbytes)
+    else:
+        data = read_at_most(storage, path, MAX_RECORD_NBYTES + 1)
+        if (nbytes := len(data)) <= MAX_RECORD_NBYTES:
+            return data
+    raise CorruptionError(
+        f"{storage.describe(path)}: {nbytes} bytes exceed the limit of {MAX_RECORD_NBYTES} for "
+        f"a record of a save"
+    )
 
 
 def column(values: Sequence[int] | IntArray | WordArray) -> bytes:
@@ -377,7 +383,7 @@ def silent_s(storage: Storage, directory: str) -> float:
     least = storage.age_s(directory)
     for path in paths:
         try:
-            data = storage.read(path, nbytes=min(storage.size(path), _HEARTBEAT_NBYTES))
+            data = read_at_most(storage, path, _HEARTBEAT_NBYTES)
             least = min(least, renewed_ago_s(storage, path, stamp=_time_in(data)))
         except StorageError:
             if storage.exists(path):

@@ -19,6 +19,11 @@ BAD_PATHS = (
 class StorageContract:
     """Behaviour through the protocol alone. `storage` is an empty store whose root exists."""
 
+    is_tree = True
+    """Directories inside others exist without files, and can be renamed as those at the root."""
+    shows_open_files = True
+    """A file that is being written has its name and size already."""
+
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
         raise NotImplementedError
@@ -121,14 +126,15 @@ class StorageContract:
         storage.write_file("b/c/a", b"")
         storage.sync_dir("b/c")
         storage.sync_dir("")
-        assert storage.list("b/c") == ["a", "d", "z"]
+        assert storage.list("b/c") == (["a", "d", "z"] if self.is_tree else ["a", "z"])
         assert storage.list("") == ["b"]
         assert storage.is_dir("b/c")
         assert storage.is_dir("")
         assert not storage.is_dir("b/c/a")
         assert storage.exists("b/c/a")
-        with pytest.raises(StorageError, match="b/c/a"):
-            storage.make_dir("b/c/a")
+        if self.is_tree:
+            with pytest.raises(StorageError, match="b/c/a"):
+                storage.make_dir("b/c/a")
         with pytest.raises(StorageError, match="regular"):
             storage.size("b/c")
         with pytest.raises(StorageError, match="b/c"):
@@ -171,7 +177,7 @@ class StorageContract:
 
     def test_a_sink_has_its_size_at_once_and_refuses_more(self, storage: Storage) -> None:
         with storage.create("f", nbytes=10) as sink:
-            assert storage.size("f") == 10
+            assert not self.shows_open_files or storage.size("f") == 10
             for offset, nbytes in ((8, 3), (-1, 2), (11, 0)):
                 with pytest.raises(StorageError, match=r"declared with 10 bytes"):
                     sink.write_at(offset, memoryview(bytes(nbytes)))
@@ -204,8 +210,9 @@ class StorageContract:
             with pytest.raises(StorageError, match="never overwritten"):
                 storage.rename_dir("src", taken)
         assert storage.read("src/f") == b"1"
-        storage.rename_dir("src", "full/dst")
-        assert storage.read("full/dst/f") == b"1"
+        moved = "full/dst" if self.is_tree else "dst"
+        storage.rename_dir("src", moved)
+        assert storage.read(f"{moved}/f") == b"1"
         assert not storage.exists("src")
 
     def test_exchanging_two_directories(self, storage: Storage) -> None:
@@ -251,23 +258,24 @@ class StorageContract:
                 pass
 
     def test_a_directory_is_removed_only_if_it_is_still_the_one(self, storage: Storage) -> None:
-        storage.make_dir("in/a")
-        storage.write_file("in/a/f", b"1")
+        above = "in/" if self.is_tree else ""
+        storage.make_dir(f"{above}a")
+        storage.write_file(f"{above}a/f", b"1")
         seen = []
 
         def answer(place: str) -> bool:
             seen.append(storage.read(f"{place}/f"))
-            assert not storage.exists("in/a")
+            assert not storage.exists(f"{above}a")
             if len(seen) == 2:
                 raise KeyError("mine")
             return len(seen) == 3
 
-        storage.remove_tree("in/a", only_if=answer)
+        storage.remove_tree(f"{above}a", only_if=answer)
         with pytest.raises(KeyError, match="mine"):
-            storage.remove_tree("in/a", only_if=answer)
-        assert storage.read("in/a/f") == b"1"
-        storage.remove_tree("in/a", only_if=answer)
-        assert storage.list("in") == []
+            storage.remove_tree(f"{above}a", only_if=answer)
+        assert storage.read(f"{above}a/f") == b"1"
+        storage.remove_tree(f"{above}a", only_if=answer)
+        assert storage.list(above.rstrip("/")) == []
         assert seen == [b"1"] * 3
 
     def test_removing_trees_and_files(self, storage: Storage) -> None:

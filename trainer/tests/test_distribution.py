@@ -38,4 +38,4 @@ def test_holdfast_train_is_the_trainer(environment: dict[str, str], tmp_path: Pa
     helped = subprocess.run(
         [*HOLDFAST, "--help"], env=environment, capture_output=True, text=True, check=True
     )
-    assert "  train   train the reference model" in helped.stdout
+    assert "  train    train the reference model" in helped.stdout

@@ -275,7 +275,9 @@ class Loader:
             The reads; what no rank requests; and what no rank takes of the values per coordinate.
         """
         control = self._groups.control
-        num_threads = num_reading_threads(hosts.count(hosts[control.index]))
+        num_threads = num_reading_threads(
+            hosts.count(hosts[control.index]), is_remote=not self._is_cached
+        )
         executor = LoadExecutor(
             files,
             control,

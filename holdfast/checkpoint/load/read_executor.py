@@ -511,8 +511,13 @@ def first_error(reads: Sequence[Future[None]]) -> Exception | None:
     return next((error for error in errors if isinstance(error, Exception)), None)
 
 
-def num_reading_threads(num_local_ranks: int) -> int:
-    """Threads that read and hash on each of so many ranks of this machine: its cores divided."""
+def num_reading_threads(num_local_ranks: int, *, is_remote: bool = False) -> int:
+    """Threads that read and hash on each of so many ranks of this machine: its cores divided.
+
+    Of a remote storage each waits for answers, most of the time: then as many as there may be.
+    """
+    if is_remote:
+        return _MAX_THREADS
     # The cores that this process may use, not those of the machine: containers have fewer.
     cores = len(os.sched_getaffinity(0))
     return max(1, min(_MAX_THREADS, cores // max(num_local_ranks, 1)))

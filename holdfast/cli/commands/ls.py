@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,12 +16,12 @@ from holdfast.cli.support.messages import (
     metadata_in_words,
     when,
 )
-from holdfast.cli.support.steps import find_runs, open_root
+from holdfast.cli.support.steps import find_runs, open_root, shown
 from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError, HoldfastError, clean
 from holdfast.foreign.formats import detect_format, open_catalog
 from holdfast.foreign.location import Location
-from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES, decode_manifest
 from holdfast.format.names import (
     LATEST,
     MANIFEST,
@@ -29,7 +30,9 @@ from holdfast.format.names import (
     parse_step_dir,
     step_dir,
 )
-from holdfast.storage import PosixStorage
+from holdfast.format.summaries import Summary, read_summary
+from holdfast.storage import PosixStorage, Storage, is_url
+from holdfast.storage.reading import read_at_most
 
 _MAX_FOREIGN = 200
 """Names in a directory that are looked at for checkpoints in other formats."""
@@ -97,23 +100,25 @@ def run(args: Args) -> int:
 
     Reads manifests only, no tensor.
     """
-    storage = open_root(args.root)
-    if storage.exists(MANIFEST):
-        raise ConfigError(f"{args.root} is one checkpoint; `holdfast show {args.root}` shows it")
-    steps = [_read_step(storage, step) for step in list_steps(storage)]
-    leftovers = _leftovers(storage, {step.step for step in steps})
+    storage, root = open_root(args.root), shown(args.root)
+    names, steps = _survey(storage)
+    is_step = is_url(args.root) and parse_step_dir(root.rpartition("/")[2]) is not None
+    if MANIFEST in names or is_step:
+        raise ConfigError(f"{root} is one checkpoint; `holdfast show {root}` shows it")
+    leftovers = _leftovers(names, {step.step for step in steps})
     pointer = _pointer(storage)
     # A directory without checkpoints of our own may have some of others.
-    foreign = [] if steps else _find_foreign(args.root)
-    paths = {each.path for each in foreign}
-    leftovers = [each for each in leftovers if str(args.root / each.name) not in paths]
+    foreign = [] if steps or is_url(args.root) else _find_foreign(args.root)
+    if foreign:
+        paths = {each.path for each in foreign}
+        leftovers = [each for each in leftovers if str(args.root / each.name) not in paths]
     has_any = steps or leftovers or foreign
     runs = [] if has_any else [_run(path) for path in find_runs(args.root)]
     if args.json:
         latest = steps[-1].step if steps else None
         print_json(
             {
-                "root": str(args.root),
+                "root": root,
                 "latest": latest,
                 "pointer": pointer,
                 "steps": [asdict(step) for step in steps],
@@ -123,11 +128,11 @@ def run(args: Args) -> int:
             }
         )
     elif runs:
-        _print_runs(args.root, runs)
+        _print_runs(root, runs)
     elif foreign and not leftovers:
         _print_foreign(foreign)
     else:
-        _print(args.root, steps, leftovers, pointer)
+        _print(root, steps, leftovers, pointer)
     is_damaged = any(step.damage for step in steps) or any(each.problem for each in foreign)
     return EXIT_DAMAGED if is_damaged else 0
 
@@ -161,28 +166,43 @@ def _describe_foreign(path: Path) -> Foreign:
     )
 
 
-def _read_step(storage: PosixStorage, step: int) -> Step:
+def _survey(storage: Storage) -> tuple[Sequence[str], list[Step]]:
+    """The names in the root, and its steps: from notes where the storage keeps them."""
+    survey = getattr(storage, "survey", None)
+    if survey is None:
+        return storage.list(""), [_read_step(storage, step) for step in list_steps(storage)]
+    shows = survey()
+    steps: dict[int, Step] = {}
+    for name, files in shows.files.items():
+        step = parse_step_dir(name)
+        if step is not None and MANIFEST in files:
+            summary = read_summary(shows.notes.get(name, ""), step=step)
+            steps[step] = _read_step(storage, step) if summary is None else _line(summary)
+    return shows.names, [steps[step] for step in sorted(steps)]
+
+
+def _read_step(storage: Storage, step: int) -> Step:
     """A step from its manifest, which may be damaged."""
     path = f"{step_dir(step)}/{MANIFEST}"
     try:
         if storage.size(path) > MAX_MANIFEST_NBYTES:
             raise ConfigError("the manifest is larger than any manifest may be")
-        return _summary(decode_manifest(storage.read(path)))
+        return _line(Summary.of(decode_manifest(storage.read(path))))
     except HoldfastError as error:
         return Step(step=step, damage=str(error))
 
 
-def _summary(manifest: Manifest) -> Step:
-    """Return what one line of the list shows of a good manifest."""
+def _line(summary: Summary) -> Step:
+    """Return what one line of the list shows of a good checkpoint."""
     return Step(
-        step=manifest.step,
-        created=manifest.created,
-        num_tensors=manifest.totals.num_tensors,
-        nbytes=manifest.totals.nbytes,
-        stored_nbytes=manifest.totals.stored_nbytes,
-        num_files=len(manifest.files),
-        layouts=tuple(layout_in_words(layout) for layout in manifest.layouts),
-        metadata=manifest.metadata,
+        step=summary.step,
+        created=summary.created,
+        num_tensors=summary.num_tensors,
+        nbytes=summary.nbytes,
+        stored_nbytes=summary.stored_nbytes,
+        num_files=summary.num_files,
+        layouts=tuple(layout_in_words(layout) for layout in summary.layouts),
+        metadata=summary.metadata,
     )
 
 
@@ -195,10 +215,10 @@ def _run(path: Path) -> Run:
     return Run(path=str(path), num_steps=len(steps), latest=steps[-1] if steps else None)
 
 
-def _leftovers(storage: PosixStorage, committed: set[int]) -> list[Uncommitted]:
+def _leftovers(names: Sequence[str], committed: set[int]) -> list[Uncommitted]:
     """Directories of saves and removals that are not checkpoints."""
     leftovers = []
-    for name in storage.list(""):
+    for name in names:
         saving, step = parse_saving_dir(name), parse_step_dir(name)
         if saving is not None:
             what = "a save in progress, or one that was not finished"
@@ -213,10 +233,10 @@ def _leftovers(storage: PosixStorage, committed: set[int]) -> list[Uncommitted]:
     return leftovers
 
 
-def _pointer(storage: PosixStorage) -> int | None:
+def _pointer(storage: Storage) -> int | None:
     """Return the step of the pointer file; None if the file is missing or unreadable."""
     try:
-        text = storage.read(LATEST, nbytes=min(storage.size(LATEST), 64)).decode().strip()
+        text = read_at_most(storage, LATEST, 64).decode().strip()
     except (HoldfastError, UnicodeDecodeError):
         return None
     return int(text) if text.isascii() and text.isdigit() else None
@@ -239,7 +259,7 @@ def _print_foreign(foreign: list[Foreign]) -> None:
     console.print(table)
 
 
-def _print_runs(root: Path, runs: list[Run]) -> None:
+def _print_runs(root: str, runs: list[Run]) -> None:
     """The list of a directory that holds runs."""
     console = make_console()
     console.print(
@@ -253,9 +273,7 @@ def _print_runs(root: Path, runs: list[Run]) -> None:
     console.print(f"`holdfast ls {clean(runs[0].path)}` lists the steps of one", soft_wrap=True)
 
 
-def _print(
-    root: Path, steps: list[Step], leftovers: list[Uncommitted], pointer: int | None
-) -> None:
+def _print(root: str, steps: list[Step], leftovers: list[Uncommitted], pointer: int | None) -> None:
     """The list of a directory that holds checkpoints."""
     console = make_console()
     if steps:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast
 
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED, counted, in_bytes
-from holdfast.cli.support.steps import open_steps
+from holdfast.cli.support.steps import open_steps, shown
 from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError, clean
 from holdfast.policies.keep import (
@@ -72,7 +72,7 @@ def run(args: Args) -> int:
     storage = open_steps(args.root, verb="prune")
     plan = plan_retention(storage, policy)
     if not args.json:
-        _print_plan(args.root, plan)
+        _print_plan(shown(args.root), plan)
     result = RetentionResult()
     if plan.remove and not args.dry_run:
         if not _may_remove(args, plan):
@@ -152,7 +152,7 @@ def _may_remove(args: Args, plan: RetentionPlan) -> bool:
     return answer.strip().lower() in ("y", "yes")
 
 
-def _print_plan(root: Path, plan: RetentionPlan) -> None:
+def _print_plan(root: str, plan: RetentionPlan) -> None:
     """Return what stays and what goes, and why."""
     console = make_console()
     if not plan.keep and not plan.remove and not plan.spared:
@@ -190,7 +190,7 @@ def _print_result(plan: RetentionPlan, result: RetentionResult) -> None:
 def _as_json(args: Args, plan: RetentionPlan, result: RetentionResult) -> dict[str, object]:
     """The document of `--json`."""
     return {
-        "root": str(args.root),
+        "root": shown(args.root),
         "dry_run": args.dry_run,
         "newest_sound": plan.newest,
         "keep": {str(step): why for step, why in plan.keep.items()},

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED, counted
-from holdfast.cli.support.steps import open_steps
+from holdfast.cli.support.steps import open_steps, shown
 from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import clean
 from holdfast.writer.leftovers import Fate, Leftover, repair
@@ -43,7 +43,7 @@ def run(args: Args) -> int:
     if args.json:
         print_json(
             {
-                "root": str(args.root),
+                "root": shown(args.root),
                 "dry_run": args.dry_run,
                 "leftovers": [asdict(leftover) for leftover in leftovers],
             }
@@ -57,7 +57,7 @@ def _print(args: Args, leftovers: list[Leftover]) -> None:
     """A table of the leftovers, and how many of each fate."""
     console = make_console()
     if not leftovers:
-        console.print(f"nothing is left behind in {args.root}")
+        console.print(f"nothing is left behind in {shown(args.root)}")
         return
     table = make_table([("step", "right"), ("leftover", ""), ("", ""), ("why", "")])
     for leftover in leftovers:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.steps import open_steps
+from holdfast.cli.support.steps import open_steps, shown
 from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError, clean
 from holdfast.format.names import list_steps
@@ -47,11 +47,11 @@ def run(args: Args) -> int:
         set_tag(storage, args.name, step=args.step)
     tags = list_tags(storage)
     if args.json:
-        print_json({"root": str(args.root), "tags": tags})
+        print_json({"root": shown(args.root), "tags": tags})
         return 0
     console = make_console()
     if not tags:
-        console.print(f"no tags in {args.root}")
+        console.print(f"no tags in {shown(args.root)}")
         return 0
     steps = set(list_steps(storage))
     table = make_table([("tag", "cyan"), ("step", "right"), ("", "red")])

@@ -16,6 +16,7 @@ from holdfast.cli.support.messages import EXIT_DAMAGED, counted, in_bytes
 from holdfast.cli.support.steps import StoredCheckpoint, lease_checkpoint
 from holdfast.cli.support.tables import make_console, make_table, print_json, progress_bar
 from holdfast.errors import clean
+from holdfast.foreign.view import CatalogStorage
 from holdfast.format.verifier import Damage, verify_snapshot
 
 
@@ -67,6 +68,9 @@ def _verify(checkpoint: StoredCheckpoint, *, quiet: bool) -> tuple[int, list[Dam
             bar.update(task, completed=done, total=total)
 
         damages = verify_snapshot(checkpoint.storage, checkpoint.directory, on_progress=on_progress)
+    storage = checkpoint.storage
+    if isinstance(storage, CatalogStorage) and storage.catalog.drift:
+        damages.append(Damage(file="", key=None, offset=None, what=storage.catalog.drift))
     return nbytes, damages
 
 

@@ -18,7 +18,8 @@ from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.versions import Lease, read_lease, save_id_of
-from holdfast.storage import PosixStorage, Storage
+from holdfast.storage import PosixStorage, Storage, is_url, open_storage
+from holdfast.storage.places import as_url
 
 _MAX_RUN_DEPTH = 2
 _MAX_RUN_DIRECTORIES = 2000
@@ -36,8 +37,15 @@ class StoredCheckpoint:
     """Name of its format, if it is not our own."""
 
 
-def open_root(path: Path) -> PosixStorage:
-    """The storage at a directory; ConfigError if the directory does not exist."""
+def shown(path: Path) -> str:
+    """A path or URL as a person wrote it: a `Path` makes one slash of the two in a URL."""
+    return as_url(path) if is_url(path) else str(path)
+
+
+def open_root(path: Path) -> Storage:
+    """The storage at a directory or URL; ConfigError if the directory does not exist."""
+    if is_url(path):
+        return open_storage(path)
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -52,13 +60,21 @@ def open_root(path: Path) -> PosixStorage:
     return PosixStorage(path)
 
 
-def open_steps(path: Path, *, verb: str) -> PosixStorage:
+def open_steps(path: Path, *, verb: str) -> Storage:
     """The storage at a directory of checkpoints, for a command that works on all of them.
 
     Raises:
         ConfigError: the path is one checkpoint, or a directory of runs.
     """
     storage = open_root(path)
+    if is_url(path):
+        above_url, _, name = as_url(path).rstrip("/").rpartition("/")
+        if parse_step_dir(name) is not None:
+            raise ConfigError(
+                f"{shown(path)} is one checkpoint; name the place that holds them: "
+                f"`holdfast {verb} {above_url}`"
+            )
+        return storage
     if storage.exists(MANIFEST):
         above = path.resolve().parent
         raise ConfigError(
@@ -78,7 +94,7 @@ def find_runs(path: Path) -> list[Path]:
     Cost: lists 2,000 directories at most, so that a mistaken `/` is answered at once.
     """
     runs: list[Path] = []
-    queue = [(path, 0)]
+    queue = [] if is_url(path) else [(path, 0)]
     for directory, depth in queue:
         names = _directories_in(directory)
         if depth and _has_steps(p.name for p in names):
@@ -124,7 +140,10 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
     Raises:
         ConfigError: there is none; the message says what was looked for.
     """
-    if path.is_file() and (foreign := _find_foreign(path, step=step)):
+    if is_url(path):
+        return _find_in_bucket(as_url(path).rstrip("/"), step)
+    # By `os.path`, for which a path that may not be examined is none.
+    if os.path.isfile(path) and (foreign := _find_foreign(path, step=step)):
         return foreign
     storage = open_root(path)
     if storage.exists(MANIFEST):
@@ -143,8 +162,27 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
     return StoredCheckpoint(storage=storage, directory=directory, label=str(path / directory))
 
 
+def _find_in_bucket(url: str, step: int | None) -> StoredCheckpoint:
+    """The checkpoint meant by a URL: of a place that holds checkpoints, or of one step in it."""
+    above, _, name = url.rpartition("/")
+    own = parse_step_dir(name)
+    if own is not None and step not in (None, own):
+        raise ConfigError(f"{url} is one checkpoint; --step {step} needs the place above")
+    root, step = (url, step) if own is None else (above, own)
+    storage = open_storage(root)
+    steps = list_steps(storage)
+    if not steps or (step is not None and step not in steps):
+        known = ", ".join(map(str, steps[-8:])) or "none"
+        what = "checkpoint" if step is None else f"step {step}"
+        raise ConfigError(f"{root} has no committed {what}; it has {known}")
+    directory = step_dir(steps[-1] if step is None else step)
+    return StoredCheckpoint(storage=storage, directory=directory, label=f"{root}/{directory}")
+
+
 def _find_foreign(path: Path, *, step: int | None) -> StoredCheckpoint | None:
     """The checkpoint in a foreign format at a path; None if it is in none that is known."""
+    if step is not None and path.is_dir() and (path / step_dir(step)).is_dir():
+        path = path / step_dir(step)  # of a run in a foreign format
     location = Location.of(path)
     if detect_format(location) is None:
         return None
@@ -159,7 +197,7 @@ def _find_foreign(path: Path, *, step: int | None) -> StoredCheckpoint | None:
     )
 
 
-def _nothing_at(path: Path, storage: PosixStorage) -> str:
+def _nothing_at(path: Path, storage: Storage) -> str:
     """Why a path means no checkpoint, and what to name instead."""
     if any(parse_saving_dir(name) for name in (path.resolve().name, *storage.list(""))):
         return f"{path} holds no committed checkpoint, only a save that was not finished"
@@ -239,7 +277,12 @@ def lease_checkpoint(
 def _from_above(path: Path, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
     """A checkpoint named by its own directory, seen from the directory above, where leases are."""
     real = path.resolve()
-    if checkpoint.foreign or checkpoint.directory or parse_step_dir(real.name) is None:
+    if (
+        checkpoint.foreign
+        or checkpoint.directory
+        or is_url(path)
+        or parse_step_dir(real.name) is None
+    ):
         return checkpoint
     return StoredCheckpoint(
         storage=PosixStorage(real.parent), directory=real.name, label=checkpoint.label

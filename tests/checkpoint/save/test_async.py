@@ -257,7 +257,7 @@ def test_repair_finishes_what_is_complete_and_removes_the_rest(tmp_path: Path) -
 
     storage = PosixStorage(tmp_path)
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr(commit, "_publish", stop)
+        monkey.setattr(commit, "publish", stop)
         monkey.setattr("holdfast.checkpoint.save.saver.discard_save", lambda *a: None)
         with pytest.raises(HoldfastError, match="Stop"):
             Checkpointer(tmp_path).save(2, _filled(2.0))

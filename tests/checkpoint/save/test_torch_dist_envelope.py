@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import secrets
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from holdfast import (
 )
 from holdfast.format.names import step_dir
 from holdfast.format.verifier import verify_snapshot
+from holdfast.storage.objects import ObjectStorage
 from holdfast.writer.leftovers import repair
 from holdfast.writer.records import ALIVE_FILE
 from tests.checkpoint.common import assert_equal, full, make_state
@@ -270,3 +272,25 @@ def test_what_torch_cannot_have_stays_with_us(
 def test_a_format_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ckpt_format"):
         Checkpointer(tmp_path, ckpt_format="zarr")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_checksums_of_an_object_are_there_from_the_start(way: str) -> None:
+    """What a bucket has received cannot be written again; chunks lie across all parts."""
+    url = f"memory://{secrets.token_hex(8)}/run"
+    state = {"t": {f"x{i}": torch.full((1_500_000 + i,), float(i)) for i in range(9)}}
+    with Checkpointer(url, ckpt_format="torch_dist") as checkpointer:
+        if way == "sync":
+            checkpointer.save(1, state)
+        else:
+            checkpointer.save_async(1, state).result(60)
+        assert verify_snapshot(ObjectStorage(url), step_dir(1)) == []
+        loaded: Any = checkpointer.load({"t": Stored()}).values["t"]
+    assert torch.equal(loaded["x8"], torch.full((1_500_008,), 8.0))
+
+
+def test_a_copy_has_the_extra_files(tmp_path: Path, holdfast: Holdfast) -> None:
+    with Checkpointer(tmp_path / "a", ckpt_format="torch_dist") as checkpointer:
+        checkpointer.save(1, _filled(1.0))
+    assert holdfast("copy", tmp_path / "a", tmp_path / "b").code == 0
+    assert _checked_archives(_whole(tmp_path / "b")) == 2

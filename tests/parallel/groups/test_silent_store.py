@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import distributed as dist
 
 from bench.groups import CountingStore
 from holdfast.errors import HoldfastError
+from holdfast.parallel import bounded_store
 from holdfast.parallel.bounded_store import BoundedStore, StoreSilentError
 from holdfast.parallel.control.transport import Transport
 from holdfast.parallel.groups.rendezvous import Rendezvous
@@ -139,3 +142,24 @@ def test_what_is_posted_waits_for_nothing_and_comes_in_order() -> None:
     with pytest.raises(StoreSilentError, match="has not answered for"):
         silent.set("a", "b")
     over.set()
+
+
+def test_the_collector_does_not_wait_for_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait in the middle of a collection lets another thread start a second one: a crash."""
+    monkeypatch.setattr(bounded_store, "_GRACE_S", 60.0)
+    is_open, has_begun = threading.Event(), threading.Event()
+
+    class SlowStore(dist.HashStore):
+        def set(self, key: str, value: str) -> None:
+            has_begun.set()
+            is_open.wait(120)
+
+    cycle: list[Any] = [BoundedStore(SlowStore())]
+    cycle.append(cycle)
+    cycle[0].post("key", "value")
+    assert has_begun.wait(60)
+    began = time.monotonic()
+    del cycle
+    gc.collect()
+    assert time.monotonic() - began < 30
+    is_open.set()

@@ -18,6 +18,7 @@ from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
 from holdfast.rerun import Replayed
+from holdfast.storage import is_url
 from holdfast_trainer.train.checkpointer import init_weights, load_checkpoint, make_checkpointer
 from holdfast_trainer.train.config import OptimConfig, TrainConfig
 from holdfast_trainer.train.data import EpochSampler
@@ -107,7 +108,9 @@ class BaseTrainer(ABC):
         )
         self._save_schedule.saved(0)  # a run that has not started has nothing to keep
         self._pending: tuple[PendingSave, float, float] | None = None
-        log_in = config.checkpoint.save if config.log.rank_log else None
+        save = config.checkpoint.save
+        # A log grows line by line, which an object cannot.
+        log_in = save if config.log.rank_log and save is not None and not is_url(save) else None
         self._log = RankLog(log_in, groups=groups)
         self._damaged: tuple[int, ...] = ()
         self.safe: tuple[int, Path] | None = None

@@ -156,9 +156,9 @@ class CheckpointConfig:
     """What is saved and loaded, where and when."""
 
     save: Path | None = None
-    """Directory to save checkpoints in; absent means none are saved."""
+    """Directory or URL (s3://…) to save checkpoints in; absent means none are saved."""
     load: Path | None = None
-    """Directory to resume from, at its newest committed step. May be the same as --save."""
+    """Directory or URL to resume from, at its newest committed step. May be the same as --save."""
     load_step: int | None = None
     """The step to load; absent means the newest."""
     max_fallbacks: int = 0

@@ -27,6 +27,7 @@ from holdfast.rerun import (
     RerunMachine,
     Spike,
 )
+from holdfast.storage import is_url
 from holdfast_trainer.train.config import TrainConfig
 from holdfast_trainer.train.digits import DigitBatch
 from holdfast_trainer.train.rerun_config import RerunConfig, rerun_dir
@@ -117,7 +118,7 @@ def make_machine(
     return RerunMachine(
         groups,
         mode=rerun.rerun_mode,
-        directory=None if save is None else rerun_dir(save),
+        directory=None if save is None or is_url(save) else rerun_dir(save),
         replayed=replayed,
         device=device,
         optimizers=[optimizer],

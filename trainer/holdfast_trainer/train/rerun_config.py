@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from holdfast.errors import ConfigError
+from holdfast.storage import is_url
 
 RERUN_DIR = "rerun"
 """Directory of a run, below that of --save, with the machine's report and fault checkpoints."""
@@ -53,7 +54,7 @@ def rerun_dir(save: Path) -> Path:
 def check_rerun(rerun: RerunConfig, *, save: Path | None) -> None:
     """Refuse options that have no meaning without another one; ConfigError with the fix."""
     mode = rerun.rerun_mode
-    if mode == "validate_results" and save is None:
+    if mode == "validate_results" and (save is None or is_url(save)):
         raise ConfigError(
             "--rerun-mode validate_results needs a directory for its report and for the state at a "
             "fault: add --save DIR"

@@ -19,7 +19,7 @@ from holdfast.format.names import (
     parse_step_dir,
 )
 from holdfast.format.rerun_report import REPORT_NAME, read_events, steps_to_leave_out
-from holdfast.storage import PosixStorage
+from holdfast.storage import PosixStorage, Storage, is_url, open_storage
 from holdfast_trainer.train.config import CheckpointConfig
 from holdfast_trainer.train.rerun_config import RERUN_DIR, rerun_dir
 
@@ -133,6 +133,8 @@ def read_past(directory: Path) -> KnownSteps:
     Raises:
         StorageError, CorruptionError: the report cannot be read.
     """
+    if is_url(directory):
+        return KnownSteps()  # a rerun machine needs a directory
     spoiled, retired = steps_to_leave_out(read_events(rerun_dir(directory) / REPORT_NAME))
     # The machine counts steps from 1 here: step n + 1 starts with the state of n finished ones.
     return KnownSteps(
@@ -144,7 +146,7 @@ def read_past(directory: Path) -> KnownSteps:
 def _fault_in(load: Path, *, checkpoint: CheckpointConfig, known: KnownSteps) -> int | None:
     """The step of the newest fault checkpoint; None without one, or where another is asked for."""
     root = fault_checkpoints(load)
-    if checkpoint.finetune or checkpoint.load_step is not None or not root.is_dir():
+    if is_url(load) or checkpoint.finetune or checkpoint.load_step is not None or not root.is_dir():
         return None
     left_out = known.spoiled | known.retired
     return max(
@@ -157,7 +159,7 @@ def _step_in(
 ) -> int | None:
     """The step to load from a directory; None when it has none and this run fills it."""
     is_own = load == checkpoint.save
-    if not load.is_dir():
+    if not is_url(load) and not load.is_dir():
         if is_own and not load.exists():
             _refuse_missing(f"--load {load}: no such directory", checkpoint=checkpoint)
             return None
@@ -165,7 +167,7 @@ def _step_in(
         raise ConfigError(
             f"--load {load}: {reason}; name the directory that an earlier run gave as --save"
         )
-    storage = PosixStorage(load)
+    storage = open_storage(load)
     steps = list_steps(storage)
     if checkpoint.load_step is not None:
         if checkpoint.load_step not in steps:
@@ -214,6 +216,23 @@ def _is_ours(name: str) -> bool:
     )
 
 
+def _prove_writable(save: Path, storage: Storage) -> None:
+    """Write something where a run will save; StorageError if that fails."""
+    if is_url(save):
+        storage.write_file(".probe", b"")
+        storage.remove_tree(".probe")
+        return
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        probe = save / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise StorageError(
+            f"--save {save}: cannot be written ({error.strerror}); name a directory that can"
+        ) from error
+
+
 def check_save(save: Path, *, begins_at: int, left_out: Sequence[int] = ()) -> None:
     """Refuse now what would only fail at the first save, after training towards it.
 
@@ -226,22 +245,17 @@ def check_save(save: Path, *, begins_at: int, left_out: Sequence[int] = ()) -> N
         ConfigError: the directory holds later steps than that.
         StorageError: it cannot be written.
     """
-    try:
-        save.mkdir(parents=True, exist_ok=True)
-        probe = save / ".probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise StorageError(
-            f"--save {save}: cannot be written ({error.strerror}); name a directory that can"
-        ) from error
-    later = [step for step in list_steps(PosixStorage(save)) if step > begins_at]
+    storage = open_storage(save)
+    _prove_writable(save, storage)
+    later = [step for step in list_steps(storage) if step > begins_at]
     later = [step for step in later if step not in left_out]
     if later:
         raise ConfigError(
             f"--save {save} already holds step {later[-1]} and this run starts at step "
             f"{begins_at}: resume with --load {save}, or give --save another directory"
         )
+    if is_url(save):
+        return
     faults = fault_checkpoints(save)
     over = {*left_out, *read_past(save).retired}
     known = list_steps(PosixStorage(faults)) if faults.is_dir() else []

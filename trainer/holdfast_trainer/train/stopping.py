@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from holdfast import Moment, OnSignal, SavePolicy
 from holdfast.errors import HoldfastError
 from holdfast.format.names import list_steps, parse_saving_dir
-from holdfast.storage import PosixStorage
+from holdfast.storage import open_storage
 
 if TYPE_CHECKING:
     from holdfast_trainer.train.metrics import Reporter
@@ -200,7 +200,7 @@ def safe_on_disk(directories: Sequence[Path | None]) -> str:
         if directory is None:
             continue
         try:
-            storage = PosixStorage(directory)
+            storage = open_storage(directory)
             steps = list_steps(storage)
             names = storage.list("")
         except HoldfastError:

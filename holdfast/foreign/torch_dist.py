@@ -1,0 +1,312 @@
+"""Checkpoints of Megatron-core in its format `torch_dist`, and the run directories above them.
+
+A checkpoint is a DCP directory with `metadata.json` and `common.pt`: the values that all ranks
+share. Its flat names tell what is what: `optimizer.…` is the optimizer, a name with `/shard_` is an
+object that each rank has for itself, and all others are the model, under Megatron's names and with
+its leading dim over layers where layers are stored as one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import CorruptionError, HoldfastError, PlacementError
+from holdfast.foreign import dcp
+from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles
+from holdfast.foreign.location import Location
+from holdfast.foreign.torch_dist_optimizer import OBJECTS_PART, is_of_optimizer, map_optimizer
+from holdfast.foreign.torch_dist_tensors import join_copies, unflattened
+from holdfast.foreign.torch_files import tensors_of
+from holdfast.foreign.torch_save import TorchFile, open_torch_save
+from holdfast.format.digest import digest128
+from holdfast.format.names import LATEST, step_dir
+from holdfast.format.values import is_plain_dict, is_tensor, tensor_node, walk
+
+FORMAT = "Megatron torch_dist"
+CONFIG = "metadata.json"
+COMMON = "common.pt"
+
+_BACKEND = "torch_dist"
+_MODEL = "model"
+_OPTIMIZER = "optimizer"
+_SHARD = re.compile(r"(.+)/(shard_[0-9.]+_[0-9.]+)", re.ASCII)
+_EXTRA_STATE = "_extra_state"
+_ITERATION = re.compile(r"[0-9]{1,18}", re.ASCII)
+_DIRECTORY = re.compile(r"iter_([0-9]{7,18})", re.ASCII)
+_MAX_CONFIG_NBYTES = 1 << 20
+_MAX_STEP = 10**18
+
+
+def detect(location: Location) -> bool:
+    """Return True for a checkpoint of this format, and for a run directory whose latest is one."""
+    return _checkpoint_at(location) is not None
+
+
+def _checkpoint_at(location: Location) -> Location | None:
+    """Return the checkpoint that a location is or names as its latest; None if there is none."""
+    if _is_checkpoint(location):
+        return location
+    if not location.has(LATEST):
+        return None
+    latest = location.head(LATEST, 64).decode("ascii", "replace").strip()
+    if _ITERATION.fullmatch(latest):
+        name = step_dir(int(latest))
+    elif latest == "release":
+        name = latest
+    else:
+        return None
+    path = location.storage.local_path("")
+    if path is None or not (path / name).is_dir():
+        return None
+    inner = Location.of(path / name)
+    return inner if _is_checkpoint(inner) else None
+
+
+def _is_checkpoint(location: Location) -> bool:
+    if not dcp.detect(location) or not location.has(CONFIG):
+        return False
+    try:
+        config = json.loads(location.head(CONFIG, _MAX_CONFIG_NBYTES))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and config.get("sharded_backend") == _BACKEND
+
+
+def open_catalog(location: Location) -> Catalog:
+    """Describe a checkpoint.
+
+    Raises:
+        CorruptionError: It is damaged, or asks for what is never run.
+        StorageError: A file cannot be read.
+
+    Cost: reads the metadata and all values, and every tensor of which there are copies.
+    """
+    location = _checkpoint_at(location) or location
+    try:
+        return _open(location)
+    except HoldfastError as error:
+        if not isinstance(error, PlacementError):
+            raise
+        raise CorruptionError(f"{location.label}: {error}") from error
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CorruptionError(
+            f"{location.label}: this is not a checkpoint of Megatron: {error}"
+        ) from error
+
+
+def _open(location: Location) -> Catalog:
+    items = dcp.read_items(location)
+    common = _read_common(location)
+    made = _Made()
+    made.left_out += [*items.left_out, *common.left_out]
+    with OpenFiles(location.storage) as files:
+        joined = join_copies(_restored(items, made), files)
+    model = {name: t for name, t in joined.tensors.items() if not is_of_optimizer(name)}
+    for name, tensor in model.items():
+        made.add_tensor(_MODEL, name, tensor)
+    of_optimizer = _add_objects(items, made)
+    optimizer = map_optimizer(
+        {name: t for name, t in joined.tensors.items() if is_of_optimizer(name)},
+        of_optimizer,
+        common.nodes.pop(_OPTIMIZER, None),
+        shapes={name: tensor.shape for name, tensor in model.items()},
+        common_tensors=common.tensors,
+        file=COMMON,
+    )
+    made.parts |= optimizer.parts
+    made.tensors |= optimizer.tensors
+    made.left_out += optimizer.left_out
+    _add_common(common, made)
+    if joined.drift:
+        made.left_out.append(f"{joined.drift}; only the first copy is read")
+    return Catalog(
+        format=FORMAT,
+        storage=location.storage,
+        label=location.label,
+        identity=items.identity + common.identity,
+        step=_step(common, location),
+        created=location.created([dcp.METADATA, CONFIG, COMMON]),
+        tensors=made.tensors,
+        parts=made.parts,
+        left_out=made.left_out,
+        drift=f"{location.label}: {joined.drift}" if joined.drift else "",
+    )
+
+
+@dataclass(kw_only=True)
+class _Made:
+    """The catalog so far."""
+
+    parts: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, CatalogTensor] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def add_tensor(self, part: str, name: str, tensor: CatalogTensor) -> None:
+        """Add a tensor to a part that is a flat table."""
+        key = f"{part}.{name}"
+        self.tensors[key] = replace(tensor, key=key)
+        self.parts.setdefault(part, {})[name] = tensor_node(key)
+
+    def free_name(self, name: str) -> str:
+        """Return the name of a new part, changed if it is taken."""
+        while name in self.parts:
+            name = f"{name}_common"
+        return name
+
+
+# ---- tensors ----
+
+
+def _restored(items: dcp.Items, made: _Made) -> dict[str, CatalogTensor]:
+    """Return all tensors in their own shapes, as far as these are known."""
+    tensors: dict[str, CatalogTensor] = {}
+    for name, tensor in items.tensors.items():
+        shape = _own_shape(name, tensor, items)
+        whole = None if shape is None else unflattened(tensor, shape)
+        if shape is not None and whole is None:
+            made.left_out.append(
+                f"{name}: its shape {list(shape)}; it is stored as {list(tensor.shape)}, which is "
+                f"not a grid of it"
+            )
+        tensors[name] = tensor if whole is None else whole
+    return tensors
+
+
+def _own_shape(name: str, tensor: CatalogTensor, items: dcp.Items) -> tuple[int, ...] | None:
+    """Return the shape of a tensor of flattened ranges; None for any other tensor."""
+    stated = items.mcore_data.get(name)
+    shape = stated.get("nd_reformulated_orig_global_shape") if isinstance(stated, dict) else None
+    if isinstance(shape, tuple | list) and all(type(n) is int and n >= 0 for n in shape):
+        return tuple(shape)
+    # Without the record, the parameter's shape is the shape of its state.
+    if is_of_optimizer(name) and ".optimizer.state." in f".{name}":
+        parameter = name.partition("optimizer.state.")[2].partition(".")[2]
+        model = items.tensors.get(parameter)
+        if model is not None and len(tensor.shape) == len(model.shape) + 1:
+            return model.shape
+    return None
+
+
+# ---- objects ----
+
+
+def _add_objects(items: dcp.Items, made: _Made) -> dict[str, Any]:
+    """Add the objects of ranks, and return those of the optimizer by flat name."""
+    of_optimizer: dict[str, Any] = {}
+    empty: list[str] = []
+    for name, node in items.values.items():
+        # Megatron saves a list: of all objects of a rank under one name, which is one.
+        listed = isinstance(node, list) and len(node) == 1
+        value = node[0] if isinstance(node, list) and listed else node
+        prefix = f"{name}.0" if listed else name
+        match = _SHARD.fullmatch(name)
+        owner, shard = (name, name) if match is None else (match[1], match[2])
+        if is_of_optimizer(name):
+            place = f"{OBJECTS_PART}.{name}"
+            of_optimizer[name] = value
+        elif owner.endswith(_EXTRA_STATE):
+            place = f"extra_state.{name}"
+            if value is None:
+                empty.append(name)
+                continue
+            made.parts.setdefault("extra_state", {})[name] = value
+        elif owner.isidentifier() and not owner.startswith((_MODEL, _OPTIMIZER)):
+            place = f"{owner}.{shard}"
+            made.parts.setdefault(owner, {})[shard] = value
+        else:
+            place = f"objects.{name}"
+            made.parts.setdefault("objects", {})[name] = value
+        _rename(items.more, value, prefix, place, made)
+    if empty:
+        made.left_out.append(f"{len(empty)} extra states that are empty, such as {empty[0]}")
+    return of_optimizer
+
+
+def _rename(
+    tensors: Mapping[str, CatalogTensor], node: Any, prefix: str, place: str, made: _Made
+) -> None:
+    """Add the tensors of a node under keys that are their paths in the catalog."""
+    for each in walk(node):
+        if is_tensor(each):
+            old = each["k"]
+            each["k"] = new = place + old[len(prefix) :]
+            made.tensors[new] = replace(tensors[old], key=new)
+
+
+# ---- common values ----
+
+
+@dataclass(kw_only=True)
+class _Common:
+    """The values of `common.pt`: nodes by name, and the tensors in them by key."""
+
+    nodes: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, CatalogTensor] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    identity: bytes = b""
+
+
+def _read_common(location: Location) -> _Common:
+    """Read the common values; one that cannot be kept is left out, with the reason."""
+    common = _Common()
+    if not location.has(COMMON):
+        common.left_out.append(f"{COMMON}: it is not there, so that settings and step are missing")
+        return common
+    place = location.storage.describe(COMMON)
+    try:
+        with closing(location.storage.open(COMMON)) as source:
+            file = open_torch_save(source, place=place)
+            common.identity = digest128(f"{COMMON}:{source.nbytes}".encode()).encode()
+    except CorruptionError as error:
+        # One odd value (a class among the arguments) does not make the weights unreadable.
+        common.left_out.append(f"{COMMON}: {error}")
+        return common
+    if not isinstance(file.value, dict):
+        common.left_out.append(f"{COMMON}: it is not a dict")
+        return common
+    for name, value in file.value.items():
+        _read_value(common, str(name), value, file)
+    return common
+
+
+def _read_value(common: _Common, name: str, value: object, file: TorchFile) -> None:
+    """Add one common value."""
+    where = "optimizer_common" if name == _OPTIMIZER else name
+    try:
+        tensors, node, left_out = tensors_of(value, where, file, COMMON)
+    except CorruptionError as error:
+        common.left_out.append(str(error))
+        return
+    common.nodes[name] = node
+    common.tensors |= tensors
+    common.left_out += left_out
+
+
+def _add_common(common: _Common, made: _Made) -> None:
+    """Add the common values as parts; what remains where tensors were taken out is nothing."""
+    for name, node in common.nodes.items():
+        if re.fullmatch(r"model[0-9]*", name) and _holds_nothing([node]):
+            continue
+        part = made.free_name(name)
+        made.parts[part] = node
+        _rename(common.tensors, node, name, part, made)
+
+
+def _holds_nothing(nodes: Iterable[Any]) -> bool:
+    """Return True for dicts of dicts that have no value."""
+    return all(is_plain_dict(node) and _holds_nothing(node.values()) for node in nodes)
+
+
+def _step(common: _Common, location: Location) -> int:
+    """Return the iteration: as stored, else of the directory's name."""
+    stored = common.nodes.get("iteration")
+    if type(stored) is int and 0 <= stored < _MAX_STEP:
+        return stored
+    match = _DIRECTORY.fullmatch(Path(location.label).resolve().name)
+    return 0 if match is None else int(match[1])

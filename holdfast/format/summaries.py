@@ -1,0 +1,64 @@
+"""What a list says about a checkpoint, as a note that a storage keeps with the checkpoint's name.
+
+A list of a hundred steps in an object store would read a hundred manifests. A storage that keeps
+notes with names (`annotate`, `survey`) gives all of them in two requests. A note is only for lists:
+a load reads the manifest and proves its digest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from holdfast.format.manifest import LayoutInfo, Manifest
+from holdfast.storage import Storage
+
+_MAX_NBYTES = 4096
+"""A larger note (of a user's large metadata) is not kept: lists read the manifest then."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a list says of one checkpoint."""
+
+    step: int
+    created: str
+    num_tensors: int
+    nbytes: int
+    stored_nbytes: int
+    num_files: int
+    layouts: tuple[LayoutInfo, ...]
+    metadata: dict[str, Any]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Summary:
+        """Return the summary of a checkpoint."""
+        return cls(
+            step=manifest.step,
+            created=manifest.created,
+            num_tensors=manifest.totals.num_tensors,
+            nbytes=manifest.totals.nbytes,
+            stored_nbytes=manifest.totals.stored_nbytes,
+            num_files=len(manifest.files),
+            layouts=tuple(manifest.layouts),
+            metadata=manifest.metadata,
+        )
+
+
+def annotate(storage: Storage, directory: str, manifest: Manifest) -> None:
+    """Give a directory the summary of its checkpoint before it gets its name, if notes are kept."""
+    keep = getattr(storage, "annotate", None)
+    if keep is None:
+        return
+    note = msgspec.json.encode(Summary.of(manifest))
+    if len(note) <= _MAX_NBYTES:
+        keep(directory, note.decode())
+
+
+def read_summary(note: str, *, step: int) -> Summary | None:
+    """Return the summary in a note; None if it is not one of this step."""
+    try:
+        summary = msgspec.json.decode(note, type=Summary)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return summary if summary.step == step else None

@@ -1,0 +1,523 @@
+"""PyTorch Distributed Checkpoint (DCP) on Holdfast's format: digests and atomic commit.
+
+A storage writer and reader, with DCP's planners as they are:
+
+    dcp.save(state_dict, checkpoint_id="checkpoints/100", storage_writer=HoldfastWriter())
+    dcp.load(state_dict, checkpoint_id="checkpoints/100", storage_reader=HoldfastReader())
+
+and `save` and `load` with DCP's signatures, which plan as a `Checkpointer` does:
+
+    from holdfast.integrations import dcp
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from holdfast.arrays.boxes import Box
+from holdfast.checkpoint import Checkpointer, LoadReport, SaveReport
+from holdfast.errors import ConfigError, StorageError
+from holdfast.format.names import list_steps, parse_step_dir, step_dir
+from holdfast.format.reader import Snapshot
+from holdfast.format.values import decode_tree, is_plain_dict
+from holdfast.integrations.world import agreed_newest_step, groups_of_world, text_of_coordinator
+from holdfast.parallel import ProcessGroups
+from holdfast.state import Sharded, Union
+from holdfast.state.tensor_elements import torch_dtype
+from holdfast.storage import PosixStorage
+
+PathLike = str | os.PathLike[str]
+
+_OWN = "dcp"
+"""The part with what DCP keeps besides tensors: paths, and values as its planner pickles them."""
+_TOP = "top"
+"""The part of entries that a state dict has at its top."""
+_NUMBER = re.compile(r"(\d+)$")
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def place_of(checkpoint_id: PathLike) -> tuple[Path, int]:
+    """Return the root and the step that a checkpoint's id names: `runs/step-100` is step 100.
+
+    Raises:
+        ConfigError: its last part does not end with a number.
+    """
+    path = Path(checkpoint_id)
+    own = parse_step_dir(path.name)
+    if own is not None:
+        return path.parent, own
+    number = _NUMBER.search(path.name)
+    if number is None:
+        raise ConfigError(
+            f"checkpoint_id {str(checkpoint_id)!r} has no step: let its last part end with the "
+            f"number of the step, as in '{path / 'step-100'}'"
+        )
+    return path.parent, int(number[1])
+
+
+def latest(root: PathLike) -> str | None:
+    """Return the path of the newest committed checkpoint, the same on all ranks; None without one.
+
+    Called by all ranks of the default process group.
+    """
+    with groups_of_world("dcp-latest") as groups:
+        step = agreed_newest_step(groups, Path(root))
+        return None if step is None else str(Path(root) / step_dir(step))
+
+
+class HoldfastWriter(StorageWriter):
+    """Writes what `dcp.save` and `dcp.async_save` plan as a checkpoint of Holdfast.
+
+    All ranks of the default process group take part, whatever group the planner used. One writer is
+    made for the run, and takes one save after another.
+
+    Args:
+        checkpoint_id: where to save, if `dcp.save` is not given it: a path whose last part ends
+            with the number of the step. `runs/step-100` is written as `runs/iter_0000100`.
+        overwrite: replace a checkpoint of the step, which survives until the new one is durable.
+        options: further arguments of `Checkpointer`.
+
+    Made by all ranks.
+
+    Raises:
+        GroupError, DeadlineError: a rank does not arrive.
+    """
+
+    def __init__(
+        self, checkpoint_id: PathLike | None = None, *, overwrite: bool = False, **options: Any
+    ) -> None:
+        super().__init__()
+        self.checkpoint_id = checkpoint_id
+        self._overwrite = overwrite
+        self._options = options
+        self._groups: ProcessGroups | None = groups_of_world("dcp-writer")
+        self._opened: tuple[Path, Checkpointer] | None = None
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        """Take the place of the next save."""
+        self.checkpoint_id = checkpoint_id if checkpoint_id is not None else self.checkpoint_id
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise ConfigError for a save that is not collective."""
+        place_of(self._id())
+        rank = self._groups.rank if self._groups is not None else 0
+        if kwargs.get("rank", rank) != rank:
+            raise ConfigError("HoldfastWriter does not support no_dist or groups of some ranks")
+        if not kwargs.get("use_collectives", True):
+            raise ConfigError("HoldfastWriter does not support use_collectives=False")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the items of all ranks, and commit.
+
+        Raises:
+            HoldfastError: on all ranks, as of `Checkpointer.save`; nothing is committed.
+        """
+        root, step = place_of(self._id())
+        self._checkpointer(root).save(step, _parts(plan, planner), overwrite=self._overwrite)
+        results = [
+            WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items
+        ]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing: the checkpoint is committed, and describes itself."""
+
+    def close(self) -> None:
+        """Stop the process that writes, and destroy the communicator made here."""
+        if self._opened is not None:
+            self._opened[1].close()
+        if self._groups is not None:
+            self._groups.close()
+        self._opened = self._groups = None
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return where it saves."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Return True if the id names a step."""
+        return bool(_NUMBER.search(Path(checkpoint_id).name))
+
+    def _id(self) -> PathLike:
+        if self.checkpoint_id is None:
+            raise ConfigError("HoldfastWriter: pass checkpoint_id= to dcp.save, or to the writer")
+        return self.checkpoint_id
+
+    def _checkpointer(self, root: Path) -> Checkpointer:
+        """Return the checkpointer of a root; the same one as long as the root is."""
+        if self._opened is None or self._opened[0] != root:
+            if self._groups is None:
+                raise ConfigError("HoldfastWriter: it is closed")
+            if self._opened is not None:
+                self._opened[1].close()
+            self._opened = (root, Checkpointer(root, groups=self._groups, **self._options))
+        return self._opened[1]
+
+
+def _parts(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
+    """Return what this rank writes, under the names that DCP gives it."""
+    paths = plan.planner_data or {}
+    names = {item.index.fqn: paths.get(item.index.fqn, (item.index.fqn,)) for item in plan.items}
+    names = {**{fqn: tuple(path) for fqn, path in paths.items()}, **names}
+    tensors: dict[str, dict[str, object]] = {_part_of(path): {} for path in names.values()}
+    if _OWN in tensors:
+        raise ConfigError(f"HoldfastWriter: a state dict may not have an entry {_OWN!r}")
+    pickled: dict[str, torch.Tensor] = {}
+    for item in plan.items:
+        fqn = item.index.fqn
+        data: Any = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            pickled[fqn] = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
+            continue
+        members, member = tensors[_part_of(names[fqn])], _member_of(names[fqn])
+        if member in members or item.tensor_data is None:
+            raise ConfigError(
+                f"HoldfastWriter does not support several pieces of one tensor on a rank ({fqn})"
+            )
+        chunk = item.tensor_data.chunk
+        members[member] = Sharded(
+            data.detach(), tuple(item.tensor_data.size), offset=tuple(chunk.offsets), over=("dp",)
+        )
+    paths = {fqn: list(path) for fqn, path in names.items()}
+    own = {"paths": Union(paths), "pickled": Union(pickled)}
+    return {**{part: Union(each) for part, each in tensors.items()}, _OWN: own}
+
+
+def _part_of(path: Sequence[Any]) -> str:
+    """Return the part that an entry of a state dict belongs to: the first name on its path."""
+    return str(path[0]) if len(path) > 1 else _TOP
+
+
+def _member_of(path: Sequence[Any]) -> str:
+    """Return the name of an entry within its part."""
+    return ".".join(map(str, path[1:] if len(path) > 1 else path))
+
+
+class HoldfastReader(StorageReader):
+    """Reads checkpoints of Holdfast for `dcp.load`: those of `HoldfastWriter` and all others.
+
+    Only the bytes that a rank's plan asks for are read, and every block of them is checked. Names
+    are those that the writer was given; in other checkpoints the keys of tensors and the paths of
+    plain values.
+
+    Args:
+        checkpoint_id: as of `HoldfastWriter`; a root instead of a checkpoint is its newest one.
+    """
+
+    def __init__(self, checkpoint_id: PathLike | None = None) -> None:
+        super().__init__()
+        self.checkpoint_id = checkpoint_id
+        self._snapshot: Snapshot | None = None
+        self._keys: dict[str, str] = {}
+        self._values: dict[str, object] = {}
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        """Take the place of the next load."""
+        self.checkpoint_id = checkpoint_id if checkpoint_id is not None else self.checkpoint_id
+        self._keys, self._values = {}, {}
+        if self._snapshot is not None:
+            self._snapshot.close()
+        self._snapshot = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what is stored, as DCP describes it.
+
+        Raises:
+            StorageError: there is no such checkpoint.
+            CorruptionError: its manifest or index is damaged.
+        """
+        snapshot = self._open()
+        node: Any = snapshot.manifest.parts.get(_OWN)
+        paths = self._names(snapshot, node)
+        entries: dict[str, Any] = {
+            fqn: _described(snapshot, key) for fqn, key in self._keys.items() if snapshot.has(key)
+        }
+        pickled = [fqn for fqn in entries if self._keys[fqn].startswith(f"{_OWN}.pickled.")]
+        entries |= dict.fromkeys([*pickled, *self._values], BytesStorageMetadata())
+        return Metadata(entries, planner_data=paths, storage_data={})
+
+    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to prepare."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of a plan.
+
+        Raises:
+            CorruptionError: a block is damaged; the message names file and tensor.
+        """
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(self._bytes_of(item.storage_index.fqn)))
+            else:
+                self._read_tensor(item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Return True if a checkpoint of Holdfast is there."""
+        try:
+            _existing(checkpoint_id)
+        except (ConfigError, StorageError):
+            return False
+        return True
+
+    def _open(self) -> Snapshot:
+        """Return the checkpoint, open."""
+        if self._snapshot is None:
+            if self.checkpoint_id is None:
+                raise ConfigError("HoldfastReader: pass checkpoint_id= to dcp.load or the reader")
+            root, step = _existing(self.checkpoint_id)
+            self._snapshot = Snapshot.open(PosixStorage(root), step_dir(step))
+        return self._snapshot
+
+    def _names(self, snapshot: Snapshot, node: Any) -> dict[str, tuple[Any, ...]]:
+        """Set the key of each name, and return the path of each in the state dict."""
+        stored: Any = decode_tree(node, on_leaf=lambda *_: None) if node is not None else None
+        if not isinstance(stored, dict) or "paths" not in stored:
+            tensors = {key: key for key in snapshot.keys}
+            self._keys = tensors
+            self._values = {
+                path: value
+                for part, tree in snapshot.manifest.parts.items()
+                for path, value in _plain_values(part, tree)
+            }
+            return {fqn: (fqn,) for fqn in (*tensors, *self._values)}
+        paths = {fqn: tuple(path) for fqn, path in stored["paths"].items()}
+        pickled = stored["pickled"]
+        self._keys = {
+            fqn: f"{_OWN}.pickled.{fqn}" if fqn in pickled else f"{_part_of(p)}.{_member_of(p)}"
+            for fqn, p in paths.items()
+        }
+        return paths
+
+    def _bytes_of(self, fqn: str) -> bytes:
+        """Return a value as DCP's planner has pickled it, or would have."""
+        if fqn in self._values:
+            buffer = io.BytesIO()
+            torch.save(self._values[fqn], buffer)
+            return buffer.getvalue()
+        snapshot = self._open()
+        shape = tuple(snapshot.tensor(self._keys[fqn]).shape)
+        data = bytearray(math.prod(shape))
+        snapshot.read_box(self._keys[fqn], Box((0,) * len(shape), shape), memoryview(data))
+        return bytes(data)
+
+    def _read_tensor(self, item: ReadItem, planner: LoadPlanner) -> None:
+        """Read one box into where the planner wants it."""
+        snapshot, key = self._open(), self._keys[item.storage_index.fqn]
+        target = planner.resolve_tensor(item).detach()
+        origin = item.storage_index.offset or torch.Size([0] * len(item.lengths))
+        at = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
+        dtype = torch_dtype(snapshot.tensor(key).dtype)
+        direct = target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
+        memory = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
+        if memory.numel():
+            flat = memory.view(-1).as_strided((memory.numel(),), (1,)).view(torch.uint8)
+            snapshot.read_box(key, Box(at, tuple(item.lengths)), flat.numpy().data)
+        if not direct:
+            target.copy_(memory)
+        planner.commit_tensor(item, target)
+
+
+def _existing(checkpoint_id: PathLike) -> tuple[Path, int]:
+    """Return the root and the step of a checkpoint that is to be read."""
+    path = Path(checkpoint_id)
+    steps = list_steps(PosixStorage(path)) if path.is_dir() else []
+    if steps:
+        return path, steps[-1]
+    root, step = place_of(checkpoint_id)
+    if not (root / step_dir(step)).is_dir():
+        raise StorageError(f"{root} has no committed checkpoint of step {step}")
+    return root, step
+
+
+def _described(snapshot: Snapshot, key: str) -> TensorStorageMetadata:
+    """Return the chunks of a tensor as DCP describes them."""
+    info = snapshot.tensor(key)
+    index, ndim = snapshot.index, len(info.shape)
+    boxes = [index.box(int(row), ndim=ndim) for row in snapshot.rows_of(key) if not index.copy[row]]
+    chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in boxes]
+    properties = TensorProperties(dtype=torch_dtype(info.dtype))
+    return TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
+
+
+def _plain_values(path: str, node: Any) -> Iterator[tuple[str, object]]:
+    """Yield the plain values below a node, by their paths."""
+    if isinstance(node, _PLAIN):
+        yield path, node
+    elif is_plain_dict(node):
+        for name, child in node.items():
+            yield from _plain_values(f"{path}.{name}", child)
+
+
+# ---- DCP's functions, with Holdfast's own planner ----
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: PathLike | None = None,
+    storage_writer: None = None,
+    planner: None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    overwrite: bool = False,
+) -> SaveReport:
+    """Save a state dict as `torch.distributed.checkpoint.save` does, by Holdfast's own planner.
+
+    Args:
+        state_dict: entries by name: objects with `state_dict`, modules, trees of DTensors, tensors
+            and values. Plain tensors of several ranks must be equal.
+        checkpoint_id: a path whose last part ends with the number of the step.
+        storage_writer, planner: not supported: `HoldfastWriter` takes a planner.
+        process_group: None, or the default group.
+        no_dist: save as a process on its own.
+        use_collectives: must be True.
+        overwrite: replace a checkpoint of the step.
+
+    Called by all ranks.
+
+    Raises:
+        ConfigError: an argument that is not supported, by name.
+        HoldfastError: on all ranks, as of `Checkpointer.save`.
+    """
+    _refuse(storage_writer=storage_writer, planner=planner, process_group=process_group)
+    if not use_collectives:
+        raise ConfigError("holdfast.integrations.dcp does not support use_collectives=False")
+    root, step = place_of(_given(checkpoint_id))
+    with _groups(no_dist) as groups, Checkpointer(root, groups=groups) as checkpointer:
+        return checkpointer.save(step, state_dict, overwrite=overwrite)
+
+
+def load(
+    state_dict: MutableMapping[str, Any],
+    *,
+    checkpoint_id: PathLike | None = None,
+    storage_reader: None = None,
+    planner: None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> LoadReport:
+    """Load into a state dict in place, as `torch.distributed.checkpoint.load` does.
+
+    Tensors are filled, objects take their state, and plain values in the dict are replaced.
+
+    Args:
+        state_dict: as of `save`.
+        checkpoint_id: as of `save`; a root instead of a checkpoint is its newest one.
+        storage_reader, planner: not supported: `HoldfastReader` takes a planner.
+        process_group: None, or the default group.
+        no_dist: load as a process on its own.
+
+    Called by all ranks.
+
+    Raises:
+        ConfigError: an argument that is not supported, by name.
+        HoldfastError: on all ranks, as of `Checkpointer.load`.
+    """
+    _refuse(storage_reader=storage_reader, planner=planner, process_group=process_group)
+    with _groups(no_dist) as groups:
+        root, step = _agreed(groups, _given(checkpoint_id))
+        with Checkpointer(root, groups=groups) as checkpointer:
+            report = checkpointer.load(state_dict, step=step)
+    for name, value in report.values.items():
+        state_dict[name] = _replaced(state_dict[name], value)
+    return report
+
+
+def _agreed(groups: ProcessGroups, checkpoint_id: PathLike) -> tuple[Path, int]:
+    """Return the root and the step, by the first rank's view of the storage."""
+    text = ""
+    if groups.control.is_coordinator:
+        try:
+            text = str(_existing(checkpoint_id)[1])
+        except StorageError:
+            text = str(place_of(checkpoint_id)[1])  # the load says on all ranks that it is missing
+    step = int(text_of_coordinator(groups, text, phase="load"))
+    path = Path(checkpoint_id)
+    has_steps = path.is_dir() and bool(list_steps(PosixStorage(path)))
+    return (path if has_steps else path.parent), step
+
+
+def _replaced(before: Any, value: Any) -> Any:
+    """Return a loaded value; dicts and lists that are there already stay the same objects."""
+    if isinstance(before, dict) and isinstance(value, dict):
+        for name, child in value.items():
+            before[name] = _replaced(before.get(name), child)
+        return before
+    if isinstance(before, list) and isinstance(value, list):
+        before[:] = [_replaced(a, b) for a, b in zip(before, value, strict=False)]
+        return before
+    return value
+
+
+def _groups(no_dist: bool) -> ProcessGroups:
+    """Return the groups of one save or load."""
+    return ProcessGroups.single("dcp") if no_dist else groups_of_world("dcp")
+
+
+def _given(checkpoint_id: PathLike | None) -> PathLike:
+    """Return the id; ConfigError without one."""
+    if checkpoint_id is None:
+        raise ConfigError("holdfast.integrations.dcp needs checkpoint_id=")
+    return checkpoint_id
+
+
+def _refuse(**arguments: Any) -> None:
+    """Raise ConfigError for arguments that are not supported."""
+    group = arguments.pop("process_group")
+    if group is not None and group is not dist.group.WORLD:
+        arguments["process_group"] = group
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise ConfigError(f"holdfast.integrations.dcp does not support {', '.join(given)}=")

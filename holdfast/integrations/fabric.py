@@ -1,0 +1,213 @@
+"""Lightning Fabric: modules, optimizers and the places of loaders, saved and resumed.
+
+    checkpoints = FabricCheckpoints.resume(fabric, "checkpoints", state, loaders=[loader])
+    for epoch in range(checkpoints.epoch, num_epochs):
+        for batch in loader:
+            ...
+            checkpoints.after_step(every=100)
+    checkpoints.close()
+
+`pip install holdfast[fabric]`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
+from holdfast.errors import ConfigError
+from holdfast.integrations.loaders import LoaderPlace, place_of
+from holdfast.integrations.world import agreed_newest_step, groups_of_world
+from holdfast.state import RNG, OptimizerState, PerRank, Stored
+
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+
+
+class FabricCheckpoints:
+    """Saves and resumes a state of Fabric's objects, and where its loaders are.
+
+    Args:
+        fabric: the `Fabric`, launched.
+        root: directory of the checkpoints.
+        state: what `fabric.save` would take: modules and optimizers that `fabric.setup` returned,
+            schedulers and other objects with a state, dicts of values, which a load fills.
+        loaders: those that `fabric.setup_dataloaders` returned.
+        options: further arguments of `Checkpointer`.
+
+    Called by all ranks, as every method.
+
+    Raises:
+        ConfigError: a strategy or a loader that is not supported, by name.
+    """
+
+    def __init__(
+        self,
+        fabric: Any,
+        root: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        loaders: Sequence[Any] = (),
+        **options: Any,
+    ) -> None:
+        strategy = type(fabric.strategy).__name__
+        if strategy not in _STRATEGIES:
+            raise ConfigError(f"FabricCheckpoints does not support {strategy}")
+        self._state, self._loaders = state, list(loaders)
+        self._places = [_place(loader, fabric.world_size) for loader in loaders]
+        self._groups = groups_of_world("fabric")
+        self._checkpointer = Checkpointer(root, groups=self._groups, **options)
+        self._overwrite = False
+        self.step = 0
+        """Calls of `after_step` so far, those before a resume included."""
+
+    @classmethod
+    def resume(
+        cls,
+        fabric: Any,
+        root: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        loaders: Sequence[Any] = (),
+        **options: Any,
+    ) -> FabricCheckpoints:
+        """Return checkpoints, with the newest of them loaded, if there is one.
+
+        Args, errors: as of the class, and of `Checkpointer.load`.
+        """
+        checkpoints = cls(fabric, root, state, loaders=loaders, **options)
+        newest = agreed_newest_step(checkpoints._groups, Path(root))
+        if newest is not None:
+            checkpoints.load(newest)
+        # A writer that has outlived the last run may still commit a step that this run makes again.
+        checkpoints._overwrite = True
+        return checkpoints
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The `Checkpointer` in use."""
+        return self._checkpointer
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the first loader that is in progress, or comes next."""
+        return self._epoch_of(0) if self._loaders else 0
+
+    def after_step(self, *, every: int) -> PendingSave | None:
+        """Count a step, and save in the background at each `every`-th.
+
+        Raises:
+            HoldfastError: as of `Checkpointer.save_async`.
+        """
+        self.step += 1
+        return self.save() if self.step % every == 0 else None
+
+    def save(self, **options: Any) -> PendingSave:
+        """Save everything now, as checkpoint `step`, in the background.
+
+        Args:
+            options: of `Checkpointer.save_async`.
+
+        Raises:
+            HoldfastError: as of `Checkpointer.save_async`.
+        """
+        places = {
+            str(i): {"epoch": self._epoch_of(i), "place": _of_rank(place.state_dict())}
+            for i, place in enumerate(self._places)
+        }
+        parts = {**self._parts(), "fabric": {"step": self.step, "loaders": places}}
+        return self._checkpointer.save_async(
+            self.step, parts, **{"overwrite": self._overwrite, **options}
+        )
+
+    def load(self, step: int | None = None, **options: Any) -> LoadReport:
+        """Load a checkpoint into the state and the loaders.
+
+        Args:
+            step: by default the newest.
+            options: of `Checkpointer.load`.
+
+        Raises:
+            MismatchError: as of `Checkpointer.load`; or a loader cannot continue at a whole batch.
+        """
+        places = {
+            str(i): {"epoch": Stored(), "place": _of_rank(Stored())}
+            for i in range(len(self._places))
+        }
+        parts = {**self._parts(), "fabric": {"step": Stored(), "loaders": places}}
+        report = self._checkpointer.load(parts, step=step, **options)
+        values: Any = report.values
+        for name, value in self._state.items():
+            if isinstance(value, dict) and name in values:
+                value.update(values[name])
+        for i, place in enumerate(self._places):
+            stored = values["fabric"]["loaders"][str(i)]
+            place.load_state_dict(stored["place"])
+            self._loaders[i]._num_iter_calls = stored["epoch"]
+        self.step = values["fabric"]["step"]
+        return report
+
+    def close(self) -> None:
+        """Wait for saves in flight, and raise what failed; destroy the communicators made here."""
+        self._checkpointer.close()
+        self._groups.close()
+
+    def _epoch_of(self, index: int) -> int:
+        """Return the pass over a loader that is in progress, or comes next."""
+        num_passes = int(self._loaders[index]._num_iter_calls)
+        return num_passes - 1 if self._places[index].is_inside else num_passes
+
+    def _parts(self) -> dict[str, object]:
+        """Return the objects of the state as parts."""
+        modules = {n: each for n, each in self._state.items() if isinstance(each, nn.Module)}
+        parts: dict[str, object] = {}
+        for name, value in self._state.items():
+            is_optimizer = isinstance(value, torch.optim.Optimizer) or hasattr(value, "optimizer")
+            if is_optimizer and hasattr(value, "param_groups"):
+                parts[name] = OptimizerState(value, _owners(name, value, modules))
+            else:
+                parts[name] = value
+        return {**parts, "rng": RNG()}
+
+
+def _place(loader: Any, world_size: int) -> LoaderPlace:
+    """Return the place of a loader that Fabric has set up."""
+    inner = getattr(loader, "_dataloader", None)
+    place = place_of(inner, world_size=world_size) if inner is not None else None
+    if place is None:
+        raise ConfigError(
+            f"FabricCheckpoints takes a DataLoader that fabric.setup_dataloaders returned; a "
+            f"{type(inner if inner is not None else loader).__name__} with a state of its own "
+            f"belongs into the state, as AppliesLater(loader)"
+        )
+    return place
+
+
+def _owners(
+    name: str, optimizer: Any, modules: Mapping[str, nn.Module]
+) -> nn.Module | dict[str, nn.Module]:
+    """Return the module whose parameters an optimizer has, or those by name."""
+    updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    owners = {
+        each: module
+        for each, module in modules.items()
+        if any(id(parameter) in updated for parameter in module.parameters())
+    }
+    if not owners:
+        raise ConfigError(f"state['{name}']: no module of the state has its parameters")
+    return next(iter(owners.values())) if len(owners) == 1 else owners
+
+
+def _of_rank(tree: object) -> PerRank:
+    """Return a tree of each rank; under another number of ranks all take the first one's."""
+    return PerRank(tree, axes=("dp",), merge=_first)
+
+
+def _first(stored: dict[str, Any]) -> Any:
+    """Return the tree of the first rank."""
+    return next(iter(stored.values()))

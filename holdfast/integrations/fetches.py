@@ -1,0 +1,158 @@
+"""Random streams of the process around the fetches of a data loader.
+
+A loader that runs in the training process draws from the process's streams: for the order of an
+epoch, and for whatever the dataset and the collator draw. Loaders fetch one batch ahead, so the
+batch after the last trained one was fetched with streams that are gone by the time of a save. A
+resume that skips batches is bitwise only if those streams are brought back for the one fetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from holdfast.state.rng import State, accessors, global_accessors
+
+States = dict[str, State]
+
+_WATCH = "_holdfast_watch"
+
+
+class Streams:
+    """The streams of Python, NumPy, torch and the current CUDA device at one time.
+
+    Args:
+        generators: Further ones, of a loader (`generators_of`).
+    """
+
+    def __init__(self, generators: Mapping[str, torch.Generator] | None = None) -> None:
+        self._accessors = global_accessors()
+        self._accessors |= {name: accessors(each) for name, each in (generators or {}).items()}
+        self._raw = {name: each.read() for name, each in self._accessors.items()}
+
+    def states(self) -> States:
+        """Return them as arrays, tensors and plain values."""
+        return {name: each.state_of(self._raw[name]) for name, each in self._accessors.items()}
+
+
+def set_streams(
+    states: Mapping[str, State], generators: Mapping[str, torch.Generator] | None = None
+) -> None:
+    """Set the streams of this process, and the generators of a loader, that are in `states`."""
+    known = global_accessors()
+    known |= {name: accessors(each) for name, each in (generators or {}).items()}
+    for name, state in states.items():
+        if name in known:
+            known[name].put(state)
+
+
+def generators_of(loader: Any) -> dict[str, torch.Generator]:
+    """Return the generators that a loader and its samplers own, by names that do not change."""
+    owned: dict[str, torch.Generator] = {}
+    for each in samplers_of(loader):
+        generator = getattr(each, "generator", None)
+        known = any(generator is other for other in owned.values())
+        if isinstance(generator, torch.Generator) and not known:
+            owned[f"loader-{len(owned)}"] = generator
+    return owned
+
+
+class FetchWatch:
+    """Reads the streams before each fetch of a loader, and sets them before those of a resume.
+
+    Args:
+        loader: A `torch.utils.data.DataLoader`, or an object that looks like one. A loader with
+            worker processes, or over an iterable dataset, is not watched: its workers have streams
+            of their own, and its fetches cannot be distinguished. None watches nothing.
+    """
+
+    def __init__(self, loader: object) -> None:
+        self._recent: dict[int, Streams] = {}
+        self._skip: int | None = None
+        """While a resume is in progress: the number of the first batch that is fetched."""
+        self._fetch: States | None = None
+        self._after: States | None = None
+        sampler = _index_sampler(loader)
+        self.is_watching = sampler is not None
+        if sampler is not None:
+            _watch_draws(sampler, self)
+
+    def before(self, number: int) -> States | None:
+        """Return the streams as they were before batch `number` was fetched; None if unknown."""
+        streams = self._recent.get(number)
+        return None if streams is None else streams.states()
+
+    def replay(self, skip: int, *, fetch: States | None, after: States) -> None:
+        """Set the streams for the next pass: `fetch` before batch `skip`, `after` from then on."""
+        self._skip, self._fetch, self._after = skip, fetch, after
+
+    def finish(self) -> None:
+        """Set the streams of after the fetch, if no fetch has done so."""
+        after, self._skip, self._after = self._after, None, None
+        if after is not None:
+            set_streams(after)
+
+    def draws(self, indices: Iterable[object]) -> Iterator[object]:
+        """Yield what a batch sampler yields; each fetch comes right after its indices."""
+        self._recent.clear()
+        for number, each in enumerate(indices):
+            self._before(number)
+            yield each
+        self._before(None)
+
+    def _before(self, number: int | None) -> None:
+        """Set the streams that a resume has for this fetch, and read those that it will have."""
+        if self._skip is not None and (number is None or number > self._skip):
+            self.finish()
+        elif self._skip is not None and number == self._skip and self._fetch is not None:
+            set_streams(self._fetch)
+        if number is not None:
+            self._recent.pop(number - 2, None)
+            self._recent[number] = Streams()
+
+
+def _index_sampler(loader: Any) -> Any:
+    """Return what a loader takes the indices of its next batch from; None if it is not watched."""
+    from torch.utils.data import BatchSampler, IterableDataset
+
+    if loader is None or loader.num_workers or isinstance(loader.dataset, IterableDataset):
+        return None
+    if isinstance(loader.sampler, BatchSampler):
+        return loader.sampler
+    return loader.batch_sampler
+
+
+def _watch_draws(sampler: Any, watch: FetchWatch) -> None:
+    """Let a batch sampler yield through the watch: it stays an object of its class."""
+    if hasattr(sampler, _WATCH):
+        setattr(sampler, _WATCH, watch)
+        return
+    kind = type(sampler)
+
+    def draw(self: Any) -> Iterator[object]:
+        yield from getattr(self, _WATCH).draws(kind.__iter__(self))
+
+    setattr(sampler, _WATCH, watch)
+    sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": draw, "__module__": __name__})
+
+
+def set_epoch_of_samplers(loader: Any, epoch: int) -> None:
+    """Set the epoch of a loader, and of every sampler inside its samplers."""
+    for each in samplers_of(loader):
+        if callable(getattr(each, "set_epoch", None)):
+            each.set_epoch(epoch)
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """Return a loader and every sampler inside its samplers, each once, from outside to inside."""
+    seen: list[Any] = []
+    waiting = [loader]
+    while waiting:
+        each = waiting.pop(0)
+        if each is None or any(each is other for other in seen):
+            continue
+        seen.append(each)
+        waiting += [getattr(each, name, None) for name in ("batch_sampler", "sampler")]
+    return seen

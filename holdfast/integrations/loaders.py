@@ -1,0 +1,165 @@
+"""The place of a `torch.utils.data.DataLoader` in its data, as a state that it saves and takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from holdfast.errors import MismatchError
+from holdfast.integrations.fetches import FetchWatch, Streams, generators_of, set_streams
+
+_PLACE = "_holdfast_place"
+
+
+def place_of(loader: Any, *, world_size: int = 1) -> LoaderPlace | None:
+    """Return the place of a loader, which from now on counts its batches.
+
+    The loader gets the methods `state_dict` and `load_state_dict` and stays an object of its class.
+
+    Args:
+        loader: A `DataLoader`.
+        world_size: Ranks that share out the data.
+
+    Returns:
+        None for an object that is no plain `DataLoader`, or has a state of its own.
+    """
+    from torch.utils.data import DataLoader
+
+    known: LoaderPlace | None = getattr(loader, "__dict__", {}).get(_PLACE)
+    if known is not None:
+        return known
+    if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
+        return None
+    kind: Any = type(loader)
+    place = LoaderPlace(loader, kind.__iter__, world_size)
+    methods = {
+        "__iter__": lambda self: self.__dict__[_PLACE].begin(),
+        "state_dict": lambda self: self.__dict__[_PLACE].state_dict(),
+        "load_state_dict": lambda self, state: self.__dict__[_PLACE].load_state_dict(state),
+        "__module__": __name__,
+    }
+    loader.__dict__[_PLACE] = place
+    loader.__class__ = type(kind.__name__, (kind,), methods)
+    return place
+
+
+class LoaderPlace:
+    """The pass over a loader that is in progress, and how many of its batches are trained.
+
+    A load moves the next pass to where the saved one was: its order is drawn with the same streams,
+    what was trained is passed over, and what comes then draws as it would have. A loader with
+    worker processes fetches what it passes over, so that their streams are right, too.
+
+    Args:
+        loader: The loader.
+        make: Its own `__iter__`.
+        world_size: Ranks that share out the data.
+    """
+
+    def __init__(self, loader: Any, make: Callable[[Any], Iterator[Any]], world_size: int) -> None:
+        self._loader, self._make = loader, make
+        self._watch = FetchWatch(loader)
+        self._generators = generators_of(loader)
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+        self._num_samples = int(size) * world_size
+        self._batches = 0
+        self._start: Streams | None = None
+        self._first: Streams | None = None
+        self._moved: Mapping[str, Any] | None = None
+        self.ahead: Callable[[], int] = lambda: 0
+        """How many of the batches that were yielded are not trained yet."""
+        self.limit: Callable[[], float] = lambda: float("inf")
+        """How many batches a pass has, where it ends before the loader does."""
+        self.now: Mapping[str, Any] | None = None
+        """The streams of a load, with which the moved pass continues."""
+
+    @property
+    def is_inside(self) -> bool:
+        """True while a pass is in progress, and before the rest of one that a load has moved to."""
+        has_started = self._start is not None and self._moved is None
+        return has_started and self._batches > 0
+
+    def begin(self) -> Iterator[Any]:
+        """Return the batches of one pass: of a new one, or of the one that a load has moved to."""
+        moved, self._moved = self._moved, None
+        if moved is None or not moved["batches"]:
+            return self._begin_new(moved["start"] if moved is not None else {})
+        before = Streams()
+        set_streams(moved["start"], self._generators)
+        self._start = Streams(self._generators)
+        iterator = self._make(self._loader)
+        first = moved["first"] if moved["first"] is not None else Streams().states()
+        set_streams(before.states())
+        return self._rest(iterator, {**moved, "first": first})
+
+    def _begin_new(self, start: Mapping[str, Any]) -> Iterator[Any]:
+        """Return the batches of a new pass, with the loader's own generators as they were saved."""
+        now, self.now = self.now, None
+        if now is not None:
+            set_streams(now)
+        own = {name: state for name, state in start.items() if name in self._generators}
+        set_streams(own, self._generators)
+        self._batches, self._start, self._first = 0, Streams(self._generators), None
+        return self._new(self._make(self._loader))
+
+    def _new(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of a new pass."""
+        self._first = Streams(self._generators)
+        yield from self._counted(iterator)
+
+    def _rest(self, iterator: Any, moved: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield the rest of a pass."""
+        now: Any = self.now if self.now is not None else Streams().states()
+        self.now = None
+        set_streams(moved["first"], self._generators)
+        self._first = Streams(self._generators)
+        if moved["fetch"] is not None:
+            self._watch.replay(self._batches, fetch=moved["fetch"], after=now)
+        # Indices alone are passed over where fetching has no streams of its own.
+        source = iterator._sampler_iter if self._watch.is_watching else iterator
+        for _ in itertools.islice(source, self._batches):
+            pass
+        if moved["fetch"] is None:
+            set_streams(now)
+        yield from self._counted(iterator)
+
+    def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches and count them."""
+        for batch in iterator:
+            self._batches += 1
+            yield batch
+        self._watch.finish()
+        self._batches, self._start, self._first = 0, None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place: batches, samples, and the streams that a resume draws with."""
+        if self._moved is not None:  # nothing was fetched since the load
+            return dict(self._moved)
+        batches = self._batches - self.ahead()
+        is_inside = 0 < batches < self.limit()
+        start = self._start if is_inside and self._start is not None else Streams(self._generators)
+        first = self._first.states() if is_inside and self._first is not None else None
+        return {
+            "batches": batches if is_inside else 0,
+            "samples_per_batch": self._num_samples,
+            "start": start.states(),
+            "first": first,
+            "fetch": self._watch.before(batches) if is_inside else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move the next pass to a place.
+
+        Raises:
+            MismatchError: it is not at a whole batch of this loader.
+        """
+        samples = state["batches"] * state["samples_per_batch"]
+        if samples % self._num_samples:
+            raise MismatchError(
+                f"a loader was at sample {samples}, which is no multiple of its "
+                f"{self._num_samples} samples a step now; choose a batch size that divides it"
+            )
+        self._batches = samples // self._num_samples
+        self._moved = dict(state)
+        self._moved |= {"batches": self._batches, "samples_per_batch": self._num_samples}

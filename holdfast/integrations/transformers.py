@@ -1,0 +1,389 @@
+"""The Trainer of Hugging Face: its whole state in Holdfast, its resume bitwise.
+
+    checkpoints = HoldfastCallback.attach(trainer)
+    trainer.train(resume_from_checkpoint=checkpoints.latest())
+
+`pip install holdfast[transformers]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from transformers.trainer import TRAINER_STATE_NAME, Trainer
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from holdfast.checkpoint import Checkpointer
+from holdfast.errors import ConfigError, MismatchError
+from holdfast.format.names import list_steps, parse_step_dir, step_dir
+from holdfast.integrations.fetches import (
+    FetchWatch,
+    Streams,
+    generators_of,
+    set_epoch_of_samplers,
+    set_streams,
+)
+from holdfast.integrations.world import groups_of_world, newest_step, text_of_coordinator
+from holdfast.parallel import ProcessGroups
+from holdfast.policies.keep import KeepLast, KeepPolicy
+from holdfast.state import RNG, ModuleState, OptimizerState, PerRank, Stored
+from holdfast.storage import PosixStorage
+
+_NATIVE = re.compile(r"checkpoint-(\d+)")
+
+
+class _Position(NamedTuple):
+    """Where a run is in its data."""
+
+    epoch: int
+    """Whole passes over the data."""
+    batches: int
+    """Batches of this rank that are trained, of the current pass."""
+    total_batch_size: int
+    """Samples of one optimizer step, over all ranks."""
+
+
+class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
+    """Saves and resumes everything that a `Trainer` keeps.
+
+    Made by `attach`. At each save of the Trainer (`save_strategy`, `save_steps`) the whole state
+    goes to Holdfast in the background: model (of a PEFT model what is trained), optimizer,
+    scheduler, scaler, `TrainerState`, states of callbacks, random streams of all ranks, the place
+    in the data and the losses since the last log. The Trainer itself writes the model next to it,
+    for `from_pretrained`, and rotates these folders.
+
+    A save that is due at the last step of an epoch is made after the evaluation and the logs of
+    that epoch.
+    """
+
+    def __init__(self, trainer: Trainer, root: Path, options: Mapping[str, Any]) -> None:
+        self._trainer = trainer
+        self._root = root
+        self._options = dict(options)
+        self._train = trainer.train
+        self._checkpointer: Checkpointer | None = None
+        self._resumed: int | None = None
+        self._continues = False
+        """True once the newest checkpoint was asked for: a run without one is then a first run."""
+        self._state_text = ""
+        self._watch: FetchWatch | None = None
+        self._generators: dict[str, torch.Generator] = {}
+        self._epoch_start: Streams | None = None
+        self._epoch = self._batches = self._steps_in_epoch = self._total_batch_size = 0
+        self._replay: dict[str, Any] | None = None
+        self._is_due_at_epoch_end = False
+
+    @classmethod
+    def attach(
+        cls,
+        trainer: Trainer,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        retention: KeepPolicy | None = None,
+        **options: Any,
+    ) -> HoldfastCallback:
+        """Let Holdfast save and resume a Trainer; the last callback that is added to it.
+
+        The Trainer's own files of optimizer, scheduler and random streams are no longer written
+        (`save_only_model`), and states of callbacks are restored
+        (`restore_callback_states_from_checkpoint`).
+
+        Args:
+            trainer: made, and not yet trained.
+            root: directory of the checkpoints; by default `holdfast` in `output_dir`.
+            retention: which checkpoints to keep; by default as many as `save_total_limit` says.
+            options: further arguments of `Checkpointer`.
+
+        Raises:
+            ConfigError: the Trainer runs under something that is not supported, by name.
+        """
+        _refuse_unsupported(trainer)
+        limit = trainer.args.save_total_limit
+        if retention is None and limit is not None and limit > 0:
+            retention = KeepLast(limit)
+        chosen = Path(root) if root is not None else Path(trainer.args.output_dir, "holdfast")
+        callback = cls(trainer, chosen, {**options, "retention": retention})
+        trainer.args.save_only_model = True
+        trainer.args.restore_callback_states_from_checkpoint = True
+        trainer.add_callback(callback)
+        trainer.train = callback.train
+        return callback
+
+    def latest(self) -> str | None:
+        """Return the path of the newest committed checkpoint, for `resume_from_checkpoint`.
+
+        None if there is none. Each rank looks for itself; `train` takes what the first rank says.
+        """
+        self._continues = True
+        newest = newest_step(self._root)
+        return None if newest is None else str(self._root / step_dir(newest))
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any
+    ) -> Any:
+        """Train as the Trainer does, resuming from Holdfast where it has the checkpoint.
+
+        Args:
+            resume_from_checkpoint: what `latest` returned, True for the newest checkpoint, or a
+                folder of the Trainer's. A folder `checkpoint-N` whose step N is committed here is
+                resumed from here; any other one as the Trainer does it.
+            args, named: as of `Trainer.train`.
+
+        Raises:
+            HoldfastError: on all ranks, as of `Checkpointer.load` and `save_async`.
+        """
+        self._resumed = None
+        with (
+            groups_of_world("transformers") as groups,
+            Checkpointer(self._root, groups=groups, **self._options) as checkpointer,
+        ):
+            self._checkpointer = checkpointer
+            try:
+                self._resumed = self._step_for(groups, resume_from_checkpoint)
+                if self._resumed is None:
+                    return self._train(resume_from_checkpoint, *args, **named)
+                with self._resume_folder(checkpointer, self._resumed) as folder:
+                    return self._train(folder, *args, **named)
+            finally:
+                self._checkpointer = None
+
+    # ---- What the Trainer calls ----
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Load everything into what the Trainer has prepared."""
+        checkpointer = self._running()
+        self._count_batches(args, named["train_dataloader"])
+        if self._resumed is not None:
+            self._load(checkpointer, self._resumed, args, state)
+        elif not self._continues and checkpointer.latest() is not None:
+            raise ConfigError(
+                f"{self._root} has checkpoints, the newest of step {checkpointer.latest()}, and "
+                f"this run does not continue from them: it would be resumed from them later. Pass "
+                f"resume_from_checkpoint=checkpoints.latest(), or choose another root"
+            )
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Bring the streams back with which the order of the epoch was drawn."""
+        replay, self._replay = self._replay, None
+        if replay is None:
+            self._batches = 0
+        elif self._watch is not None:
+            set_epoch_of_samplers(named["train_dataloader"], self._epoch)
+            set_streams(replay["epoch"] or {}, self._generators)
+            if self._batches:
+                fetch = replay["fetch"]
+                self._watch.replay(self._batches, fetch=fetch, after=replay["now"])
+            else:
+                set_streams(replay["now"])
+        self._epoch_start = Streams(self._generators)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Continue with the streams of the save, if no fetch has set them."""
+        if self._watch is not None:
+            self._watch.finish()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Count a batch."""
+        self._batches += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Count a batch; a save at the end of an epoch waits for what the epoch ends with."""
+        self._batches += 1
+        if control.should_save and self._batches == self._steps_in_epoch:
+            control.should_save, self._is_due_at_epoch_end = False, True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Count an epoch."""
+        if self._is_due_at_epoch_end:
+            control.should_save, self._is_due_at_epoch_end = True, False
+        self._epoch, self._batches = self._epoch + 1, 0
+
+    def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Save everything in the background."""
+        checkpointer = self._running()
+        checkpointer.save_async(state.global_step, self._parts(checkpointer, state), overwrite=True)
+
+    # ---- State ----
+
+    def _parts(self, checkpointer: Checkpointer, state: Any) -> dict[str, object]:
+        """Return what to save."""
+        trainer: Any = self._trainer
+        watch = self._watch
+        start, owned = self._epoch_start, self._generators
+        own = text_of_coordinator(checkpointer.groups, self._text_of(state), phase="trainer state")
+        is_whole = self._batches == self._steps_in_epoch
+        epoch, batches = (self._epoch + 1, 0) if is_whole else (self._epoch, self._batches)
+        streams = {
+            "epoch": (start if start is not None and batches else Streams(owned)).states(),
+            "fetch": watch.before(batches) if watch is not None and batches else None,
+        }
+        return {
+            **self._trained(),
+            "rng": RNG(),
+            "trainer": {"state": own},
+            "position": {
+                **_Position(epoch, batches, self._total_batch_size)._asdict(),
+                "streams": _of_rank(streams),
+                "loss": _of_rank(float(trainer._tr_loss)),
+                "last_logged": trainer._globalstep_last_logged,
+            },
+        }
+
+    def _trained(self) -> dict[str, object]:
+        """Return the parts that are objects of the Trainer."""
+        trainer: Any = self._trainer
+        model: Any = trainer.model_wrapped
+        is_adapted = hasattr(trainer.accelerator.unwrap_model(model), "peft_config")
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        return {
+            "model": ModuleState(model, only="trainable") if is_adapted else model,
+            "optimizer": OptimizerState(trainer.optimizer, model),
+            "scheduler": trainer.lr_scheduler,
+            **({} if scaler is None else {"scaler": scaler}),
+        }
+
+    def _text_of(self, state: Any) -> str:
+        """Return the `TrainerState` as in its file, with the states of callbacks as they are."""
+        fields = dataclasses.asdict(state)
+        trainer: Any = self._trainer
+        by_name: dict[str, list[object]] = {}
+        for each in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(each, ExportableState):
+                by_name.setdefault(type(each).__name__, []).append(each.state())
+        fields["stateful_callbacks"] = {
+            name: states if len(states) > 1 else states[0] for name, states in by_name.items()
+        }
+        return json.dumps(fields, indent=2) + "\n"
+
+    def _load(self, checkpointer: Checkpointer, step: int, args: Any, state: Any) -> None:
+        """Load a checkpoint into the Trainer, and set its own counters."""
+        trainer: Any = self._trainer
+        here = _Position(self._epoch, self._batches, self._total_batch_size)
+        template = {
+            **dict.fromkeys((*_Position._fields, "last_logged"), Stored()),
+            "streams": _of_rank(Stored()),
+            "loss": _of_rank(Stored()),
+        }
+        parts = {**self._trained(), "rng": RNG(), "position": template}
+        values: Any = checkpointer.load(parts, step=step).values
+        loaded = values["position"]
+        saved = _Position(*(loaded[name] for name in _Position._fields))
+        if saved != here and not args.ignore_data_skip:
+            raise MismatchError(_moved(saved, here))
+        streams = loaded["streams"] if isinstance(loaded["streams"], dict) else {}
+        self._replay = {
+            "epoch": streams.get("epoch"),
+            "fetch": streams.get("fetch"),
+            "now": Streams().states(),
+        }
+        loss = loaded["loss"] if isinstance(loaded["loss"], float) else 0.0
+        trainer._tr_loss = torch.tensor(loss, device=args.device)
+        mean = trainer.accelerator.reduce(trainer._tr_loss.clone(), reduction="mean")
+        # `train_loss` is that of this call alone: what was trained before is taken off again.
+        trainer._total_loss_scalar = -float(mean)
+        trainer._globalstep_last_logged = loaded["last_logged"]
+
+    def _count_batches(self, args: Any, loader: Any) -> None:
+        """Take from the Trainer where it will start, and watch its loader."""
+        trainer: Any = self._trainer
+        numbers = trainer.set_initial_training_values(args, loader)
+        per_epoch, total, self._steps_in_epoch = numbers[1], numbers[4], numbers[5]
+        self._total_batch_size = total
+        step = trainer.state.global_step if self._resumed is not None else 0
+        self._epoch, self._batches = step // per_epoch, 0
+        if not args.ignore_data_skip:
+            self._batches = step % per_epoch * args.gradient_accumulation_steps
+        self._watch, self._generators = FetchWatch(loader), generators_of(loader)
+
+    # ---- Where ----
+
+    def _running(self) -> Checkpointer:
+        """Return the checkpointer of the training in progress."""
+        if self._checkpointer is None:
+            raise ConfigError("HoldfastCallback: train with the Trainer it was attached to")
+        return self._checkpointer
+
+    def _steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+        storage = PosixStorage(self._root)
+        return list_steps(storage) if storage.is_dir("") else []
+
+    def _step_for(self, groups: ProcessGroups, resume: str | bool | None) -> int | None:
+        """Return the step to resume from, the same on all ranks; None if it is not one of these."""
+        step: int | None = None
+        if resume is True:
+            step = newest_step(self._root)
+        elif resume:
+            path = Path(resume)
+            native = _NATIVE.fullmatch(path.name)
+            if path.absolute().parent == self._root.absolute():
+                step = parse_step_dir(path.name)
+            elif native and path.absolute().parent == Path(self._output_dir).absolute():
+                step = int(native[1]) if int(native[1]) in self._steps() else None
+        text = text_of_coordinator(groups, "" if step is None else str(step), phase="resume")
+        return int(text) if text else None
+
+    @property
+    def _output_dir(self) -> str:
+        return str(self._trainer.args.output_dir)
+
+    @contextmanager
+    def _resume_folder(self, checkpointer: Checkpointer, step: int) -> Iterator[str]:
+        """Yield a folder from which the Trainer takes its state, and nothing else.
+
+        Weights, optimizer and streams follow in `on_train_begin`, once they are placed.
+        """
+        trainer: Any = self._trainer
+        values: Any = checkpointer.load({"trainer": {"state": Stored()}}, step=step).values
+        with TemporaryDirectory(prefix="holdfast-") as folder:
+            Path(folder, TRAINER_STATE_NAME).write_text(values["trainer"]["state"])
+            trainer._load_from_checkpoint = lambda *args, **named: None
+            try:
+                yield folder
+            finally:
+                with suppress(AttributeError):
+                    del trainer._load_from_checkpoint
+
+
+def _of_rank(tree: object) -> PerRank:
+    """Return a value of each rank; under a larger layout the new ranks have none."""
+    return PerRank(tree, missing="keep", surplus="drop")
+
+
+def _moved(saved: _Position, here: _Position) -> str:
+    """Return why a run cannot continue where it was."""
+    return (
+        f"the checkpoint is at batch {saved.batches} of epoch {saved.epoch}, with "
+        f"{saved.total_batch_size} samples a step; this Trainer, which counts steps, would go on "
+        f"at batch {here.batches} of epoch {here.epoch}, with {here.total_batch_size} "
+        f"samples a step. Keep the product of per_device_train_batch_size, "
+        f"gradient_accumulation_steps and the number of ranks, and the size of the dataset; or "
+        f"start the data again with ignore_data_skip=True"
+    )
+
+
+def _refuse_unsupported(trainer: Any) -> None:
+    """Raise ConfigError for what this integration does not cover."""
+    unsupported = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP through Accelerate": trainer.is_fsdp_enabled,
+        "a model that is sharded while it is loaded (tp_plan)": getattr(
+            trainer, "is_distributed_loading_by_transformers", False
+        ),
+        "Accelerate's stateful loaders": trainer.accelerator.use_stateful_dataloader,
+        "torch.nn.DataParallel (n_gpu > 1)": trainer.args.n_gpu > 1,
+        "auto_find_batch_size": trainer.args.auto_find_batch_size,
+        "TPU": trainer.args.device.type == "xla",
+    }
+    named = [name for name, is_used in unsupported.items() if is_used]
+    if named:
+        raise ConfigError(f"HoldfastCallback does not support {', '.join(named)}")

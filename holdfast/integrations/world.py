@@ -1,0 +1,75 @@
+"""The process groups of a framework's own world, in which every rank holds a replica or a shard."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from holdfast.errors import GroupError
+from holdfast.format.names import list_steps
+from holdfast.parallel import Layout, ProcessGroups
+from holdfast.storage import PosixStorage
+from holdfast.writer.leftovers import wait_for_writers
+
+_SETTLE_S = 60.0
+_ALIVE_S = 5.0
+"""A writer whose heartbeat is older is dead."""
+
+
+def groups_of_world(name: str) -> ProcessGroups:
+    """Return groups over all ranks of the default process group, or those of a lone process.
+
+    One communicator is made, and that for agreement: the framework has its own for tensors.
+
+    Args:
+        name: of the layout; each integration that is used in a program has its own.
+
+    Called by all ranks.
+
+    Raises:
+        GroupError: several processes were launched, and the framework runs each by itself.
+        GroupError, DeadlineError: a rank does not arrive.
+    """
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 and launched > 1:
+        raise GroupError(
+            f"{launched} processes were launched, and the framework runs each by itself: they "
+            f"would overwrite each other's checkpoints; let it use all of them (devices={launched})"
+        )
+    if size == 1:
+        return ProcessGroups.single(name)
+    layout = Layout.of_world(size, name=name)
+    return ProcessGroups.create(layout, names=("dp",))
+
+
+def text_of_coordinator(groups: ProcessGroups, text: str, *, phase: str) -> str:
+    """Return the coordinator's text on every rank. Cost: one small collective."""
+    control = groups.control
+    own = text.encode() if control.is_coordinator else None
+    return control.broadcast(own, phase=phase).decode()
+
+
+def newest_step(root: Path) -> int | None:
+    """Return the newest committed step under a root; None without one.
+
+    Waits for writers that have outlived a run that was killed: what they write is committed soon,
+    and is what the next run continues from.
+    """
+    storage = PosixStorage(root)
+    if not storage.is_dir(""):
+        return None
+    wait_for_writers(storage, alive_s=_ALIVE_S, timeout_s=_SETTLE_S)
+    return max(list_steps(storage), default=None)
+
+
+def agreed_newest_step(groups: ProcessGroups, root: Path) -> int | None:
+    """Return the newest committed step by the first rank's view, on every rank.
+
+    Called by all ranks. Cost: one small collective.
+    """
+    newest = newest_step(root) if groups.control.is_coordinator else None
+    text = text_of_coordinator(groups, "" if newest is None else str(newest), phase="newest step")
+    return int(text) if text else None

@@ -1,0 +1,178 @@
+"""All that depends on obstore itself: making its stores, and what its errors mean.
+
+obstore states the reason of a failure only in the text of an exception, so this file reads texts.
+What it gives to the rest of the room is a `Failure`, with words of ours: the text itself may quote
+a request, and with it a credential.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any, Literal
+
+from holdfast.errors import ConfigError
+
+Kind = Literal["absent", "exists", "changed", "range", "again", "final"]
+"""What a failed request means: nothing is there; the name is taken; it is another version by now;
+it ends before the range; it may be asked again, and may have been carried out; it is refused."""
+
+SCHEMES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+"""The clouds, and how the variables begin that hold their credentials."""
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>|\"code\": ?\"(\w{1,60})\"")
+_HAS_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
+_IS_UNKNOWN = frozenset(
+    {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed"}
+)
+_NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "NoSuchContainer"})
+_OTHER_REGION = frozenset(
+    {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+)
+_SLOW_DOWN = frozenset({"SlowDown", "ServerBusy", "RequestLimitExceeded", "TooManyRequests"})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failed request: what it means for the caller, and the reason in words for a person."""
+
+    kind: Kind
+    words: str
+    is_unsupported: bool = False
+    """The store does not know a conditional put."""
+
+
+def library() -> Any:
+    """Return the module obstore; ConfigError that names the extra if it is not installed."""
+    try:
+        import obstore
+    except ImportError:
+        raise ConfigError(
+            "checkpoints in an object store need the package obstore: install holdfast[cloud]"
+        ) from None
+    return obstore
+
+
+@cache
+def memory_store(name: str) -> Any:
+    """Return the store of `memory://name`, the same for the whole process."""
+    return library().store.MemoryStore()
+
+
+def make_store(
+    scheme: str, bucket: str, options: Mapping[str, Any], *, num_retries: int, timeout_s: float
+) -> Any:
+    """Return an obstore store for the root of a bucket.
+
+    Args:
+        scheme: A key of `SCHEMES`.
+        bucket: Name of the bucket or container.
+        options: obstore's own settings; what is absent is taken from the environment.
+        num_retries: How often obstore itself asks again, for a request or a part of an upload.
+        timeout_s: Seconds for one request.
+
+    Raises:
+        ConfigError: obstore is missing, or refuses the options.
+    """
+    from_url = library().store.from_url
+    settings = dict(options)
+    client: dict[str, Any] = {"timeout": f"{timeout_s:g}s", "connect_timeout": "5s"}
+    client |= settings.pop("client_options", {})
+    variable = "AWS_ENDPOINT_URL" if scheme == "s3" else ""
+    endpoint = str(settings.get("endpoint") or os.environ.get(variable, ""))
+    if endpoint.startswith("http://"):
+        client.setdefault("allow_http", True)
+    retries = {
+        "max_retries": num_retries,
+        "retry_timeout": timedelta(seconds=min(4 * timeout_s, 170)),
+        "backoff": {"init_backoff": timedelta(milliseconds=100), "base": 2,
+                    "max_backoff": timedelta(seconds=10)},
+    }  # fmt: skip
+    if (provider := _provider(scheme, settings)) is not None:
+        settings["credential_provider"] = provider
+    problem = ""
+    try:
+        # Its overloads are by cloud, which only the URL says.
+        make: Any = from_url
+        return make(f"{scheme}://{bucket}", client_options=client, retry_config=retries, **settings)
+    except Exception as error:  # obstore raises errors of its own and TypeError
+        problem = type(error).__name__
+    # Outside of the block, and without its text: that may quote an option.
+    raise ConfigError(
+        f"obstore refuses the options of {scheme}://{bucket} ({problem}); given are "
+        f"{sorted(options) or 'none'}, the rest is from the environment ({SCHEMES[scheme]}_…)"
+    )
+
+
+def _provider(scheme: str, settings: Mapping[str, Any]) -> Any | None:
+    """Return boto3's credentials for S3 (profiles, SSO), if the plain variables are not set.
+
+    None if boto3 is not installed or has none: obstore then asks the machine's metadata service.
+    """
+    given = ("access_key_id", "aws_access_key_id", "credential_provider", "skip_signature")
+    if scheme != "s3" or any(key in settings for key in given):
+        return None
+    if "AWS_ACCESS_KEY_ID" in os.environ or "AWS_PROFILE" not in os.environ:
+        return None
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        return Boto3CredentialProvider()
+    except Exception:  # boto3 is missing, or the profile has no credentials
+        return None
+
+
+def explain(error: Exception, *, scheme: str, bucket: str) -> Failure:
+    """Say what a failed request means; the result has nothing of the error's own text."""
+    exceptions = library().exceptions
+    text = str(error)
+    status, codes = _STATUS.search(text), _CODE.search(text)
+    number = int(status[1]) if status is not None else 0
+    code = (codes[1] or codes[2]) if codes is not None else ""
+    place = f"{scheme}://{bucket}"
+    variables = f"{SCHEMES.get(scheme, 'AWS')}_…"
+    if code in _NO_BUCKET or "bucket does not exist" in text:
+        return Failure("final", f"{place} does not exist: make the bucket, or correct its name")
+    if isinstance(error, FileNotFoundError):
+        return Failure("absent", "nothing is stored there")
+    if isinstance(error, exceptions.AlreadyExistsError):
+        return Failure("exists", "an existing name is never overwritten")
+    if isinstance(error, exceptions.PreconditionError | exceptions.NotModifiedError):
+        return Failure("changed", "another process has changed it")
+    if number == 416 or "Invalid range" in text or "StartTooLarge" in text:
+        return Failure("range", "it ends before these bytes")
+    if code in _HAS_EXPIRED:
+        return Failure("final", f"the credentials have expired: renew them ({variables})")
+    if code in _IS_UNKNOWN or number == 401:
+        return Failure("final", f"{place} does not accept these credentials: check {variables}")
+    if number in (301, 307, 308) or code in _OTHER_REGION or "configured region" in text:
+        return Failure(
+            "final", f"{place} is in another region: set AWS_REGION, or the option region, to it"
+        )
+    if number == 403:
+        return Failure(
+            "final",
+            f"{place} denies the request: the credentials need the rights to list, read, write and "
+            f"delete below this place",
+        )
+    if number == 501 or isinstance(error, exceptions.NotSupportedError | NotImplementedError):
+        return Failure("final", "the store does not support this request", is_unsupported=True)
+    if code in _SLOW_DOWN or number in (429, 503):
+        return Failure(
+            "again",
+            "the store asks for fewer requests (SlowDown): save from fewer ranks at once, or ask "
+            "the provider for a higher rate",
+        )
+    if number == 409:
+        return Failure("again", "another request for the same name was in progress")
+    if 400 <= number < 500 and number not in (408, 425):
+        return Failure("final", f"{place} refuses the request (status {number} {code})")
+    if number:
+        return Failure("again", f"the store failed (status {number} {code})".replace(" )", ")"))
+    if "169.254.169.254" in text or "metadata.google" in text or "token request" in text:
+        return Failure("final", f"no credentials for {place}: set {variables}")
+    return Failure("again", "the store cannot be reached, or did not answer in time")

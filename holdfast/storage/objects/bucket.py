@@ -1,0 +1,330 @@
+"""Requests to one bucket, below one prefix: counted, repeated where that is safe, and explained.
+
+A request that was not answered may have been carried out. For a plain put, a get, a listing or a
+deletion that makes no difference, so it is sent again. A conditional put is *settled*: the object
+is read back, and its bytes, which no other put has, decide.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from holdfast.errors import StorageError
+from holdfast.storage.objects._obstore import Failure, explain, library, make_store, memory_store
+from holdfast.storage.storage_protocol import Observer
+
+T = TypeVar("T")
+Tag = dict[str, str]
+"""Which version of an object: what a conditional put compares."""
+
+_PAGE = 1000
+"""Names in one answer of a listing, and keys in one request that deletes."""
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+
+
+class RequestFailed(Exception):
+    """A request failed for good; only within this room, which makes a StorageError of it."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.words)
+        self.failure = failure
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What a store says about an object: size, time of its last change, version."""
+
+    nbytes: int
+    changed: float
+    tag: Tag
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """The outcome of a conditional put: the new version; or None, and what is there instead."""
+
+    tag: Tag | None
+    present: tuple[memoryview, Meta] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectListing:
+    """The names directly below a prefix: those that lead further, and objects."""
+
+    dirs: frozenset[str]
+    objects: Mapping[str, Meta]
+
+
+class BucketClient:
+    """The requests of one process to the objects below one prefix.
+
+    Args:
+        scheme: "s3", "gs", "az" or "memory".
+        name: Of the bucket.
+        prefix: Before each key, without a slash at its end; "" for the whole bucket.
+        options: For obstore.
+        timeout_s: Seconds for one request.
+        retry_s: Seconds for which a request that failed is sent again.
+        observer: Called before every request, as (kind, key, start, bytes).
+        has_conditions: The store does conditional puts. Otherwise one is a look and a plain put,
+            which is good enough for a single writer only.
+
+    Attributes:
+        requests: Requests so far, by kind. A request that obstore repeats inside an upload counts
+            once.
+    """
+
+    def __init__(
+        self,
+        scheme: str,
+        name: str,
+        prefix: str,
+        options: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        retry_s: float,
+        observer: Observer | None,
+        has_conditions: bool = True,
+    ) -> None:
+        self._obstore = library()
+        self._scheme, self._name, self._prefix = scheme, name, prefix
+        if scheme == "memory":
+            self._store = self._uploads = memory_store(name)
+        else:
+            # Two clients: of a single request this class counts and times each try itself; the
+            # parts of an upload obstore must repeat, since it alone has them.
+            self._store = make_store(scheme, name, options, num_retries=0, timeout_s=timeout_s)
+            self._uploads = make_store(scheme, name, options, num_retries=10, timeout_s=timeout_s)
+        self._retry_s = retry_s
+        self._observer = observer
+        self._has_conditions = has_conditions
+        self._lock = threading.Lock()
+        self.requests: Counter[str] = Counter()
+
+    def get(
+        self, key: str, *, start: int = 0, nbytes: int | None = None
+    ) -> tuple[memoryview, Meta] | None:
+        """Return bytes of an object, fewer if it ends before, and what it is; None if absent.
+
+        Raises:
+            RequestFailed: The store failed, or the object ends before `start` (kind "range").
+        """
+        options: dict[str, Any] = {}
+        if nbytes is not None:
+            options["range"] = (start, start + nbytes)
+        elif start:
+            options["range"] = {"offset": start}
+
+        def ask() -> tuple[memoryview, Meta]:
+            answer = self._obstore.get(self._store, self._key(key), options=options)
+            return memoryview(answer.bytes()), _meta(answer.meta)
+
+        return self._if_present("get", key, ask, start=start, nbytes=nbytes or 0)
+
+    def head(self, key: str) -> Meta | None:
+        """Return what an object is; None if it is absent."""
+        return self._if_present(
+            "head", key, lambda: _meta(self._obstore.head(self._store, self._key(key)))
+        )
+
+    def put(self, key: str, data: bytes | memoryview) -> Tag:
+        """Write an object as a whole, whatever is there."""
+        return self._send(
+            "put",
+            key,
+            lambda: _tag(self._obstore.put(self._store, self._key(key), data, use_multipart=False)),
+            nbytes=len(data),
+        )
+
+    def put_if(self, key: str, data: bytes, *, tag: Tag | None) -> Put:
+        """Write an object if it still is of version `tag`, or absent for None.
+
+        The bytes must be such that no other put has them. If the answer is lost, the object is read
+        back: with these bytes, the put was carried out; if nothing has changed, it was not, and is
+        sent again; anything else is another's.
+
+        Raises:
+            RequestFailed: The store failed, or does not know conditional puts.
+        """
+        if not self._has_conditions:
+            there = self.get(key)
+            if there is not None if tag is None else not _is_of(there, tag):
+                return Put(None, there)
+            return Put(self.put(key, data), None)
+        mode: Any = "create" if tag is None else tag
+        deadline = time.monotonic() + self._retry_s
+        for pause_s in _pauses():
+            failure = self._try(
+                "put",
+                key,
+                lambda: _tag(self._obstore.put(self._store, self._key(key), data, mode=mode)),
+                nbytes=len(data),
+            )
+            if not isinstance(failure, Failure):
+                return Put(failure, None)
+            if failure.kind == "final":
+                raise RequestFailed(failure)
+            # Also after "exists" and "changed": a first try of ours may be what is there.
+            present = self.get(key)
+            if present is not None and bytes(present[0]) == data:
+                return Put(present[1].tag, None)
+            is_as_before = present is None if tag is None else _is_of(present, tag)
+            if failure.kind != "again" or not is_as_before:
+                return Put(None, present)
+            if time.monotonic() + pause_s > deadline:
+                raise RequestFailed(failure)
+            time.sleep(pause_s)
+        raise AssertionError("the pauses do not end")
+
+    def upload(
+        self, key: str, pieces: Iterable[bytes | memoryview], *, part_nbytes: int, at_once: int
+    ) -> None:
+        """Write an object in parts as its pieces come; an error in `pieces` aborts it.
+
+        Raises:
+            RequestFailed: The store failed, after obstore's own retries. The upload was aborted if
+                the store could be asked to.
+        """
+        problem = self._try(
+            "upload",
+            key,
+            lambda: self._obstore.put(
+                self._uploads, self._key(key), iter(pieces), use_multipart=True,
+                chunk_size=part_nbytes, max_concurrency=at_once,
+            ),
+        )  # fmt: skip
+        if isinstance(problem, Failure):
+            raise RequestFailed(problem)
+
+    def list(self, prefix: str) -> ObjectListing:
+        """Return the names directly below a prefix ("" for the bucket's own)."""
+
+        def ask() -> ObjectListing:
+            answer = self._obstore.list_with_delimiter(self._store, self._key(prefix) or None)
+            objects = {_last(each["path"]): _meta(each) for each in answer["objects"]}
+            dirs = frozenset(map(_last, answer["common_prefixes"]))
+            self._count_pages(len(objects) + len(dirs))
+            return ObjectListing(dirs, objects)
+
+        return self._send("list", prefix, ask)
+
+    def list_all(self, prefix: str) -> dict[str, Meta]:
+        """Return every object below a prefix, by key."""
+
+        def ask() -> dict[str, Meta]:
+            chunks = self._obstore.list(self._store, self._key(prefix) or None, chunk_size=_PAGE)
+            cut = len(self._prefix) + 1 if self._prefix else 0
+            objects = {each["path"][cut:]: _meta(each) for chunk in chunks for each in chunk}
+            self._count_pages(len(objects))
+            return objects
+
+        return self._send("list", prefix, ask)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, many with each request; those that are absent are no error."""
+        for first in range(0, len(keys), _PAGE):
+            batch = [self._key(key) for key in keys[first : first + _PAGE]]
+
+            def ask(batch: Sequence[str] = batch) -> None:
+                self._obstore.delete(self._store, batch)
+
+            try:
+                self._send("delete", keys[first], ask)
+            except RequestFailed as error:
+                if error.failure.kind != "absent":
+                    raise
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix and key else self._prefix or key
+
+    def _count_pages(self, num_names: int) -> None:
+        """Count the requests of a listing beyond the first."""
+        with self._lock:
+            self.requests["list"] += max(num_names - 1, 0) // _PAGE
+
+    def _if_present(
+        self, kind: str, key: str, ask: Callable[[], T], *, start: int = 0, nbytes: int = 0
+    ) -> T | None:
+        """Send a request for an object; None if it is absent."""
+        try:
+            return self._send(kind, key, ask, start=start, nbytes=nbytes)
+        except RequestFailed as error:
+            if error.failure.kind == "absent":
+                return None
+            raise
+
+    def _send(
+        self, kind: str, key: str, ask: Callable[[], T], *, start: int = 0, nbytes: int = 0
+    ) -> T:
+        """Send a request that does no harm if it is carried out twice, until it is answered."""
+        deadline = time.monotonic() + self._retry_s
+        for pause_s in _pauses():
+            answer = self._try(kind, key, ask, start=start, nbytes=nbytes)
+            if not isinstance(answer, Failure):
+                return answer
+            if answer.kind != "again" or time.monotonic() + pause_s > deadline:
+                raise RequestFailed(answer)
+            time.sleep(pause_s)
+        raise AssertionError("the pauses do not end")
+
+    def _try(
+        self, kind: str, key: str, ask: Callable[[], T], *, start: int = 0, nbytes: int = 0
+    ) -> T | Failure:
+        """Send a request once. An error that is not the store's is raised as it is."""
+        if self._observer is not None:
+            self._observer(kind, key, start, nbytes)
+        with self._lock:
+            self.requests[kind] += 1
+        errors = (self._obstore.exceptions.BaseError, FileNotFoundError, NotImplementedError)
+        try:
+            return ask()
+        except errors as error:
+            # Returned, not raised from here: the error would be kept as the context of another
+            # one, and its text may have a credential.
+            return explain(error, scheme=self._scheme, bucket=self._name)
+
+
+def unsettled(error: RequestFailed, *, action: str, place: str) -> StorageError:
+    """Return the StorageError for a request that failed for good."""
+    return StorageError(f"cannot {action}: {place}: {error.failure.words}")
+
+
+def _pauses() -> Iterator[float]:
+    """Yield pauses between tries, each up to twice as long, and random, so that ranks part."""
+    longest = _FIRST_PAUSE_S
+    while True:
+        yield random.uniform(longest / 4, longest)
+        longest = min(2 * longest, _LONGEST_PAUSE_S)
+
+
+def _is_of(present: tuple[memoryview, Meta] | None, tag: Tag) -> bool:
+    """Return True if an object is of a version; an ETag is compared without its quotes."""
+    if present is None:
+        return False
+    return _plain(present[1].tag) == _plain(tag)
+
+
+def _plain(tag: Tag) -> str:
+    return (tag.get("e_tag") or tag.get("version") or "").strip('"')
+
+
+def _meta(answer: Mapping[str, Any]) -> Meta:
+    return Meta(answer["size"], answer["last_modified"].timestamp(), _tag(answer))
+
+
+def _tag(answer: Mapping[str, Any]) -> Tag:
+    """Return the version in an answer, without what it lacks."""
+    # moto and some stores answer a put in an unversioned bucket with the version "null".
+    tag = {key: answer[key] for key in ("e_tag", "version") if answer.get(key)}
+    return {key: value for key, value in tag.items() if value != "null"}
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]

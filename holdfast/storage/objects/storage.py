@@ -1,0 +1,645 @@
+"""`ObjectStorage`: the storage protocol over one prefix of a bucket."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.errors import ConfigError, StorageError
+from holdfast.storage.objects.bucket import (
+    BucketClient,
+    Meta,
+    ObjectListing,
+    RequestFailed,
+    Tag,
+    unsettled,
+)
+from holdfast.storage.objects.files import (
+    MIN_PART_NBYTES,
+    ObjectSink,
+    ObjectSource,
+    absent,
+    fetch,
+    read_into,
+    taken,
+    truncated,
+)
+from holdfast.storage.objects.names import INNER, SUFFIX, NameRecord, Names, listed_names
+from holdfast.storage.objects.urls import parse_url
+from holdfast.storage.paths import split_path
+from holdfast.storage.storage_protocol import Observer, Sink, Source
+
+T = TypeVar("T")
+
+FIXED_DIRS = frozenset({"tags", ".reading", ".plans", "events"})
+"""Directories that are never renamed: their files are objects under their own names."""
+_CLOCK = f"{INNER}/clock"
+_PROBE = f"{INNER}/probe"
+_CLOCK_S = 600.0
+"""Seconds for which a reading of the store's clock is used."""
+_RESOLVED_S = 2.0
+"""Seconds for which the prefix of a directory with a dot is remembered."""
+_GARBAGE_S = 3600.0
+"""Seconds after its last write for which data without a name is left alone."""
+_MAX_PART_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What one look at a root shows: its names, and by directory the files and the note."""
+
+    names: Sequence[str]
+    files: Mapping[str, Sequence[str]]
+    notes: Mapping[str, str]
+
+
+class ObjectStorage:
+    """The storage protocol over a prefix of a bucket: `s3://bucket/run`, `gs://`, `az://`.
+
+    What differs from a file system:
+
+    - Only directories of the first level can be renamed, exchanged, pinned or removed
+      conditionally; those in `FIXED_DIRS` cannot. Directories inside of them are implied by the
+      files in them.
+    - A file appears as a whole when its sink is synced or closed.
+    - `remove_tree` of a file below a directory that is not there is no error.
+
+    Credentials, endpoint and region come from the environment, as the cloud's own tools read them
+    (`AWS_…`, `GOOGLE_…`, `AZURE_…`), or from `options`. They are never written anywhere.
+
+    Args:
+        url: The place. `memory://name` is in the memory of this process, for tests.
+        single_writer: Use a store without conditional puts. Then nothing protects two jobs, or a
+            job and a repair, from each other: only one process may save, remove or repair here.
+        part_nbytes: Bytes of a part of an upload, 5 to 64 MiB.
+        uploads_at_once: Parts of one file that are on their way at once.
+        timeout_s: Seconds for one request.
+        retry_s: Seconds for which a failed request is sent again.
+        observer: Called before every request, as (kind, key, start, bytes).
+        options: Settings of obstore for this cloud: `endpoint`, `region`, `access_key_id`, ….
+
+    Raises:
+        ConfigError: The URL or an option is wrong, or obstore is not installed.
+    """
+
+    is_cached_on_host = False
+    """Processes of a host share no page cache for objects."""
+    is_one_place = True
+    """A URL leads to one bucket, from every host and at any time; a directory may be a mount."""
+    reads_at_once = 16
+    """Requests for small files that one process may have in progress."""
+    least_pause_s = 0.25
+    """Seconds between two looks while a process waits for another: each look is a request."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        single_writer: bool = False,
+        part_nbytes: int = 16 << 20,
+        uploads_at_once: int = 8,
+        timeout_s: float = 30.0,
+        retry_s: float = 120.0,
+        observer: Observer | None = None,
+        **options: Any,
+    ) -> None:
+        if not MIN_PART_NBYTES <= part_nbytes <= _MAX_PART_NBYTES:
+            raise ConfigError(f"part_nbytes must be 5 to 64 MiB, not {part_nbytes} bytes")
+        place = parse_url(url)
+        self._place = place
+        self._settings: dict[str, Any] = {
+            "single_writer": single_writer,
+            "part_nbytes": part_nbytes,
+            "uploads_at_once": uploads_at_once,
+            "timeout_s": timeout_s,
+            "retry_s": retry_s,
+            **options,
+        }
+        self._is_observed = observer is not None
+        self._bucket = BucketClient(
+            place.scheme, place.bucket, place.prefix, options, timeout_s=timeout_s,
+            retry_s=retry_s, observer=observer, has_conditions=not single_writer,
+        )  # fmt: skip
+        self._names = Names(self._bucket)
+        self._single_writer = single_writer
+        self._is_proven = False
+        self._pinned: tuple[str, NameRecord] | None = None
+        self._resolved: dict[str, tuple[NameRecord, float]] = {}
+        self._clock: tuple[float, float] | None = None
+
+    @property
+    def url(self) -> str:
+        """The place, without credentials or options."""
+        return self._place.url
+
+    @property
+    def requests(self) -> Counter[str]:
+        """Requests of this object so far, by kind; with what `pin` gave."""
+        return self._bucket.requests
+
+    def __repr__(self) -> str:
+        """Return the place, for messages."""
+        return f"ObjectStorage({self.url!r})"
+
+    # ---- Reading ----
+
+    def read(self, path: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
+        """See `Storage.read`; one request, and one for the directory's name."""
+        key, place = self._file_key(path, "read"), self.describe(path)
+        if start < 0 or (nbytes or 0) < 0:
+            raise StorageError(f"{place}: {nbytes} bytes at offset {start} are not in any file")
+        if nbytes == 0:
+            return b""
+        data = fetch(self._bucket, key, start=start, nbytes=nbytes, place=place)
+        if nbytes is not None and len(data) != nbytes:
+            raise truncated(place, start=start, nbytes=nbytes, available=len(data))
+        return bytes(data)
+
+    def read_at_most(self, path: str, nbytes: int, *, start: int = 0) -> bytes:
+        """Return bytes from `start`, fewer than `nbytes` if the file ends before; one request."""
+        key, place = self._file_key(path, "read"), self.describe(path)
+        return bytes(fetch(self._bucket, key, start=start, nbytes=nbytes, place=place))
+
+    def readinto(self, path: str, buffer: memoryview, *, start: int = 0) -> None:
+        """See `Storage.readinto`; a large read is several requests at once."""
+        key = self._file_key(path, "read")
+        read_into(self._bucket, key, buffer.cast("B"), start, place=self.describe(path))
+
+    def open(self, path: str) -> Source:
+        """See `Storage.open`; of a pinned directory without a request."""
+        key, place = self._file_key(path, "open"), self.describe(path)
+        source = ObjectSource(self._bucket, key, place=place)
+        if self._pinned is None:
+            _ = source.nbytes  # whether it is there
+        return source
+
+    def size(self, path: str) -> int:
+        """See `Storage.size`."""
+        key = self._file_key(path, "examine")
+        meta = self._do("examine", path, lambda: self._bucket.head(key))
+        if meta is None:
+            raise absent("examine", self.describe(path))
+        return meta.nbytes
+
+    def exists(self, path: str) -> bool:
+        """See `Storage.exists`."""
+        return self._do("examine", path, lambda: self._examine(path) is not None)
+
+    def age_s(self, path: str) -> float:
+        """See `Storage.age_s`; every ten minutes an object is written to see the store's clock.
+
+        A directory's age is that of its name: since it was made or renamed.
+        """
+        changed = self._do("examine", path, lambda: self._examine(path))
+        if changed is None:
+            raise absent("examine", self.describe(path))
+        return max(self._now() - changed, 0.0)
+
+    def is_dir(self, path: str) -> bool:
+        """See `Storage.is_dir`; a directory inside another is one if a file is in it."""
+        names = split_path(path)
+        return self._do("examine", path, lambda: self._is_dir(names))
+
+    def list(self, path: str) -> builtins.list[str]:
+        """See `Storage.list`; one request for each thousand names.
+
+        Inside a directory, what has no file in it has no names.
+        """
+        names = split_path(path)
+        if not names:
+            return self._list_root()
+        if self._is_in_fixed(names):
+            key = path
+        else:
+            key = self._names.data_key(self._resolve(names[0], "list", path), *names[1:])
+        listing = self._do("list", path, lambda: self._bucket.list(key))
+        return sorted({*listing.dirs, *listing.objects})
+
+    def dirs_with(self, file: str) -> builtins.list[str]:
+        """Return the directories of the first level that had a file when they got their name.
+
+        Only names without a dot, which a whole directory gets in one step. Two requests, and one
+        for each name that has changed since this process looked and is not in the summary.
+        """
+        records = self._records()
+        return sorted(name for name, record in records.items() if file in record.files)
+
+    def survey(self) -> Survey:
+        """Return all names of the first level, and what is known of the directories; two requests.
+
+        See `dirs_with` for what is known without a request for each.
+        """
+        listing = self._do("list", "", lambda: self._bucket.list(""))
+        records = self._do("list", "", lambda: self._names.records(listing))
+        return Survey(
+            names=self._names_in(listing),
+            files={name: record.files for name, record in records.items()},
+            notes={name: record.note for name, record in records.items() if record.note},
+        )
+
+    def annotate(self, path: str, note: str) -> None:
+        """Give a directory a short text, kept with its name from the next `rename_dir` on."""
+        self._names.annotate(path, note)
+
+    @contextmanager
+    def pin(self, path: str) -> Iterator[ObjectStorage]:
+        """See `Storage.pin`: the prefix is kept, which no other directory ever has."""
+        names = split_path(path)
+        view = self
+        if names:
+            if len(names) > 1 or names[0] in FIXED_DIRS:
+                raise _refused("pin", self.describe(path))
+            view = copy.copy(self)
+            view._pinned = (names[0], self._resolve(names[0], "open", path))
+        yield view
+
+    # ---- Writing ----
+
+    def write_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        """See `Storage.write_file`; durable in any case."""
+        key = self._new_key(path, "write")
+        self._do("write", path, lambda: self._bucket.put(key, data))
+
+    def replace_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        """See `Storage.replace_file`; durable in any case."""
+        self.write_file(path, data)
+
+    @contextmanager
+    def create(self, path: str, *, nbytes: int) -> Iterator[Sink]:
+        """See `Storage.create`; the file appears when the sink is synced, or after the body.
+
+        If two processes create one file at once, a file of one part is refused when it is synced. A
+        larger one is not: names of data files are unique to a save and a rank.
+        """
+        key = self._new_key(path, "create")
+        # Not in a directory: its files are one rank's of one save. There a small file's own put is
+        # on condition that it is new; a large one has no such put.
+        is_inner = "/" in path
+        if not is_inner and self._do("create", path, lambda: self._bucket.head(key)) is not None:
+            raise taken("create", self.describe(path), path)
+        sink = ObjectSink(
+            self._bucket, key, place=self.describe(path), nbytes=nbytes,
+            part_nbytes=self._settings["part_nbytes"], at_once=self._settings["uploads_at_once"],
+        )  # fmt: skip
+        try:
+            yield sink
+        except BaseException:
+            sink.abort()
+            raise
+        sink.sync()
+
+    def make_dir(self, path: str, *, durable: bool = True) -> None:
+        """See `Storage.make_dir`; one conditional put for the name of the first level."""
+        names = split_path(path)
+        if not names or names[0] in FIXED_DIRS or self._remembered(names[0]) is not None:
+            return
+        self._prove()
+        record = self._do("make the directory", path, lambda: self._names.make(names[0]))
+        self._remember(names[0], record)
+
+    def sync_dir(self, path: str) -> None:
+        """See `Storage.sync_dir`: every put is durable, so this only looks whether it is there."""
+        names = split_path(path)
+        if names and not self._is_in_fixed(names):
+            self._resolve(names[0], "sync", path)
+
+    def rename_dir(self, src: str, dst: str, *, durable: bool = True) -> None:
+        """See `Storage.rename_dir`; the one conditional put of the new name makes it."""
+        self._check_first_level(src, dst)
+        self._prove()
+        self._forget(src, dst)
+        action = f"rename to {self.describe(dst)}"
+        if self._do(action, dst, lambda: self._examine(dst, is_dir=False)) is not None:
+            raise self._taken(action, src, dst)
+        try:
+            self._do(action, src, lambda: self._names.move(src, dst))
+        except FileExistsError:
+            raise self._taken(action, src, dst) from FileExistsError(dst)
+        finally:
+            self._forget(src, dst)
+
+    def exchange_dir(self, first: str, second: str) -> None:
+        """See `Storage.exchange_dir`: atomic."""
+        self._check_first_level(first, second)
+        self._prove()
+        self._forget(first, second)
+        action = f"exchange with {self.describe(second)}"
+        try:
+            self._do(action, first, lambda: self._names.exchange(first, second))
+        finally:
+            self._forget(first, second)
+
+    def remove_tree(
+        self, path: str, *, durable: bool = True, only_if: Callable[[str], bool] | None = None
+    ) -> None:
+        """See `Storage.remove_tree`: the name is withdrawn first, then the objects are deleted."""
+        names = split_path(path)
+        if not names:
+            raise StorageError(f"{self.url}: the root itself cannot be renamed or replaced")
+        if self._is_in_fixed(names):
+            self._delete_below(path, path)
+            return
+        if len(names) > 1:
+            record = self._resolve(names[0], "remove", path)
+            self._delete_below(path, self._names.data_key(record, *names[1:]))
+            return
+        if self._do("remove", path, lambda: self._names.entry(path)) is None:
+            meta = self._do("remove", path, lambda: self._bucket.head(path))
+            if meta is None:
+                raise absent("remove", self.describe(path))
+            self._do("remove", path, lambda: self._bucket.delete([path]))
+            return
+        if only_if is not None and not self._is_confirmed(path, only_if):
+            return
+        if only_if is None:
+            self._remove_dir(path)
+
+    def collect_garbage(self, *, dry_run: bool = False) -> builtins.list[str]:
+        """Complete what dead processes left of renames and removals; return what was removed.
+
+        Data without a name is removed if it has none at two looks and was not written to for an
+        hour. Unfinished uploads cannot be listed by obstore: a lifecycle rule removes them.
+        """
+        removed: builtins.list[str] = []
+        if not dry_run:
+            self._do("list", "", lambda: self._names.tidy(self._bucket.list("")))
+        nameless = self._do("list", "", self._names.nameless)
+        for prefix in nameless:
+            objects = self._do("list", "", lambda at=prefix: self._bucket.list_all(at))  # type: ignore[misc]
+            newest = max((meta.changed for meta in objects.values()), default=0.0)
+            if self._now() - newest < _GARBAGE_S:
+                continue
+            if prefix in self._do("list", "", self._names.nameless):
+                removed.append(prefix)
+                if not dry_run:
+                    self._do("remove", "", lambda at=objects: self._bucket.delete([*at]))  # type: ignore[misc]
+        return removed
+
+    def free_nbytes(self) -> int:
+        """See `Storage.free_nbytes`: a bucket has no end."""
+        return 1 << 62
+
+    def describe(self, path: str) -> str:
+        """Return the URL of a path."""
+        return f"{self.url}/{path}" if path else self.url
+
+    def is_shareable(self) -> bool:
+        """Return False: there is no `local_path`. A writer process opens it by `address`."""
+        return False
+
+    def local_path(self, path: str) -> Path | None:
+        """Return None."""
+        split_path(path)
+        return None
+
+    def address(self) -> tuple[str, dict[str, Any]] | None:
+        """Return URL and settings with which another process opens the same storage.
+
+        They may have a credential: give them by a pipe. None if no other process can: in memory,
+        observed, pinned, or with a setting that is an object of this process.
+        """
+        is_own = self._is_observed or self._pinned is not None or type(self) is not ObjectStorage
+        if is_own or self._place.scheme == "memory" or not _is_plain(self._settings):
+            return None
+        return self.url, dict(self._settings)
+
+    # ---- Names and keys ----
+
+    def _examine(self, path: str, *, is_dir: bool = True) -> float | None:
+        """Return when a file or directory was last changed; None if there is none."""
+        names = split_path(path)
+        if not names or (len(names) == 1 and names[0] in FIXED_DIRS):
+            return time.time()
+        if len(names) == 1:
+            if self._pinned is not None and self._pinned[0] == path:
+                return time.time()
+            # A name with a dot inside is nearly always a file's.
+            looks = [self._dir_changed, self._file_changed] if is_dir else [self._file_changed]
+            for look in reversed(looks) if "." in path[1:] else looks:
+                if (changed := look(path)) is not None:
+                    return changed
+            return None
+        if self._is_in_fixed(names):
+            return self._file_changed(path)
+        record = self._find(names[0])
+        if record is None:
+            return None
+        key = self._names.data_key(record, *names[1:])
+        changed = self._file_changed(key)
+        if changed is None and is_dir and "." not in names[-1][1:]:
+            changed = max((m.changed for m in self._bucket.list_all(key).values()), default=None)
+        return changed
+
+    def _dir_changed(self, name: str) -> float | None:
+        entry = self._names.entry(name)
+        return entry.changed if entry is not None else None
+
+    def _file_changed(self, key: str) -> float | None:
+        meta: Meta | None = self._bucket.head(key)
+        return meta.changed if meta is not None else None
+
+    def _is_dir(self, names: Sequence[str]) -> bool:
+        if not names or names[0] in FIXED_DIRS:
+            return len(names) < 2
+        record = self._find(names[0])
+        if record is None or len(names) == 1:
+            return record is not None
+        listing = self._bucket.list(self._names.data_key(record, *names[1:]))
+        return bool(listing.dirs or listing.objects)
+
+    def _list_root(self) -> builtins.list[str]:
+        return self._names_in(self._do("list", "", lambda: self._bucket.list("")))
+
+    def _names_in(self, listing: ObjectListing) -> builtins.list[str]:
+        files = [name for name in listing.objects if not name.endswith(SUFFIX)]
+        dirs = listing.dirs & FIXED_DIRS
+        return sorted({*files, *dirs, *listed_names(listing)})
+
+    def _records(self) -> dict[str, NameRecord]:
+        return self._do("list", "", lambda: self._names.records(self._bucket.list("")))
+
+    def _file_key(self, path: str, action: str) -> str:
+        """Return the key of a file; StorageError if its directory is not there."""
+        names = split_path(path)
+        if not names:
+            raise StorageError(f"cannot {action}: {self.url} is the root and not a regular file")
+        if len(names) == 1 or names[0] in FIXED_DIRS:
+            return path
+        return self._names.data_key(self._resolve(names[0], action, path), *names[1:])
+
+    def _new_key(self, path: str, action: str) -> str:
+        """Return the key of a file to write; StorageError for the root and for reserved names."""
+        names = split_path(path)
+        if not names:
+            raise StorageError(f"{self.url}: the root itself cannot be renamed or replaced")
+        if names[0] == INNER or (len(names) == 1 and path.endswith(SUFFIX)):
+            raise StorageError(f"{self.describe(path)}: names like this are the store's own")
+        return self._file_key(path, action)
+
+    def _is_in_fixed(self, names: Sequence[str]) -> bool:
+        return bool(names) and names[0] in FIXED_DIRS
+
+    def _find(self, name: str) -> NameRecord | None:
+        """Return what a name of the first level stands for; None for nothing."""
+        if self._pinned is not None and self._pinned[0] == name:
+            return self._pinned[1]
+        if (known := self._remembered(name)) is not None:
+            return known
+        record = self._names.look(name)
+        if record is not None:
+            self._remember(name, record)
+        return record
+
+    def _resolve(self, name: str, action: str, path: str) -> NameRecord:
+        """Return what a name stands for; StorageError if that is nothing."""
+        record = self._do(action, path, lambda: self._find(name))
+        if record is None:
+            raise absent(action, self.describe(path))
+        return record
+
+    def _remembered(self, name: str) -> NameRecord | None:
+        known = self._resolved.get(name)
+        if known is not None and time.monotonic() - known[1] < _RESOLVED_S:
+            return known[0]
+        return None
+
+    def _remember(self, name: str, record: NameRecord) -> None:
+        # Not a step's: another save may replace it at any time. A directory with a dot is of one
+        # save. If a repair takes that over, this process sees it later by these two seconds, as if
+        # a request had taken so long; and it can rename the directory only by its name as it is.
+        if name.startswith("."):
+            self._resolved[name] = (record, time.monotonic())
+
+    def _forget(self, *names: str) -> None:
+        for name in names:
+            self._resolved.pop(name, None)
+
+    def _check_first_level(self, *paths: str) -> None:
+        """Raise StorageError unless both can be renamed."""
+        for path in paths:
+            names = split_path(path)
+            if not names:
+                raise StorageError(f"{self.url}: the root itself cannot be renamed or replaced")
+            if len(names) > 1 or names[0] in FIXED_DIRS or names[0] == INNER:
+                raise _refused("rename", self.describe(path))
+
+    def _taken(self, action: str, src: str, dst: str) -> StorageError:
+        return taken(action, self.describe(src), dst)
+
+    # ---- Removal ----
+
+    def _is_confirmed(self, name: str, only_if: Callable[[str], bool]) -> bool:
+        """Take a directory's name, ask whether to remove it, and do so or give the name back."""
+        aside = f".old-{name[:200]}-{secrets.token_hex(4)}"
+        self._prove()
+        self._do("remove", name, lambda: self._names.move(name, aside))
+        is_confirmed = False
+        try:
+            is_confirmed = only_if(aside)
+        finally:
+            self._forget(aside)
+            if not is_confirmed:
+                with suppress(StorageError, FileExistsError):
+                    self._do("rename", aside, lambda: self._names.move(aside, name))
+        if is_confirmed:
+            self._remove_dir(aside)
+        return is_confirmed
+
+    def _remove_dir(self, name: str) -> None:
+        self._prove()
+        self._forget(name)
+        record = self._do("remove", name, lambda: self._names.withdraw(name))
+        key = self._names.data_key(record)
+        objects = self._do("remove", name, lambda: self._bucket.list_all(key))
+        self._do("remove", name, lambda: self._bucket.delete([*objects]))
+        self._do("remove", name, lambda: self._names.forget(name))
+
+    def _delete_below(self, path: str, key: str) -> None:
+        """Delete a file, or all files of a directory inside another."""
+        is_file = self._is_in_fixed(split_path(path)) and "/" in path
+        objects = {} if is_file else self._do("remove", path, lambda: self._bucket.list_all(key))
+        self._do("remove", path, lambda: self._bucket.delete([*objects] or [key]))
+
+    # ---- The store ----
+
+    def _do(self, action: str, path: str, ask: Callable[[], T]) -> T:
+        """Send requests; StorageError that says what, where, why and what to do."""
+        try:
+            return ask()
+        except RequestFailed as error:
+            failed = error
+        except FileNotFoundError:
+            raise absent(action, self.describe(path)) from FileNotFoundError(path)
+        raise unsettled(failed, action=action, place=self.describe(path))
+
+    def _prove(self) -> None:
+        """Prove once that the store refuses a conditional put whose condition does not hold.
+
+        A store that ignores conditions would let two saves of one step both succeed.
+
+        Raises:
+            StorageError: It does not, and there may be several writers.
+        """
+        if self._is_proven or self._single_writer:
+            return
+        problem: StorageError | None = None
+        try:
+            # Of two puts that need a free name one is refused: the first, if the bucket was in use.
+            is_taken = self._probe(None) is None or self._probe(None) is None
+            wrong = {"e_tag": '"0123456789abcdef"', "version": "1"}
+            if not is_taken or self._probe(wrong) is not None:
+                problem = self._unconditional()
+        except RequestFailed as error:
+            problem = unsettled(error, action="write", place=self.url)
+            if error.failure.is_unsupported:
+                problem = self._unconditional()
+        if problem is not None:
+            raise problem
+        self._is_proven = True
+
+    def _probe(self, tag: Tag | None) -> Tag | None:
+        """Write the probe on a condition; None if the store refuses it."""
+        return self._bucket.put_if(_PROBE, secrets.token_hex(8).encode(), tag=tag).tag
+
+    def _unconditional(self) -> StorageError:
+        return StorageError(
+            f"{self.url}: this store does not do conditional puts (If-None-Match, If-Match), so "
+            f"two saves of one step could both succeed. If only one process ever saves, removes "
+            f"and repairs here, use ObjectStorage(url, single_writer=True)"
+        )
+
+    def _now(self) -> float:
+        """Return the time by the store's clock, which stamps the objects."""
+        here = time.clock_gettime(time.CLOCK_BOOTTIME)
+        if self._clock is None or here - self._clock[1] > _CLOCK_S:
+            try:
+                self._bucket.put(_CLOCK, b"%d" % time.time_ns())
+                meta = self._bucket.head(_CLOCK)
+            except RequestFailed:
+                meta = None  # a read-only store shows no clock
+            if meta is None:
+                return time.time()
+            self._clock = (meta.changed - time.clock_gettime(time.CLOCK_BOOTTIME), here)
+        return self._clock[0] + time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _is_plain(value: object) -> bool:
+    """Return True if a setting can be sent to another process."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _refused(action: str, place: str) -> StorageError:
+    return StorageError(
+        f"cannot {action}: {place}: in an object store only directories of the first level can be, "
+        f"and none of {', '.join(sorted(FIXED_DIRS))}"
+    )

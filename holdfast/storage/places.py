@@ -1,0 +1,37 @@
+"""From what a person writes to a storage: a path is a directory, a URL is a bucket."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from holdfast.storage.posix import PosixStorage
+from holdfast.storage.storage_protocol import Storage
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]{1,20}:/{1,2}(?=[^/])", re.ASCII)
+
+
+def is_url(place: str | os.PathLike[str]) -> bool:
+    """Return True if it is the URL of a bucket; also as a `Path`, which makes s3:/ of s3://."""
+    return _URL.match(os.fspath(place)) is not None
+
+
+def as_url(place: str | os.PathLike[str]) -> str:
+    """Return a URL as it was written, if it went through a `Path`."""
+    scheme, _, rest = os.fspath(place).partition(":")
+    return f"{scheme}://{rest.lstrip('/')}"
+
+
+def open_storage(place: str | os.PathLike[str], **settings: object) -> Storage:
+    """Return the storage at a directory or a URL; nothing is read.
+
+    Raises:
+        ConfigError: The URL is not one of a known store, or the package for it is missing.
+    """
+    if not is_url(place):
+        return PosixStorage(Path(place))
+    # Here and not above: most runs need no object store, and obstore may not be installed.
+    from holdfast.storage.objects import ObjectStorage
+
+    return ObjectStorage(as_url(place), **settings)  # type: ignore[arg-type]

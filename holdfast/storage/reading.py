@@ -1,0 +1,89 @@
+"""Small files read in as few operations as a storage can.
+
+In a file system an operation costs a microsecond, and a file is examined before it is read. In an
+object store each one is a request of some ten milliseconds, and several may be in progress. A store
+may therefore have a method `read_at_most` (bytes from `start`, fewer where the file ends) and a
+number `reads_at_once`; without them these functions do what any store can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.storage.storage_protocol import Storage
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+def read_at_most(storage: Storage, path: str, nbytes: int) -> bytes:
+    """Return the first bytes of a file, at most `nbytes`; StorageError if it is not there."""
+    read = getattr(storage, "read_at_most", None)
+    if read is None:
+        return storage.read(path, nbytes=min(storage.size(path), nbytes))
+    data: bytes = read(path, nbytes)
+    return data
+
+
+def read_if_there(
+    storage: Storage, path: str, *, max_nbytes: int, too_large: Callable[[], HoldfastError]
+) -> bytes | None:
+    """Return a whole file; None if it does not exist.
+
+    Raises:
+        HoldfastError: What `too_large` returns, if it has more than `max_nbytes` bytes.
+        StorageError: It cannot be read.
+    """
+    read = getattr(storage, "read_at_most", None)
+    if read is None:
+        if not storage.exists(path):
+            return None
+        if storage.size(path) > max_nbytes:
+            raise too_large()
+        return storage.read(path)
+    try:
+        data: bytes = read(path, max_nbytes + 1)
+    except StorageError as error:
+        if is_absence(error):
+            return None
+        raise
+    if len(data) > max_nbytes:
+        raise too_large()
+    return data
+
+
+def is_absence(error: StorageError) -> bool:
+    """Return True if an operation failed because nothing is there."""
+    return isinstance(error.__cause__, FileNotFoundError)
+
+
+def read_tail(storage: Storage, path: str, *, nbytes: int, file_nbytes: int) -> bytes | None:
+    """Return the last bytes of a file of `file_nbytes`; None if it is of another size."""
+    start = max(file_nbytes - nbytes, 0)
+    read = getattr(storage, "read_at_most", None)
+    if read is None:
+        if storage.size(path) != file_nbytes:
+            return None
+        return storage.read(path, start=start, nbytes=file_nbytes - start)
+    data: bytes = read(path, file_nbytes - start + 1, start=start)
+    return data if len(data) == file_nbytes - start else None
+
+
+def for_each(storage: Storage, function: Callable[[A], B], items: Sequence[A]) -> list[B]:
+    """Return the results of a function that asks the storage, in order; several at once if it can.
+
+    The first error is raised, in the order of the items.
+    """
+    at_once = min(getattr(storage, "reads_at_once", 1), len(items))
+    if at_once <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(at_once, thread_name_prefix="holdfast-ask") as pool:
+        return list(pool.map(function, items))
+
+
+def pause_of(storage: Storage) -> float:
+    """Return the least seconds between two looks while a process waits for another's files."""
+    return float(getattr(storage, "least_pause_s", 0.0))

@@ -1,0 +1,271 @@
+"""A checkpoint copied to another place, byte for byte, and committed there as a save is.
+
+The files are streamed into the directory of a save in progress. Every block is compared with its
+digest on the way, so damage is not copied. Then the directory gets its name in one step. A copy
+that was interrupted is continued: its directory has the manifest's digest in its name, and files
+that are whole in it are not sent again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from holdfast.errors import ConfigError, CorruptionError, StorageError
+from holdfast.format.checkpoint_files import CheckpointFiles
+from holdfast.format.digest import digest128
+from holdfast.format.manifest import ExtraInfo, FileInfo
+from holdfast.format.names import INDEX, MANIFEST, point_to_newest, saving_dir, step_dir
+from holdfast.format.summaries import annotate
+from holdfast.format.verifier import verify_snapshot, verify_source
+from holdfast.format.versions import Identity
+from holdfast.storage import Source, Storage
+from holdfast.storage.reading import for_each
+from holdfast.writer.commit import publish
+from holdfast.writer.job import heartbeat
+from holdfast.writer.records import SaveHeader, silent_s
+
+_PIECE_NBYTES = 8 << 20
+_READS_AHEAD = 6
+_ALIVE_S = 10.0
+OnProgress = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """What a copy did.
+
+    Args:
+        step: The checkpoint's step.
+        nbytes: Bytes of the checkpoint.
+        nbytes_sent: Bytes written now; less than `nbytes` if an earlier copy was continued.
+        was_there: The place had this very version already, and nothing was written.
+    """
+
+    step: int
+    nbytes: int
+    nbytes_sent: int
+    was_there: bool = False
+
+
+def copy_checkpoint(
+    source: Storage,
+    directory: str,
+    target: Storage,
+    *,
+    overwrite: bool = False,
+    verify: bool = False,
+    on_progress: OnProgress = lambda nbytes: None,
+) -> CopyReport:
+    """Copy one checkpoint; it exists at the target as a whole, or not at all.
+
+    Args:
+        source: Where it is; the caller has a lease on it.
+        directory: Its name there.
+        target: The root that it is copied to, which is made if it does not exist.
+        overwrite: Replace another version of the step.
+        verify: Read every byte back before it gets its name.
+        on_progress: Called with bytes that are there, as they come.
+
+    Raises:
+        ConfigError: The target has another version of the step, or another process copies this one.
+        CorruptionError: The source is damaged, or what was written does not read back as it.
+        StorageError: As its message says. What is there already serves the next try.
+
+    Cost: reads the source once and writes it once; reads the target once more with `verify`. Memory
+        for 6 pieces of 8 MiB, and for what an upload keeps.
+    """
+    with CheckpointFiles.open(source, directory) as files:
+        manifest = files.manifest
+        final = step_dir(manifest.step)
+        target.make_dir("")
+        nbytes = len(files.records.manifest) + manifest.index.nbytes
+        nbytes += sum(manifest.file_sizes.values())
+        if target.exists(final):
+            if Identity.of(files.records.manifest).is_of(target, final):
+                return CopyReport(step=manifest.step, nbytes=nbytes, nbytes_sent=0, was_there=True)
+            if not overwrite:
+                raise ConfigError(
+                    f"{target.describe(final)} exists already, and is another version; to replace "
+                    f"it, add --overwrite"
+                )
+        place = saving_dir(manifest.step, f"copy_{digest128(files.records.manifest)[:24]}")
+        if target.exists(place) and silent_s(target, place) < _ALIVE_S:
+            raise ConfigError(
+                f"{target.describe(place)}: another process copies this checkpoint there, or did "
+                f"until some seconds ago: wait for it, or try again in {_ALIVE_S:.0f} s"
+            )
+        with heartbeat(target, place, position=0), source.pin(directory) as held:
+            sent = _Copy(files, held, directory, target, place, on_progress).run()
+            if verify and (damages := verify_snapshot(target, place)):
+                target.remove_tree(place)
+                raise CorruptionError(
+                    f"{target.describe(place)} does not read back as it was written: {damages[0]}; "
+                    f"it was removed, copy again"
+                )
+            annotate(target, place, manifest)
+            publish(target, place, final, _header(files, overwrite=overwrite))
+    with suppress(StorageError):  # for people only; a repair corrects it
+        point_to_newest(target)
+    return CopyReport(step=manifest.step, nbytes=nbytes, nbytes_sent=sent)
+
+
+def _header(files: CheckpointFiles, *, overwrite: bool) -> SaveHeader:
+    """Return what publishing needs to know of the save that made the checkpoint."""
+    manifest = files.manifest
+    return SaveHeader(
+        step=manifest.step,
+        save_id=manifest.save_id,
+        created=manifest.created,
+        holdfast="",
+        torch="",
+        overwrite=overwrite,
+    )
+
+
+class _Copy:
+    """The files of one checkpoint on their way to a directory of the target."""
+
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        held: Storage,
+        directory: str,
+        target: Storage,
+        place: str,
+        on_progress: OnProgress,
+    ) -> None:
+        self._files, self._held, self._directory = files, held, directory
+        self._target, self._place = target, place
+        self._on_progress = on_progress
+
+    def run(self) -> int:
+        """Bring every file there, the manifest last; return the bytes that were sent."""
+        target, place, manifest = self._target, self._place, self._files.manifest
+        target.make_dir(f"{place}/data", durable=False)
+        present = for_each(
+            target, lambda file: target.exists(f"{place}/{file.name}"), manifest.files
+        )
+        sent = 0
+        for number, (file, is_there) in enumerate(zip(manifest.files, present, strict=True)):
+            if is_there and self._is_whole(file):
+                self._on_progress(file.nbytes)
+                continue
+            if is_there:
+                target.remove_tree(f"{place}/{file.name}", durable=False)
+            self._send(number, file)
+            sent += file.nbytes
+        records = self._files.records
+        small = [(extra.name, self._extra(extra)) for extra in manifest.extras]
+        small += [(INDEX, records.index), (MANIFEST, records.manifest)]
+        for name, data in small:
+            if target.exists(f"{place}/{name}"):
+                target.remove_tree(f"{place}/{name}", durable=False)
+            with target.create(f"{place}/{name}", nbytes=len(data)) as sink:
+                sink.write_at(0, memoryview(data))
+                sink.sync()
+            self._on_progress(len(data))
+            sent += len(data)
+        # The rename must not be durable before the names inside: see `commit_save`.
+        if manifest.files:
+            target.sync_dir(f"{place}/data")
+        target.sync_dir(place)
+        return sent
+
+    def _extra(self, extra: ExtraInfo) -> bytes:
+        """Return a file for other programs; CorruptionError if it is damaged."""
+        path = f"{self._directory}/{extra.name}" if self._directory else extra.name
+        data = self._held.read(path)
+        if digest128(data) != extra.digest:
+            raise CorruptionError(
+                f"{self._held.describe(path)}: damaged: it does not have the digest of the "
+                f"manifest; the copy is not finished"
+            )
+        return data
+
+    def _is_whole(self, file: FileInfo) -> bool:
+        """Return True if an earlier copy has sent all of a file."""
+        path = f"{self._place}/{file.name}"
+        if self._target.size(path) != file.nbytes:
+            return False
+        with closing(self._target.open(path)) as source:
+            return not verify_source(self._files, file.name, source)
+
+    def _send(self, number: int, file: FileInfo) -> None:
+        """Stream one file, and compare its blocks with their digests."""
+        check = _BlockCheck(self._files, number)
+        path = f"{self._directory}/{file.name}" if self._directory else file.name
+        with (
+            closing(self._held.open(path)) as source,
+            self._target.create(f"{self._place}/{file.name}", nbytes=file.nbytes) as sink,
+        ):
+            if source.nbytes != file.nbytes:
+                raise CorruptionError(
+                    f"{self._held.describe(path)} has {source.nbytes} bytes, the manifest states "
+                    f"{file.nbytes}"
+                )
+            for start, data in _pieces(source, file.nbytes):
+                check.update(start, data)
+                sink.write_at(start, data)
+                self._on_progress(len(data))
+            sink.sync()
+
+
+def _pieces(source: Source, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield the pieces of a file in order, while the next ones are being read."""
+    starts = deque(range(0, nbytes, _PIECE_NBYTES))
+    reads: deque[tuple[int, Future[memoryview]]] = deque()
+
+    def read(start: int) -> memoryview:
+        buffer = memoryview(bytearray(min(_PIECE_NBYTES, nbytes - start)))
+        source.readinto(buffer, start=start)
+        return buffer
+
+    with ThreadPoolExecutor(_READS_AHEAD, "holdfast-copy") as pool:
+        while starts or reads:
+            while starts and len(reads) < _READS_AHEAD:
+                start = starts.popleft()
+                reads.append((start, pool.submit(read, start)))
+            start, piece = reads.popleft()
+            yield start, piece.result()
+
+
+class _BlockCheck:
+    """Compares the blocks of one data file with the index, as the file passes from its start."""
+
+    def __init__(self, files: CheckpointFiles, number: int) -> None:
+        index, block = files.index, files.manifest.block_nbytes
+        self._place = files.storage.describe(files.directory)
+        self._name = files.manifest.files[number].name
+        rows = np.flatnonzero(index.file == number)
+        self._blocks = deque(
+            (start + at, start + min(at + block, nbytes), int(digest))
+            for row in rows[np.argsort(index.start[rows], kind="stable")].tolist()
+            for start, nbytes in [(int(index.start[row]), int(index.nbytes[row]))]
+            for at, digest in zip(range(0, nbytes, block), index.digests(row), strict=True)
+        )
+        self._hashed = xxhash.xxh3_64()
+
+    def update(self, start: int, data: memoryview) -> None:
+        """Hash the next piece; CorruptionError that names the byte of a block that is damaged."""
+        end = start + len(data)
+        while self._blocks:
+            first, stop, digest = self._blocks[0]
+            if first >= end:
+                return
+            self._hashed.update(data[max(first - start, 0) : stop - start])
+            if stop > end:
+                return
+            if self._hashed.intdigest() != digest:
+                raise CorruptionError(
+                    f"{self._place}: {self._name}: damaged: the {stop - first} bytes from byte "
+                    f"{first} do not have the digest of the index; nothing of it was copied"
+                )
+            self._hashed.reset()
+            self._blocks.popleft()

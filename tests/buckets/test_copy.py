@@ -1,0 +1,87 @@
+"""`holdfast copy`: disk to bucket and back, byte for byte, continued after a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast import Checkpointer, ConfigError, CorruptionError, PosixStorage
+from holdfast.cli.main import main
+from holdfast.format.names import step_dir
+from holdfast.storage import Storage
+from holdfast.writer import copying
+from holdfast.writer.copying import copy_checkpoint
+from tests.crash.common import state_of, version_of
+
+pytest.importorskip("obstore")
+
+from holdfast.storage.objects import ObjectStorage
+from tests.buckets.server import new_bucket
+
+
+def files_of(storage: Storage, directory: str) -> dict[str, bytes]:
+    names = [n for n in storage.list(directory) if n != "data"]
+    names += [f"data/{name}" for name in storage.list(f"{directory}/data")]
+    return {name: storage.read(f"{directory}/{name}") for name in names}
+
+
+def test_disk_to_bucket_and_back_is_byte_for_byte(s3: str, tmp_path: Path) -> None:
+    url = f"s3://{new_bucket(s3)}/run"
+    for step in (1, 2):
+        Checkpointer(tmp_path / "a", settle_s=0.0).save(step, state_of(step))
+    assert main(["copy", str(tmp_path / "a"), url, "--step", "1", "--verify"]) == 0
+    assert main(["copy", str(tmp_path / "a" / step_dir(2)), url]) == 0
+    assert main(["copy", url, str(tmp_path / "b"), "--step", "1"]) == 0
+    assert main(["copy", f"{url}/{step_dir(2)}", str(tmp_path / "b"), "--verify"]) == 0
+    bucket, a, b = ObjectStorage(url), PosixStorage(tmp_path / "a"), PosixStorage(tmp_path / "b")
+    for step in (1, 2):
+        files = files_of(a, step_dir(step))
+        assert files == files_of(bucket, step_dir(step)) == files_of(b, step_dir(step))
+        assert version_of(tmp_path / "b", step) == step
+    assert main(["copy", url, str(tmp_path / "b")]) == 0  # it is there
+
+
+def test_another_version_is_replaced_only_on_request(tmp_path: Path) -> None:
+    Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
+    url = "memory://copied/run"
+    Checkpointer(url, settle_s=0.0).save(1, state_of(2))
+    source, target = PosixStorage(tmp_path / "a"), ObjectStorage(url)
+    with pytest.raises(ConfigError, match="--overwrite"):
+        copy_checkpoint(source, step_dir(1), target)
+    copy_checkpoint(source, step_dir(1), target, overwrite=True)
+    assert files_of(target, step_dir(1)) == files_of(source, step_dir(1))
+
+
+def test_damage_is_not_copied(tmp_path: Path) -> None:
+    Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
+    (file,) = (tmp_path / "a" / step_dir(1) / "data").iterdir()
+    data = bytearray(file.read_bytes())
+    data[-40] ^= 1
+    file.write_bytes(data)
+    target = ObjectStorage("memory://damaged/run")
+    with pytest.raises(CorruptionError, match="damaged: the"):
+        copy_checkpoint(PosixStorage(tmp_path / "a"), step_dir(1), target)
+    assert not target.exists(step_dir(1))
+
+
+def test_an_interrupted_copy_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
+    source = PosixStorage(tmp_path / "a")
+
+    def kill(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    for target in (PosixStorage(tmp_path / "b"), ObjectStorage("memory://interrupted/run")):
+        with monkeypatch.context() as patch:
+            patch.setattr(copying, "annotate", kill)
+            with pytest.raises(KeyboardInterrupt):
+                copy_checkpoint(source, step_dir(1), target)
+        assert not target.exists(step_dir(1))
+        with pytest.raises(ConfigError, match="another process copies"):
+            copy_checkpoint(source, step_dir(1), target)
+        with monkeypatch.context() as patch:
+            patch.setattr(copying, "_ALIVE_S", 0.0)
+            report = copy_checkpoint(source, step_dir(1), target)
+        assert 0 < report.nbytes_sent < report.nbytes
+        assert files_of(target, step_dir(1)) == files_of(source, step_dir(1))

@@ -1,0 +1,353 @@
+"""Requests that fail in every way, saves killed at every request, and what errors say."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import Checkpointer, HoldfastError, StorageError
+from holdfast.format.names import LATEST, list_steps, step_dir
+from holdfast.policies.keep import KeepLast
+from holdfast.retention.removal import apply_retention, plan_retention
+from holdfast.storage import Storage
+from holdfast.writer import leftovers
+from holdfast.writer.leftovers import repair
+from tests.crash.common import state_of
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+from holdfast.storage.objects import ObjectStorage, bucket
+from tests.buckets.proxy import FAULTS, Fault, at_random, fault_proxy
+from tests.buckets.server import new_bucket, open_uploads
+from tests.buckets.test_saves import version_of, versions
+
+QUICK = ("PUT", "500 after")
+CASES = [
+    pytest.param(m, f, marks=[] if (m, f) == QUICK else pytest.mark.slow)
+    for m, f in itertools.product(("PUT", "GET"), FAULTS)
+]
+
+
+@pytest.mark.parametrize(("method", "fault"), CASES)
+def test_each_request_of_a_kind_fails_once_and_the_save_is_whole(
+    s3: str, fault: Fault, method: str
+) -> None:
+    name = new_bucket(s3)
+    seen: set[str] = set()
+
+    def choose(asked: str, path: str) -> Fault:
+        if asked != method or path in seen:
+            return ""
+        seen.add(path)
+        return fault
+
+    with fault_proxy(s3, choose) as (proxy, address):
+        storage = ObjectStorage(f"s3://{name}/run", endpoint=address, timeout_s=5, retry_s=20)
+        with Checkpointer(storage, settle_s=0.0) as checkpointer:
+            checkpointer.save(1, state_of(1))
+            checkpointer.save(1, state_of(2), overwrite=True)
+        assert proxy.faults[fault] > 3
+    assert versions(f"s3://{name}/run") == {1: 2}
+    assert open_uploads(s3, name) == []
+
+
+class Unreliable:
+    """obstore's functions, which fail at random: before the store has done it, or after."""
+
+    def __init__(self, library: Any, seed: int, rate: float) -> None:
+        self._library = library
+        self._generator = random.Random(seed)
+        self._rate = rate
+        self.num_faults = 0
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, name)
+        if name not in ("get", "put", "head", "list_with_delimiter", "list", "delete"):
+            return function
+
+        def call(*args: Any, **options: Any) -> Any:
+            fault = self._generator.random()
+            if fault < self._rate / 2:
+                self.num_faults += 1
+                raise self._library.exceptions.GenericError("before: status code: 503")
+            result = function(*args, **options)
+            if fault < self._rate:
+                self.num_faults += 1
+                raise self._library.exceptions.GenericError("after: reset by peer")
+            return result
+
+        return call
+
+
+def _sequence(url: str, open_storage: Callable[[], ObjectStorage], seed: int) -> None:
+    """Saves, replacements and removals through a bad network, against what was promised."""
+    may_be: dict[int, set[int | None]] = {}
+    for number in range(1, 6):
+        storage = open_storage()
+        step = number % 3
+        try:
+            Checkpointer(storage, settle_s=0.0).save(step, state_of(number), overwrite=True)
+            may_be[step] = {number}
+        except HoldfastError:
+            may_be.setdefault(step, {None}).add(number)
+        if number == 4:
+            with suppress(HoldfastError):
+                apply_retention(storage, plan_retention(storage, KeepLast(2)))
+            for gone in sorted(may_be)[:-1]:
+                may_be[gone].add(None)
+        with suppress(HoldfastError):
+            repair(storage, alive_s=0.0)
+    later = ObjectStorage(url)
+    for name in later.list(".reading"):  # a lease that could not be given back has expired
+        later.remove_tree(f".reading/{name}")
+    after = versions(url)
+    for step, allowed in may_be.items():
+        assert after.get(step) in allowed, f"seed {seed}: step {step}"
+    assert not [each for each in repair(ObjectStorage(url), alive_s=0.0) if each.fate == "kept"]
+    assert versions(url) == after
+
+
+def _in_memory(seed: int, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "_FIRST_PAUSE_S", 0.0001)
+    monkeypatch.setattr(bucket, "_LONGEST_PAUSE_S", 0.001)
+    url = f"memory://{secrets.token_hex(8)}/run"
+
+    def open_storage() -> ObjectStorage:
+        # No patience at all for a third of the time: then a save fails, or its outcome is unknown.
+        storage = ObjectStorage(url, retry_s=0.0 if seed % 3 == 0 else 5.0)
+        storage._bucket._obstore = Unreliable(storage._bucket._obstore, seed, rate)
+        return storage
+
+    _sequence(url, open_storage, seed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sequences_through_a_bad_network(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _in_memory(seed, 0.02 if seed % 3 == 0 else 0.15, monkeypatch)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20, 320))
+def test_more_sequences_through_a_bad_network(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _in_memory(seed, 0.02 if seed % 3 == 0 else 0.15, monkeypatch)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(200))
+def test_sequences_over_http_through_a_bad_network(s3: str, seed: int) -> None:
+    url = f"s3://{new_bucket(s3)}/run"
+    with fault_proxy(s3, at_random(seed, 0.08)) as (_, address):
+        _sequence(url, lambda: ObjectStorage(url, endpoint=address, timeout_s=5, retry_s=15), seed)
+
+
+def test_an_outage_ends_within_the_time_and_is_named(s3: str) -> None:
+    with fault_proxy(s3, lambda method, path: "slow down") as (_, address):
+        storage = ObjectStorage(f"s3://{new_bucket(s3)}/run", endpoint=address, retry_s=1.0)
+        began = time.monotonic()
+        with pytest.raises(StorageError, match="SlowDown"):
+            storage.write_file("f", b"1")
+        assert time.monotonic() - began < 5
+    storage = ObjectStorage("s3://b/run", endpoint="http://127.0.0.1:9", retry_s=0.5)
+    with pytest.raises(StorageError, match="cannot be reached"):
+        storage.list("")
+
+
+ANSWERS = [
+    (404, "NoSuchBucket", "does not exist: make the bucket"),
+    (403, "AccessDenied", "denies the request"),
+    (403, "InvalidAccessKeyId", "does not accept these credentials"),
+    (403, "SignatureDoesNotMatch", "does not accept these credentials"),
+    (400, "ExpiredToken", "have expired: renew them"),
+    (301, "PermanentRedirect", "is in another region: set AWS_REGION"),
+    (400, "AuthorizationHeaderMalformed", "is in another region: set AWS_REGION"),
+    (503, "SlowDown", "asks for fewer requests"),
+    (501, "NotImplemented", "does not do conditional puts"),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "words"), ANSWERS)
+def test_each_refusal_says_what_to_do(status: int, code: str, words: str) -> None:
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from threading import Thread
+
+    body = f"<Error><Code>{code}</Code><Message>hf-secret</Message></Error>".encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def _any(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            return
+
+        do_GET = do_PUT = do_POST = _any
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    storage = ObjectStorage(
+        "s3://bucket/run", endpoint=f"http://127.0.0.1:{server.server_port}", retry_s=0.3,
+        access_key_id="a", secret_access_key="b", region="us-east-1",
+    )  # fmt: skip
+    with pytest.raises(StorageError) as caught:
+        storage.make_dir("d")
+    server.shutdown()
+    server.server_close()
+    assert words in str(caught.value)
+    assert "hf-secret" not in str(caught.value)
+
+
+class LastWins:
+    """obstore's functions over a store that ignores the condition of a put."""
+
+    def __init__(self, library: object) -> None:
+        self._library = library
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._library, name)
+
+    def put(self, *args: object, mode: object = None, **options: object) -> object:
+        return self._library.put(*args, **options)  # type: ignore[attr-defined]
+
+
+def test_a_store_without_conditional_puts_is_refused_by_name() -> None:
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    storage._bucket._obstore = LastWins(storage._bucket._obstore)
+    with pytest.raises(StorageError, match=r"memory://.*single_writer=True"):
+        storage.make_dir("d")
+    alone = ObjectStorage(storage.url, single_writer=True)
+    alone._bucket._obstore = storage._bucket._obstore
+    for name in ("a", "b"):
+        alone.make_dir(name)
+        alone.write_file(f"{name}/f", name.encode())
+    alone.exchange_dir("a", "b")
+    alone.rename_dir("a", "c")
+    assert alone.read("b/f") == b"a"
+    assert alone.read("c/f") == b"b"
+    with pytest.raises(StorageError, match="never overwritten"):
+        alone.rename_dir("b", "c")
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def _small(version: int) -> dict[str, object]:
+    return {"t": {"a": torch.arange(500) + version}, "v": {"version": version}}
+
+
+def _version(storage: Storage, step: int) -> int:
+    state = _small(0)
+    loaded = Checkpointer(storage, settle_s=0.0).load(state, step=step)
+    version = loaded.values["v"]["version"]  # type: ignore[index]
+    assert torch.equal(state["t"]["a"], torch.arange(500) + version)  # type: ignore[index]
+    return int(version)
+
+
+def _replace(storage: ObjectStorage) -> None:
+    Checkpointer(storage, settle_s=0.0).save(2, _small(22), overwrite=True)
+
+
+def _create(storage: ObjectStorage) -> None:
+    Checkpointer(storage, settle_s=0.0).save(3, _small(3))
+
+
+def _prune(storage: ObjectStorage) -> None:
+    apply_retention(storage, plan_retention(storage, KeepLast(1)))
+
+
+ACTIONS = {
+    "create": (_create, {1: 1, 2: 2, 3: 3}),
+    "replace": (_replace, {1: 1, 2: 22}),
+    "prune": (_prune, {2: 2}),
+}
+
+
+def _killed_at(action: str, at: int) -> tuple[str, int]:
+    """Run an action in which the process dies at a request; its URL, and how many there were."""
+    url = f"memory://{secrets.token_hex(8)}/run"
+    with Checkpointer(url, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, _small(1))
+        checkpointer.save(2, _small(2))
+    number = itertools.count(1)
+    seen = 0
+
+    def watch(*request: object) -> None:
+        nonlocal seen
+        seen = next(number)
+        if seen >= at:
+            raise Killed
+
+    with suppress(Killed, HoldfastError):
+        ACTIONS[action][0](ObjectStorage(url, observer=watch))
+    # Of a dead process, by which a reader would know them for stale; this one lives.
+    storage = ObjectStorage(url)
+    for name in storage.list(".reading"):
+        storage.remove_tree(f".reading/{name}")
+    return url, seen
+
+
+@pytest.mark.parametrize(
+    ("action", "every"),
+    [
+        *((action, 5) for action in ACTIONS),
+        *(pytest.param(action, 1, marks=pytest.mark.slow) for action in ACTIONS),
+    ],
+)
+def test_killed_at_every_request_nothing_is_lost_or_mixed(
+    action: str, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "ALIVE_S", 0.0)
+    before, done = {1: 1, 2: 2}, ACTIONS[action][1]
+    _, num_requests = _killed_at(action, 1 << 30)
+    assert num_requests > 15
+    for at in range(1, num_requests + 1, every):
+        url, _ = _killed_at(action, at)
+        storage = ObjectStorage(url)
+        where = f"{action}, killed at request {at}"
+        found = {step: _version(storage, step) for step in list_steps(storage)}
+        for step in {*before, *done}:
+            assert found.get(step) in (before.get(step), done.get(step)), where
+        # A repair finishes it or removes it, and leaves nothing.
+        fates = repair(storage, alive_s=0.0)
+        assert not [each for each in fates if each.fate in ("kept", "alive")], (where, fates)
+        after = {step: _version(storage, step) for step in list_steps(storage)}
+        for step in {*before, *done}:
+            allowed = (before.get(step), done.get(step))
+            assert after.get(step) in allowed, where
+            # A removal that waits for its last look may be undone, and is then made again.
+            if found.get(step) == done.get(step) and action != "prune":
+                assert after.get(step) == done.get(step), f"{where}: undone"
+        names = [n for n in storage.list("") if n.startswith((".saving-", ".old-", ".replaced-"))]
+        assert names == [], where
+        assert storage.read(LATEST) == b"%d\n" % max(after)
+        # Data of nothing goes, too, as soon as it is old enough.
+        monkeypatch.setattr("holdfast.storage.objects.storage._GARBAGE_S", -1.0)
+        repair(storage, alive_s=0.0)
+        assert len(storage._bucket.list(".store/data").dirs) == len(after), where
+        monkeypatch.undo()
+        Checkpointer(url, settle_s=0.0).save(2, _small(7), overwrite=True)
+        assert _version(storage, 2) == 7
+
+
+def test_an_abandoned_step_dir_is_what_it_was(s3: str) -> None:
+    url = f"s3://{new_bucket(s3)}/run"
+    Checkpointer(url, settle_s=0.0).save(1, state_of(1))
+    reader = ObjectStorage(url)
+    with reader.pin(step_dir(1)) as held:
+        Checkpointer(url, settle_s=0.0).save(1, state_of(2), overwrite=True)
+        assert version_of(url, 1) == 2
+        # Its data is gone by now: never the other version's.
+        with pytest.raises(StorageError):
+            held.read(f"{step_dir(1)}/manifest.json")

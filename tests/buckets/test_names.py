@@ -1,0 +1,202 @@
+"""Names in a bucket: killed at every request, and two processes in every order of requests.
+
+Every outcome must be one that the same operations have one after the other, in some order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+
+from holdfast.errors import StorageError
+
+pytest.importorskip("obstore")
+
+from holdfast.storage.objects import ObjectStorage
+
+Operation = Callable[[ObjectStorage], None]
+State = dict[str, str]
+"""Name -> content of the directory with that name."""
+
+BEFORE = {"iter_1": "old", ".saving-a": "new", ".saving-b": "other"}
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def fill(root: str) -> None:
+    storage = ObjectStorage(root)
+    for name, content in BEFORE.items():
+        storage.make_dir(name)
+        storage.write_file(f"{name}/f", content.encode())
+
+
+def state_of(storage: ObjectStorage) -> State:
+    """What a new process sees; listings may have names in them that stand for nothing any more."""
+    names = [name for name in storage.list("") if storage.is_dir(name)]
+    for name in names:
+        assert storage.exists(name)
+    return {
+        ".old" if name.startswith(".old-") else name: storage.read(f"{name}/f").decode()
+        for name in names
+    }
+
+
+def move(source: str, target: str) -> Operation:
+    return lambda storage: storage.rename_dir(source, target)
+
+
+def exchange(first: str, second: str) -> Operation:
+    return lambda storage: storage.exchange_dir(first, second)
+
+
+def remove(name: str) -> Operation:
+    return lambda storage: storage.remove_tree(name)
+
+
+def remove_if(name: str, content: str) -> Operation:
+    def run(storage: ObjectStorage) -> None:
+        storage.remove_tree(
+            name, only_if=lambda place: storage.read(f"{place}/f").decode() == content
+        )
+
+    return run
+
+
+OPERATIONS: dict[str, Operation] = {
+    "publish a": move(".saving-a", "iter_2"),
+    "publish b": move(".saving-b", "iter_2"),
+    "claim a": move(".saving-a", ".saving-a.1"),
+    "claim a too": move(".saving-a", ".saving-a.2"),
+    "aside": move("iter_1", ".replaced"),
+    "replace by a": exchange(".saving-a", "iter_1"),
+    "replace by b": exchange(".saving-b", "iter_1"),
+    "remove": remove("iter_1"),
+    "remove if old": remove_if("iter_1", "old"),
+    "remove a": remove(".saving-a"),
+}
+
+
+def attempt(operation: Operation, storage: ObjectStorage) -> bool:
+    """Whether it was done; a StorageError says that it was not."""
+    try:
+        operation(storage)
+    except StorageError:
+        return False
+    return True
+
+
+def one_after_the_other(*names: str) -> tuple[tuple[bool, ...], State]:
+    root = f"memory://{secrets.token_hex(8)}/run"
+    fill(root)
+    done = tuple(attempt(OPERATIONS[name], ObjectStorage(root)) for name in names)
+    return done, state_of(ObjectStorage(root))
+
+
+def count_requests(name: str) -> int:
+    root = f"memory://{secrets.token_hex(8)}/run"
+    fill(root)
+    seen: list[str] = []
+    storage = ObjectStorage(root, observer=lambda kind, *rest: seen.append(kind))
+    attempt(OPERATIONS[name], storage)
+    return len(seen)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_killed_at_every_request_it_was_done_or_was_not(name: str) -> None:
+    _, done = one_after_the_other(name)
+    outcomes = []
+    for at in range(1, count_requests(name) + 1):
+        root = f"memory://{secrets.token_hex(8)}/run"
+        fill(root)
+        number = itertools.count(1)
+
+        def watch(*request: object, number: Iterator[int] = number, at: int = at) -> None:
+            if next(number) >= at:  # a dead process sends nothing more
+                raise Killed
+
+        with suppress(Killed):
+            OPERATIONS[name](ObjectStorage(root, observer=watch))
+        state = state_of(ObjectStorage(root))
+        # Between the two renames of a conditional removal it has the name of a leftover.
+        middle = {k: v for k, v in BEFORE.items() if k != "iter_1"} | {".old": "old"}
+        assert state in (BEFORE, done, middle)
+        outcomes.append(state == done)
+        # Whatever is left of it, the next process works, and its own operation is whole.
+        storage = ObjectStorage(root)
+        storage.collect_garbage()
+        assert state_of(storage) == state
+        if state == BEFORE:
+            assert attempt(OPERATIONS[name], storage)
+            assert state_of(storage) == done
+    assert not outcomes[0]
+    assert sorted(outcomes) == outcomes, "it was undone"
+
+
+def in_between(first: str, second: str, at: int) -> tuple[tuple[bool, bool], State]:
+    """Run the first up to a request, then all of the second, then the rest of the first."""
+    root = f"memory://{secrets.token_hex(8)}/run"
+    fill(root)
+    number = itertools.count(1)
+    is_there, may_go_on = threading.Event(), threading.Event()
+
+    def watch(*request: object) -> None:
+        if next(number) == at:
+            is_there.set()
+            assert may_go_on.wait(20)
+
+    done: list[bool] = []
+
+    def run() -> None:
+        done.append(attempt(OPERATIONS[first], ObjectStorage(root, observer=watch)))
+        is_there.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert is_there.wait(20)
+    other = attempt(OPERATIONS[second], ObjectStorage(root))
+    may_go_on.set()
+    thread.join(20)
+    return (done[0], other), state_of(ObjectStorage(root))
+
+
+PAIRS = list(itertools.product(OPERATIONS, repeat=2))
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_two_at_once_are_as_one_after_the_other(first: str, second: str) -> None:
+    (a, b), state = one_after_the_other(first, second)
+    allowed = [((a, b), state)]
+    (b, a), state = one_after_the_other(second, first)
+    allowed.append(((a, b), state))
+    for at in range(1, count_requests(first) + 2):
+        outcome = in_between(first, second, at)
+        assert outcome in allowed, f"{first}, at its request {at} {second}"
+
+
+@pytest.mark.parametrize(("first", "second"), [p for p in PAIRS if p[0] != "remove if old"])
+def test_after_a_killed_one_the_next_is_whole(first: str, second: str) -> None:
+    """What a dead process has left half-done is completed or prevented, never both."""
+    (_, alone), (_, both) = one_after_the_other(second), one_after_the_other(first, second)
+    for at in range(1, count_requests(first) + 1):
+        root = f"memory://{secrets.token_hex(8)}/run"
+        fill(root)
+        number = itertools.count(1)
+
+        def watch(*request: object, number: Iterator[int] = number, at: int = at) -> None:
+            if next(number) >= at:
+                raise Killed
+
+        with suppress(Killed, StorageError):
+            OPERATIONS[first](ObjectStorage(root, observer=watch))
+        attempt(OPERATIONS[second], ObjectStorage(root))
+        state = state_of(ObjectStorage(root))
+        assert state in (alone, both), f"{first}, killed at its request {at}, then {second}"
+        ObjectStorage(root).collect_garbage()
+        assert state_of(ObjectStorage(root)) == state

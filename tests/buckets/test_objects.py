@@ -1,0 +1,109 @@
+"""Object stores: the contract over memory and S3, and what only they do."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ConfigError, StorageError
+from holdfast.storage import Storage
+from tests.storage.contract import StorageContract
+
+pytest.importorskip("obstore")
+
+from holdfast.storage.objects import ObjectStorage
+from tests.buckets.server import new_bucket, open_uploads
+
+
+class TestMemory(StorageContract):
+    """In the memory of this process."""
+
+    is_tree = False
+    shows_open_files = False
+
+    @pytest.fixture
+    def storage(self) -> Storage:
+        return ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+
+
+class TestS3(TestMemory):
+    """By HTTP, from a server with conditional puts."""
+
+    @pytest.fixture
+    def storage(self, s3: str) -> Storage:
+        return ObjectStorage(f"s3://{new_bucket(s3)}/a/run")
+
+
+@pytest.fixture
+def store(s3: str) -> ObjectStorage:
+    return ObjectStorage(f"s3://{new_bucket(s3)}/run", part_nbytes=5 << 20)
+
+
+def test_a_large_file_is_uploaded_in_parts_and_read_by_ranges(store: ObjectStorage) -> None:
+    payload = secrets.token_bytes(1 << 20) * 18 + b"end"
+    store.make_dir("d")
+    store.requests.clear()
+    with store.create("d/f", nbytes=len(payload)) as sink:
+        for start in range(0, len(payload), 3 << 20):
+            sink.write_at(start, memoryview(payload)[start : start + (3 << 20)])
+        sink.sync()
+    assert store.requests["upload"] == 1
+    buffer = bytearray(len(payload))
+    store.readinto("d/f", memoryview(buffer))
+    assert buffer == payload
+    assert store.requests["get"] == 2 + 3  # the name, twice; ranges of 8 MiB
+
+
+def test_a_save_that_fails_leaves_no_upload_open(store: ObjectStorage, s3: str) -> None:
+    store.make_dir("d")
+
+    def fail() -> None:
+        with store.create("d/f", nbytes=20 << 20) as sink:
+            sink.write_at(0, memoryview(bytes(12 << 20)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not store.exists("d/f")
+    assert open_uploads(s3, store.url.split("/")[2]) == []
+
+
+def test_pieces_out_of_order_and_holes_become_one_object(store: ObjectStorage) -> None:
+    store.make_dir("d")
+    with store.create("d/f", nbytes=12 << 20) as sink:
+        sink.write_at(7 << 20, memoryview(b"b" * 10))
+        sink.write_at(5, memoryview(b"a" * 10))
+    data = store.read("d/f")
+    assert len(data) == 12 << 20
+    assert data[:20] == bytes(5) + b"a" * 10 + bytes(5)
+    assert data[(7 << 20) - 1 : (7 << 20) + 11] == b"\0" + b"b" * 10 + b"\0"
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///run", "s4://bucket", "s3://user:secret@bucket/run", "s3://b/a/../x"]
+)
+def test_a_wrong_url_is_refused_without_quoting_a_password(url: str) -> None:
+    with pytest.raises((ConfigError, StorageError)) as caught:
+        ObjectStorage(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"holdfast\[cloud\]"):
+        ObjectStorage("s3://bucket/run")
+
+
+def test_a_directory_never_imports_it(tmp_path: Path) -> None:
+    script = (
+        "import sys, holdfast.cli.main; holdfast.cli.main.main(['ls', sys.argv[1]]); "
+        "assert not {'obstore', 'holdfast.storage.objects', 'torch'} & set(sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,282 @@
+"""Whole saves and loads in a bucket: real ranks, a real server, a writer process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from holdfast import (
+    Checkpointer,
+    HoldfastError,
+    KeepLast,
+    Layout,
+    ProcessGroups,
+    Sharded,
+    Stored,
+)
+from holdfast.cli.main import main
+from holdfast.format.names import list_steps, step_dir
+from holdfast.format.verifier import verify_snapshot
+from holdfast.writer.leftovers import repair
+from tests.crash.common import state_of, whole
+from tests.harness import RankContext, run_ranks
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+from holdfast.storage.objects import ObjectStorage
+from tests.buckets.server import ACCESS_KEY, SECRET_KEY, TOKEN, environment, new_bucket
+
+
+@pytest.fixture
+def url(s3: str) -> str:
+    return f"s3://{new_bucket(s3)}/team/run"
+
+
+def version_of(url: str, step: int) -> int:
+    """Load a step and prove that it is one version, bitwise, and that nothing in it is damaged."""
+    storage = ObjectStorage(url)
+    loaded = Checkpointer(storage, settle_s=0.0).load({"t": Stored(), "v": Stored()}, step=step)
+    values, tensors = loaded.values["v"], loaded.values["t"]
+    assert isinstance(values, dict)
+    assert isinstance(tensors, dict)
+    for name, tensor in whole(values["version"]).items():
+        assert torch.equal(tensors[name], tensor)
+    assert verify_snapshot(storage, step_dir(step)) == []
+    return cast("int", values["version"])
+
+
+def versions(url: str) -> dict[int, int]:
+    return {step: version_of(url, step) for step in list_steps(ObjectStorage(url))}
+
+
+def _two_ranks(context: RankContext, url: str, endpoint: str) -> list[dict[str, int]]:
+    os.environ.update(environment(endpoint))
+    counts: list[dict[str, int]] = []
+    requests: Counter[str] = Counter()
+
+    def watch(kind: str, key: str, start: int, nbytes: int) -> None:
+        if not key.startswith(".reading/"):  # heartbeats: as many as a slow machine needs
+            is_data = kind == "get" and key.endswith(".safetensors") and "/data/0" in key
+            requests["range" if is_data else kind] += 1
+
+    storage = ObjectStorage(url, part_nbytes=5 << 20, observer=watch)
+    big = torch.arange(11 << 17, dtype=torch.float64) + context.rank
+
+    def state(version: int) -> dict[str, object]:
+        held = state_of(version, index=context.rank, size=2)
+        tensors = cast("dict[str, object]", held["t"])
+        tensors["big"] = Sharded(big + version, (22 << 17,), dims={0: "dp"})
+        return held
+
+    def counted() -> None:
+        counts.append(dict(requests))
+        requests.clear()
+
+    with (
+        ProcessGroups.create(Layout(dp=2), timeout_s=30) as groups,
+        Checkpointer(storage, groups=groups, settle_s=0.0) as checkpointer,
+    ):
+        checkpointer.save(1, state(1))
+        requests.clear()
+        checkpointer.save(2, state(2))
+        counted()
+        loaded = state(0)
+        report = checkpointer.load(loaded)
+        counted()
+        assert report.step == 2
+        target = cast("dict[str, Sharded]", loaded["t"])["big"]
+        assert torch.equal(target.local, big + 2)
+        with pytest.raises(HoldfastError, match="exists already"):
+            checkpointer.save(2, state(3))
+        checkpointer.save(1, state(4), overwrite=True)
+    with (
+        ProcessGroups.create(Layout(dp=2), timeout_s=30) as groups,
+        Checkpointer(url, groups=groups, settle_s=0.0) as checkpointer,
+    ):
+        checkpointer.save_async(3, state(5)).result()
+        assert checkpointer.stats.writer_pid is not None
+    return counts
+
+
+def test_two_ranks_save_load_and_replace(url: str, s3: str) -> None:
+    counts = run_ranks(2, _two_ranks, url, s3, fresh=True).results
+    state: dict[str, object] = {"t": Stored(), "v": Stored()}
+    loaded = Checkpointer(url, settle_s=0.0).load(state, step=1)
+    assert cast("dict[str, int]", loaded.values["v"])["version"] == 4
+    assert list_steps(ObjectStorage(url)) == [1, 2, 3]
+    assert repair(ObjectStorage(url)) == []
+    # The rank that does not commit: 11 MiB in 3 parts of 5 MiB, which obstore sends, with two
+    # requests more, and which count as one upload here.
+    save, load = map(Counter, counts[1])
+    assert save["upload"] == 1
+    assert sum(save.values()) - 1 + (3 + 2) <= 3 + 6
+    # The root's id, the name, and which version it is; then ranges alone.
+    assert load["get"] == 3
+    assert load["range"] >= 3
+    assert load["list"] == load["put"] == load["head"] == 0
+    assert main(["verify", url, "--step", "1"]) == 0
+
+
+def test_the_commands_take_urls(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Checkpointer(url, settle_s=0.0) as checkpointer:
+        for step in range(1, 5):
+            checkpointer.save(step, state_of(step), metadata={"loss": step})
+    commands = [
+        ["ls", url], ["show", url], ["show", f"{url}/iter_0000002"], ["verify", url],
+        ["tag", url, "2", "best"], ["tag", url], ["repair", url],
+        ["prune", url, "--keep-last", "1", "--keep-tagged", "--yes"],
+    ]  # fmt: skip
+    for command in commands:
+        assert main(command) == 0, capsys.readouterr().err
+    assert main(["diff", f"{url}/iter_0000002", f"{url}/iter_0000004"]) == 1
+    output = capsys.readouterr().out
+    assert f"{url}/iter_0000002: whole" in output or f"{url}/iter_0000004: whole" in output
+    assert versions(url) == {2: 2, 4: 4}
+    assert main(["ls", f"{url}/iter_0000002/none"]) == 0
+    assert main(["ls", f"{url}/iter_0000002"]) == 2
+    assert main(["show", f"{url}/iter_0000003"]) == 2
+    assert "no committed step 3" in capsys.readouterr().err
+
+
+def test_a_list_of_a_hundred_steps_takes_three_requests() -> None:
+    url = "memory://hundred/run"
+    writer = ObjectStorage(url)
+    with Checkpointer(writer, settle_s=0.0) as checkpointer:
+        for step in range(100):
+            checkpointer.save(step, {"t": {"a": torch.zeros(2)}}, metadata={"loss": step})
+    reader = ObjectStorage(url)
+    found = reader.survey()
+    reader.read("latest_checkpointed_iteration.txt")
+    assert len(found.notes) == 100
+    assert sum(reader.requests.values()) <= 3
+    reader.requests.clear()
+    assert list_steps(ObjectStorage(url)) == list(range(100))
+
+
+def test_retention_removes_names_and_data(url: str) -> None:
+    with Checkpointer(url, settle_s=0.0, retention=KeepLast(2)) as checkpointer:
+        for step in range(5):
+            checkpointer.save(step, state_of(step))
+    assert versions(url) == {3: 3, 4: 4}
+    storage = ObjectStorage(url)
+    assert len(storage._bucket.list(".store/data").dirs) == 2
+
+
+TRAINER = """
+import os, signal, sys, torch
+from holdfast import Checkpointer
+checkpointer = Checkpointer(sys.argv[1], settle_s=0.0)
+state = {"t": {"a": torch.full((2_000_000,), 7.0)}}
+checkpointer.prepare(state)
+checkpointer.save_async(9, state)
+print(checkpointer.stats.writer_pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_save_is_committed_after_its_trainer_was_killed(url: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", TRAINER, url], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    # No secret is in the command line of the writer, while it lives.
+    with_arguments = Path(f"/proc/{run.stdout.strip()}/cmdline")
+    if with_arguments.exists():
+        words = with_arguments.read_bytes()
+        assert SECRET_KEY.encode() not in words
+    deadline = time.monotonic() + 30
+    while list_steps(ObjectStorage(url)) != [9]:
+        assert time.monotonic() < deadline, run.stderr
+        time.sleep(0.1)
+    loaded = Checkpointer(url, settle_s=0.0).load({"t": Stored()})
+    assert torch.equal(
+        cast("dict[str, torch.Tensor]", loaded.values["t"])["a"], torch.full((2_000_000,), 7.0)
+    )
+
+
+RACER = """
+import sys, torch
+from holdfast import Checkpointer, HoldfastError
+from tests.crash.common import state_of
+checkpointer = Checkpointer(sys.argv[1], settle_s=0.0)
+sys.stdin.readline()
+try:
+    checkpointer.save(5, state_of(int(sys.argv[2])))
+    print("won")
+except HoldfastError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_of_two_jobs_that_save_one_step_exactly_one_wins(url: str) -> None:
+    Checkpointer(url, settle_s=0.0).save(1, state_of(1))
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, url, str(version)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for version in (10, 20)
+    ]  # fmt: skip
+    time.sleep(4)
+    for job in jobs:
+        assert job.stdin is not None
+        job.stdin.write("\n")
+        job.stdin.flush()
+    outputs = [job.communicate(timeout=60) for job in jobs]
+    lines = [out.strip() for out, _ in outputs]
+    assert sorted(line == "won" for line in lines) == [False, True], outputs
+    (loser,) = [line for line in lines if line != "won"]
+    assert "exists already" in loser
+    assert versions(url)[5] == (10, 20)[lines.index("won")]
+
+
+def test_no_credential_is_in_any_output(url: str, tmp_path: Path) -> None:
+    script = f"""
+import logging, sys, torch, traceback
+logging.basicConfig(level=logging.DEBUG)
+from holdfast import Checkpointer, HoldfastError
+from holdfast.cli.main import main
+from holdfast.storage.objects import ObjectStorage
+url = {url!r}
+storage = ObjectStorage(url)
+with Checkpointer(storage, settle_s=0.0) as checkpointer:
+    print(checkpointer.save(1, {{"t": {{"a": torch.zeros(9)}}}}), repr(storage))
+    checkpointer.save_async(2, {{"t": {{"a": torch.zeros(9)}}}}).result()
+for words in (["ls", url], ["show", url, "--json"], ["verify", url], ["ls", "s3://no-bucket/x"]):
+    main(words)
+for options in (
+    {{"access_key_id": "AKIA-other", "secret_access_key": "{SECRET_KEY}"}},
+    {{"endpoint": "http://127.0.0.1:9", "secret_access_key": "{SECRET_KEY}"}},
+    {{"secret_access_key": "{SECRET_KEY}", "no_such_option": "{SECRET_KEY}"}},
+    {{"secret_access_key": ["{SECRET_KEY}"]}},
+):
+    try:
+        broken = ObjectStorage(url + "/none", retry_s=0.2, **options)
+        Checkpointer(broken, settle_s=0.0).load({{}})
+    except HoldfastError:
+        traceback.print_exc()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    written = run.stdout + run.stderr
+    assert "refuses the options" in written
+    assert "cannot be reached" in written
+    storage = ObjectStorage(url)
+    for key in storage._bucket.list_all(""):
+        answer = storage._bucket.get(key)
+        assert answer is not None
+        written += bytes(answer[0]).decode(errors="replace")
+    for secret in (SECRET_KEY, TOKEN, ACCESS_KEY):
+        assert secret not in written

@@ -1,0 +1,183 @@
+"""Runs printed programs in processes that have imported a framework already.
+
+Importing one takes seconds of CPU time. A server imports it once, and forks for every rank; a rank
+that is killed takes nothing else with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.programs import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended."""
+
+    code: int
+    """Its exit code, or minus the signal that killed it."""
+    output: str
+
+
+class ForkServer:
+    """Forks ranks from a process that has imported `modules`."""
+
+    def __init__(self, *modules: str) -> None:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "PYTHONWARNINGS": "ignore",
+            "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n", f"{modules}: not imported"
+
+    def run(
+        self,
+        program: str,
+        *words: object,
+        directory: Path,
+        num_ranks: int = 1,
+        prelude: str = "",
+        timeout_s: float = 200,
+    ) -> list[Ended]:
+        """Run a program on so many ranks, in a working directory.
+
+        Args:
+            program: executed as `__main__`.
+            words: its command line.
+            prelude: executed before it, in a namespace of its own; it has `rank`.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with tempfile.TemporaryDirectory() as logs:
+            request = {
+                "program": program,
+                "prelude": prelude,
+                "words": [str(word) for word in words],
+                "directory": str(directory),
+                "num_ranks": num_ranks,
+                "port": free_port(),
+                "logs": logs,
+                "timeout_s": timeout_s,
+            }
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            codes = json.loads(self._process.stdout.readline())
+            return [
+                Ended(code, Path(logs, str(rank)).read_text(errors="replace"))
+                for rank, code in enumerate(codes)
+            ]
+
+    def lines(self, program: str, *words: object, **named: Any) -> list[str]:
+        """Run a program that must end well; the last line of each rank."""
+        ends = self.run(program, *words, **named)
+        for end in ends:
+            assert end.code == 0, end.output[-4000:]
+        return [end.output.rstrip().rsplit("\n", 1)[-1] for end in ends]
+
+    def close(self) -> None:
+        """End the server."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def _be_rank(request: dict[str, Any], rank: int) -> None:
+    """Be one rank of a program, in a child; never returns."""
+    code = 1
+    try:
+        log = os.open(f"{request['logs']}/{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if request["num_ranks"] > 1:
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(request["num_ranks"]),
+                "LOCAL_WORLD_SIZE": str(request["num_ranks"]),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(request["port"]),
+            }
+        os.chdir(request["directory"])
+        sys.argv = ["program", *request["words"]]
+        exec(compile(request["prelude"], "prelude", "exec"), {"rank": rank})
+        exec(compile(request["program"], "program", "exec"), {"__name__": "__main__"})
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(pids: Sequence[int], timeout_s: float) -> list[int]:
+    """Wait for children, and kill those that are late or whose neighbours failed."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+        failed = any(codes.values())
+        if failed:  # as a launcher does
+            deadline = min(deadline, time.monotonic() + 2)
+        if time.monotonic() > deadline:
+            for pid in pids:
+                if pid not in codes:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]
+
+
+def main(modules: Sequence[str]) -> None:
+    """Serve requests until the standard input ends."""
+    for name in modules:
+        importlib.import_module(name)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        pids = []
+        for rank in range(request["num_ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                _be_rank(request, rank)
+            pids.append(pid)
+        print(json.dumps(_wait(pids, request["timeout_s"])), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

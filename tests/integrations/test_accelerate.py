@@ -1,0 +1,158 @@
+"""Accelerate: killed at any step, a run goes on as if it had not been."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast import Checkpointer, PerRankValues
+from holdfast.state.tensor_elements import equal_trees
+from tests.integrations.forks import ForkServer
+from tests.integrations.pages import lines_to_change, program_of
+
+pytest.importorskip("accelerate")
+
+PROGRAM = program_of("transformers", "accelerate")
+EPOCHS, STEPS = 3, 18
+KILL = """
+import os, signal
+from accelerate.scheduler import AcceleratedScheduler
+count, step = 0, AcceleratedScheduler.step
+def kill(self, *args, **named):
+    global count
+    count += self.gradient_state.sync_gradients
+    if count == {at} and rank == {rank}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args, **named)
+AcceleratedScheduler.step = kill
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer("accelerate", "holdfast.integrations.accelerate")
+    yield server
+    server.close()
+
+
+def killed_and_resumed(server: ForkServer, root: Path, at: int, *, num_ranks: int = 1) -> list[str]:
+    """What a run prints that is killed once, and started again."""
+    kill = KILL.format(at=at, rank=at % num_ranks)
+    named = {"directory": root.parent, "num_ranks": num_ranks}
+    ends = server.run(PROGRAM, root, EPOCHS, prelude=kill, **named)
+    assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
+    return server.lines(PROGRAM, root, EPOCHS, **named)
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("accelerate") / "straight"
+    lines = server.lines(PROGRAM, root, EPOCHS, directory=root.parent)
+    assert lines[0].startswith(f"step {STEPS}, loss ")
+    return lines
+
+
+def test_the_page_counts_its_lines() -> None:
+    assert len(lines_to_change(PROGRAM)) == 5
+
+
+@pytest.mark.parametrize("at", [5, 13])
+def test_killed_and_resumed_bitwise(
+    server: ForkServer, straight: list[str], tmp_path: Path, at: int
+) -> None:
+    """In the middle of an epoch, and right after the end of one."""
+    assert killed_and_resumed(server, tmp_path / "run", at) == straight
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_twenty_random_steps(
+    server: ForkServer, straight: list[str], tmp_path: Path
+) -> None:
+    for at in [random.Random(28).randrange(3, STEPS) for _ in range(20)]:
+        assert killed_and_resumed(server, tmp_path / "run", at) == straight, at
+        shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_two_ranks_bitwise(server: ForkServer, tmp_path: Path) -> None:
+    straight = server.lines(PROGRAM, tmp_path / "a", 3, directory=tmp_path, num_ranks=2)
+    assert killed_and_resumed(server, tmp_path / "b", 5, num_ranks=2) == straight
+
+
+WHOLE = """
+import sys, os, torch, holdfast
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from holdfast.integrations.accelerate import AccelerateCheckpoints
+set_seed(int(sys.argv[3]))
+class Counter:
+    def __init__(self): self.seen = int(sys.argv[3])
+    def state_dict(self): return {"seen": self.seen}
+    def load_state_dict(self, state): self.seen = state["seen"]
+one, two = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+optimizers = [torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1, momentum=0.9),
+              torch.optim.Adam(two.parameters(), lr=0.0)]
+loaders = [torch.utils.data.DataLoader(torch.arange(64.0).view(8, 8), batch_size=2, shuffle=True)
+           for _ in range(2)]
+accelerator = Accelerator(cpu=True)
+prepared = accelerator.prepare(one, two, *optimizers, *loaders)
+counter = Counter()
+accelerator.register_for_checkpointing(counter)
+checkpoints = AccelerateCheckpoints(accelerator, sys.argv[1])
+if sys.argv[2] == "save":
+    for a, b in zip(*prepared[4:]):
+        prepared[1](prepared[0](a + b)).mean().backward()
+        for each in prepared[2:4]:
+            each.step()
+        counter.seen += 1
+        if counter.seen == 3 + int(sys.argv[3]):
+            break
+        checkpoints.after_step()
+        if counter.seen == 2 + int(sys.argv[3]):
+            checkpoints.save().result()
+else:
+    checkpoints.load(2)
+    checkpoints.step = 3
+    checkpoints.save().result()
+checkpoints.close()
+print("good", counter.seen)
+"""
+
+
+def plain(tree: Any) -> Any:
+    """A loaded tree with values per rank as dicts, and arrays as lists."""
+    if isinstance(tree, PerRankValues):
+        tree = dict(tree.values)
+    if isinstance(tree, np.ndarray):
+        return tree.tolist()
+    return {name: plain(each) for name, each in tree.items()} if isinstance(tree, dict) else tree
+
+
+def test_saved_loaded_saved_without_a_difference(server: ForkServer, tmp_path: Path) -> None:
+    """Two models, two optimizers over them, two loaders side by side, a registered object."""
+    server.lines(WHOLE, tmp_path / "a", "save", 1, directory=tmp_path)
+    assert server.lines(WHOLE, tmp_path / "a", "load", 5, directory=tmp_path) == ["good 3"]
+    with Checkpointer(tmp_path / "a") as checkpointer:
+        trees = [dict(checkpointer.load_all(step=step).values) for step in (2, 3)]
+    assert [tree.pop("accelerator")["step"] for tree in trees] == [2, 3]
+    for part, tree in trees[0].items():
+        assert equal_trees(plain(tree), plain(trees[1][part])), part
+
+
+def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
+    """A save between microbatches; a batch size at which no batch begins."""
+    early = PROGRAM.replace("checkpoints.after_step()", "checkpoints.save()")
+    ends = server.run(early, tmp_path / "a", 1, directory=tmp_path)
+    assert "gradients are being accumulated, and would be lost" in ends[0].output
+    server.run(PROGRAM, tmp_path / "b", 3, directory=tmp_path, prelude=KILL.format(at=3, rank=0))
+    other = re.sub("batch_size=2", "batch_size=3", PROGRAM)
+    ends = server.run(other, tmp_path / "b", 3, directory=tmp_path)
+    assert "at sample 8 of epoch 0, which is no multiple of its 3 samples" in ends[0].output

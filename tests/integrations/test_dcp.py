@@ -1,0 +1,211 @@
+"""PyTorch DCP on Holdfast's format: any client's save and load, digests and commit included."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from holdfast import Checkpointer, ConfigError, CorruptionError, OptimizerState, StorageError
+from holdfast.integrations import dcp as own
+from holdfast.integrations.dcp import HoldfastReader, HoldfastWriter
+from holdfast.state.tensor_elements import equal_bits, local_of
+from tests.harness import RankContext, run_ranks
+from tests.integrations.forks import ForkServer
+from tests.integrations.pages import lines_to_change, program_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+PROGRAM = program_of("dcp", "dcp")
+STEPS = 12
+KILL = """
+import os, signal, torch
+step = torch.optim.AdamW.step
+count = 0
+def kill(self, *args, **named):
+    global count
+    count += 1
+    if count == {at} and rank == {rank}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args, **named)
+torch.optim.AdamW.step = kill
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer("torch.distributed.fsdp", "holdfast.integrations.dcp")
+    yield server
+    server.close()
+
+
+def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
+    """What two ranks print that are killed once, and started again."""
+    named: dict[str, Any] = {"directory": root.parent, "num_ranks": 2}
+    ends = server.run(PROGRAM, root, STEPS, prelude=KILL.format(at=at, rank=at % 2), **named)
+    assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
+    return server.lines(PROGRAM, root, STEPS, **named)
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("dcp") / "straight"
+    return server.lines(PROGRAM, root, STEPS, directory=root.parent, num_ranks=2)
+
+
+def test_the_page_counts_its_lines() -> None:
+    assert len(lines_to_change(PROGRAM)) == 5
+
+
+@pytest.mark.parametrize("at", [4, 9])
+def test_killed_and_resumed_bitwise(
+    server: ForkServer, straight: list[str], tmp_path: Path, at: int
+) -> None:
+    assert killed_and_resumed(server, tmp_path / "run", at) == straight
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_twenty_random_steps(
+    server: ForkServer, straight: list[str], tmp_path: Path
+) -> None:
+    for at in [random.Random(28).randrange(2, STEPS) for _ in range(20)]:
+        assert killed_and_resumed(server, tmp_path / "run", at) == straight, at
+        shutil.rmtree(tmp_path / "run")
+
+
+def trained(seed: int, *, sharded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer after a step."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Linear(9, 3))
+    if sharded:
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(4, 7)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(seed: int, *, sharded: bool = False) -> dict[str, Any]:
+    """A state dict of many kinds of entries."""
+    model, optimizer = get_state_dict(*trained(seed, sharded=sharded))
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "step": seed,
+        "scalar": torch.tensor(float(seed)),
+        "half": torch.full((3, 2), seed, dtype=torch.bfloat16).t(),
+        "list": [torch.ones(2) * seed, {"name": f"seed {seed}", "empty": torch.empty(0)}],
+    }
+
+
+def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves by path, tensors as this rank's own."""
+    if isinstance(tree, dict | list):
+        for name, each in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from flat(each, f"{path}.{name}")
+    else:
+        yield path, local_of(tree) if isinstance(tree, torch.Tensor) else tree
+
+
+def unlike(one: Any, other: Any) -> list[str]:
+    """Paths at which two state dicts differ."""
+    one, other = dict(flat(one)), dict(flat(other))
+    assert one.keys() == other.keys()
+    return [path for path in one if not equal_bits(one[path], other[path])]
+
+
+def write_and_read(context: RankContext, root: str, sharded: bool) -> None:
+    saved = state_of(1, sharded=sharded)
+    writer = HoldfastWriter()
+    dcp.save(saved, checkpoint_id=f"{root}/step-1", storage_writer=writer)
+    dcp.async_save(saved, checkpoint_id=f"{root}/step-2", storage_writer=writer).result()
+    own.save(saved, checkpoint_id=f"{root}/own/3")
+    writer.close()
+    for load in (
+        lambda state: dcp.load(state, storage_reader=HoldfastReader(f"{root}/step-1")),
+        lambda state: dcp.load(state, checkpoint_id=root, storage_reader=HoldfastReader()),
+        lambda state: own.load(state, checkpoint_id=f"{root}/own"),
+    ):
+        loaded = state_of(2, sharded=sharded)
+        assert "step" in "".join(unlike(saved, loaded))
+        load(loaded)
+        assert unlike(saved, loaded) == []
+
+
+def test_one_process(tmp_path: Path) -> None:
+    write_and_read(RankContext(rank=0, num_ranks=1), str(tmp_path), False)
+
+
+def test_two_ranks_and_then_one(tmp_path: Path) -> None:
+    run_ranks(2, write_and_read, str(tmp_path), True)
+    for load in (
+        lambda state: dcp.load(state, storage_reader=HoldfastReader(f"{tmp_path}/iter_0000001")),
+        lambda state: own.load(state, checkpoint_id=f"{tmp_path}/own/3"),
+    ):
+        loaded = state_of(2)
+        load(loaded)
+        assert unlike(loaded, state_of(1)) == []  # the ranks averaged equal gradients
+
+
+def test_what_dcp_writes_a_checkpointer_loads_and_the_other_way(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0]}, checkpoint_id=tmp_path / "1", storage_writer=HoldfastWriter())
+    twin, _ = trained(2)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load({"model": twin})
+        assert unlike(model.state_dict(), twin.state_dict()) == []
+        checkpointer.save(2, {"model": model, "optimizer": OptimizerState(optimizer, model),
+                              "progress": {"step": 5}})  # fmt: skip
+    other = {"model": trained(3)[0].state_dict(), "progress": {"step": 0}}
+    dcp.load(other, storage_reader=HoldfastReader(tmp_path / "iter_0000002"))
+    assert unlike(other["model"], model.state_dict()) == []
+    assert other["progress"] == {"step": 5}
+
+
+def test_saved_loaded_saved_without_a_difference(tmp_path: Path) -> None:
+    writer = HoldfastWriter()
+    dcp.save(state_of(1), checkpoint_id=tmp_path / "1", storage_writer=writer)
+    loaded = state_of(2)
+    dcp.load(loaded, checkpoint_id=tmp_path / "1", storage_reader=HoldfastReader())
+    dcp.save(loaded, checkpoint_id=tmp_path / "2", storage_writer=writer)
+    writer.close()
+    data = [sorted((tmp_path / f"iter_000000{n}/data").iterdir()) for n in (1, 2)]
+    assert [a.read_bytes() for a in data[0]] == [b.read_bytes() for b in data[1]]
+
+
+def test_damage_is_found_and_a_step_is_not_overwritten(tmp_path: Path) -> None:
+    writer = HoldfastWriter()
+    dcp.save(state_of(1), checkpoint_id=tmp_path / "1", storage_writer=writer)
+    with pytest.raises(dcp.api.CheckpointException) as refused:
+        dcp.save(state_of(1), checkpoint_id=tmp_path / "1", storage_writer=writer)
+    assert "already" in str(refused.value.failures[0][0])
+    writer.close()
+    data = next((tmp_path / "iter_0000001" / "data").iterdir())
+    damaged = bytearray(data.read_bytes())
+    damaged[-1] ^= 1
+    data.write_bytes(damaged)
+    with pytest.raises(dcp.api.CheckpointException) as found:
+        dcp.load(state_of(2), checkpoint_id=tmp_path / "1", storage_reader=HoldfastReader())
+    assert isinstance(found.value.failures[0][0], CorruptionError)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no step"):
+        own.save({"a": 1}, checkpoint_id=tmp_path / "newest")
+    with pytest.raises(ConfigError, match="does not support planner="):
+        own.save({"a": 1}, checkpoint_id=tmp_path / "1", planner=dcp.DefaultSavePlanner())
+    with pytest.raises(StorageError):
+        own.load({"a": 1}, checkpoint_id=tmp_path / "1")
+    assert own.latest(tmp_path) is None

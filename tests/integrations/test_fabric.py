@@ -1,0 +1,91 @@
+"""Lightning Fabric: killed at any step, a run goes on as if it had not been."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.forks import ForkServer
+from tests.integrations.pages import lines_to_change, program_of
+
+pytest.importorskip("lightning_fabric")
+
+PROGRAM = program_of("lightning", "fabric")
+EPOCHS, STEPS = 3, 30
+KILL = """
+import os, signal
+from lightning_fabric.wrappers import _FabricOptimizer
+step = _FabricOptimizer.step
+count = 0
+def kill(self, *args, **named):
+    global count
+    count += 1
+    if count == {at} and rank == {rank}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args, **named)
+_FabricOptimizer.step = kill
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer("lightning_fabric", "holdfast.integrations.fabric")
+    yield server
+    server.close()
+
+
+def killed_and_resumed(server: ForkServer, root: Path, at: int, *, num_ranks: int = 1) -> list[str]:
+    """What a run prints that is killed once, and started again."""
+    kill = KILL.format(at=at, rank=at % num_ranks)
+    named: dict[str, Any] = {"directory": root.parent, "num_ranks": num_ranks}
+    ends = server.run(PROGRAM, root, EPOCHS, prelude=kill, **named)
+    assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
+    return server.lines(PROGRAM, root, EPOCHS, **named)
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("fabric") / "straight"
+    lines = server.lines(PROGRAM, root, EPOCHS, directory=root.parent)
+    assert lines[0].startswith(f"step {STEPS}, loss ")
+    return lines
+
+
+def test_the_page_counts_its_lines() -> None:
+    assert len(lines_to_change(PROGRAM)) == 5
+
+
+@pytest.mark.parametrize("at", [6, 11])
+def test_killed_and_resumed_bitwise(
+    server: ForkServer, straight: list[str], tmp_path: Path, at: int
+) -> None:
+    """In the middle of an epoch, and right after the end of one."""
+    assert killed_and_resumed(server, tmp_path / "run", at) == straight
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_twenty_random_steps(
+    server: ForkServer, straight: list[str], tmp_path: Path
+) -> None:
+    for at in random.Random(28).sample(range(3, STEPS), 20):
+        assert killed_and_resumed(server, tmp_path / "run", at) == straight, at
+        shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_two_ranks_bitwise(server: ForkServer, tmp_path: Path) -> None:
+    """In the second epoch, whose order is another than that of the first."""
+    straight = server.lines(PROGRAM, tmp_path / "a", EPOCHS, directory=tmp_path, num_ranks=2)
+    assert killed_and_resumed(server, tmp_path / "b", 8, num_ranks=2) == straight
+
+
+def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
+    plain = PROGRAM.replace("loaders=[loader]", "loaders=[torch.utils.data.DataLoader([1])]")
+    ends = server.run(plain, tmp_path, 1, directory=tmp_path)
+    assert "takes a DataLoader that fabric.setup_dataloaders returned" in ends[0].output

@@ -1,0 +1,176 @@
+"""Lightning's Trainer: killed at any step, a run goes on as if it had not been."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast import Checkpointer
+from tests.integrations.forks import ForkServer
+from tests.integrations.pages import lines_to_change, program_of
+
+pytest.importorskip("lightning.pytorch")
+
+PROGRAM = program_of("lightning", "trainer")
+EPOCHS, STEPS = 3, 30
+KILL = """
+import os, signal
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+advance_end = _TrainingEpochLoop.on_advance_end
+def kill(self, *args):
+    if self.global_step == {at} and rank == {rank}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return advance_end(self, *args)
+_TrainingEpochLoop.on_advance_end = kill
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer("lightning.pytorch", "holdfast.integrations.lightning")
+    yield server
+    server.close()
+
+
+def killed_and_resumed(server: ForkServer, root: Path, at: int, *, num_ranks: int = 1) -> list[str]:
+    """What a run prints that is killed once, and started again."""
+    kill = KILL.format(at=at, rank=at % num_ranks)
+    named = {"directory": root.parent, "num_ranks": num_ranks}
+    ends = server.run(PROGRAM, root, EPOCHS, prelude=kill, **named)
+    assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
+    return server.lines(PROGRAM, root, EPOCHS, **named)
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("lightning") / "straight"
+    lines = server.lines(PROGRAM, root, EPOCHS, directory=root.parent)
+    assert lines[0].startswith(f"step {STEPS}, loss ")
+    return lines
+
+
+def test_the_page_counts_its_lines() -> None:
+    assert len(lines_to_change(PROGRAM)) <= 5
+
+
+@pytest.mark.parametrize("at", [5, 11])
+def test_killed_and_resumed_bitwise(
+    server: ForkServer, straight: list[str], tmp_path: Path, at: int
+) -> None:
+    """In the middle of an epoch, and right after the end of one."""
+    assert killed_and_resumed(server, tmp_path / "run", at) == straight
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_twenty_random_steps(
+    server: ForkServer, straight: list[str], tmp_path: Path
+) -> None:
+    for at in random.Random(28).sample(range(3, STEPS), 20):
+        assert killed_and_resumed(server, tmp_path / "run", at) == straight, at
+        shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_two_ranks_bitwise(server: ForkServer, tmp_path: Path) -> None:
+    straight = server.lines(PROGRAM, tmp_path / "a", EPOCHS, directory=tmp_path, num_ranks=2)
+    assert killed_and_resumed(server, tmp_path / "b", 8, num_ranks=2) == straight
+
+
+def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
+    """A start beside another run's checkpoints, arguments without a meaning, other strategies."""
+    server.lines(PROGRAM, tmp_path / "a", 1, directory=tmp_path)
+    new = PROGRAM.replace(', ckpt_path="last"', "")
+    ends = server.run(new, tmp_path / "a", 1, directory=tmp_path)
+    assert "this run does not continue from them" in ends[0].output
+    named = PROGRAM.replace("every_n_train_steps=2", "save_top_k=1, filename='best'")
+    ends = server.run(named, tmp_path / "b", 1, directory=tmp_path)
+    assert "filename, save_top_k have no meaning here" in ends[0].output
+    sharded = PROGRAM.replace("logger=False", "logger=False, strategy=ModelParallelStrategy()")
+    sharded = "from lightning.pytorch.strategies import ModelParallelStrategy\n" + sharded
+    sharded = sharded.replace(
+        "def __init__(self)", "configure_model = torch.nn.Module.float\n    def __init__(self)", 1
+    )
+    ends = server.run(sharded, tmp_path / "b", 1, directory=tmp_path)
+    assert "not ModelParallelStrategy" in ends[0].output
+    alone = PROGRAM.replace('int(os.environ.get("WORLD_SIZE", "1"))', "1")
+    ends = server.run(alone, tmp_path / "c", 1, directory=tmp_path, num_ranks=2)
+    assert "the framework runs each by itself" in ends[0].output
+
+
+ZOO = """
+import sys, datetime, torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging, Timer
+from holdfast.integrations.lightning import HoldfastCheckpoint
+root, steps = sys.argv[1], int(sys.argv[2])
+seed_everything(1, verbose=False)
+class Data(LightningDataModule):
+    seen = 0
+    def train_dataloader(self):
+        rows = torch.randn(20, 4)
+        return [torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True, num_workers=workers)
+                for workers in (0, 1)]
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(4, 4))
+    def state_dict(self):
+        return {"seen": self.seen}
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+class Pair(LightningModule):
+    def __init__(self, width=4):
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.one, self.two = torch.nn.Linear(width, 4), torch.nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        self.trainer.datamodule.seen += 1
+        loss = self.two(self.one(batch[0] + batch[1])).square().mean()
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        self.log("loss", loss)
+    def validation_step(self, batch, index):
+        self.log("held_out", torch.tensor(1.0))
+    def configure_optimizers(self):
+        return [torch.optim.Adam(self.one.parameters(), 1e-2),
+                torch.optim.SGD(self.two.parameters(), 1e-2)]
+stopping = EarlyStopping("held_out", patience=3)
+timer = Timer(datetime.timedelta(days=1))
+model, data = Pair(), Data()
+trainer = Trainer(callbacks=[stopping, timer, HoldfastCheckpoint(root, every_n_train_steps=6)],
+                  max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False,
+                  enable_model_summary=False, log_every_n_steps=1)
+trainer.fit(model, datamodule=data, ckpt_path="last")
+print(f"step {trainer.global_step} seen {data.seen} waited {stopping.wait_count} weights "
+      f"{sum(p.double().abs().sum().item() for p in model.parameters()):.17g}")
+"""
+
+
+@pytest.mark.slow
+def test_callbacks_data_modules_and_several_of_everything(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Two optimizers by hand, two loaders (one with workers), early stopping, a timer."""
+    straight = server.lines(ZOO, tmp_path / "a", 48, directory=tmp_path)
+    server.lines(ZOO, tmp_path / "b", 30, directory=tmp_path)
+    assert server.lines(ZOO, tmp_path / "b", 48, directory=tmp_path) == straight
+    with Checkpointer(tmp_path / "b") as checkpointer:
+        assert checkpointer.steps()[:2] == [6, 12]
+
+
+def test_on_another_number_of_ranks(server: ForkServer, tmp_path: Path) -> None:
+    """By value: two ranks with half the batch have the weights of one, and train on."""
+    silent = PROGRAM.replace("loss {model.loss.item():.17g}, ", "")
+    one = server.lines(silent, tmp_path, 1, directory=tmp_path)
+    halved = silent.replace("batch_size=2", "batch_size=1")
+    assert server.lines(halved, tmp_path, 1, directory=tmp_path, num_ranks=2) == one * 2
+    lines = server.lines(halved, tmp_path, 2, directory=tmp_path, num_ranks=2)
+    assert lines[0].startswith("step 20, weights")
+    assert lines[0] == lines[1]

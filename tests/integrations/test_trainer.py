@@ -1,0 +1,167 @@
+"""The Trainer of Hugging Face: killed at any step, it goes on as if it had not been."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.forks import ForkServer
+from tests.integrations.pages import lines_to_change, program_of
+
+pytest.importorskip("transformers")
+
+PROGRAM = program_of("transformers", "trainer")
+STEPS = 33
+KILL = """
+import os, signal
+from transformers.trainer_callback import DefaultFlowCallback
+step_end = DefaultFlowCallback.on_step_end
+def kill(self, args, state, control, **named):
+    if state.global_step == {at} and rank == {rank}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step_end(self, args, state, control, **named)
+DefaultFlowCallback.on_step_end = kill
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer("transformers.trainer", "transformers.models.llama", "peft")
+    yield server
+    server.close()
+
+
+def killed_and_resumed(server: ForkServer, root: Path, at: int, *, num_ranks: int = 1) -> list[str]:
+    """What a run prints that is killed once, and started again."""
+    kill = KILL.format(at=at, rank=at % num_ranks)
+    ends = server.run(PROGRAM, root, 3, directory=root.parent, prelude=kill, num_ranks=num_ranks)
+    assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
+    return server.lines(PROGRAM, root, 3, directory=root.parent, num_ranks=num_ranks)
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("trainer") / "straight"
+    lines = server.lines(PROGRAM, root, 3, directory=root.parent)
+    assert lines[0].startswith(f"step {STEPS}, losses [")
+    return lines
+
+
+def test_the_page_counts_its_lines() -> None:
+    assert len(lines_to_change(PROGRAM)) == 3
+
+
+@pytest.mark.parametrize("at", [7, 22])
+def test_killed_and_resumed_bitwise(
+    server: ForkServer, straight: list[str], tmp_path: Path, at: int
+) -> None:
+    """In the middle of an epoch, and at its end, with draws of the dataset and dropout."""
+    assert killed_and_resumed(server, tmp_path / "run", at) == straight
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_twenty_random_steps(
+    server: ForkServer, straight: list[str], tmp_path: Path
+) -> None:
+    for at in random.Random(28).sample(range(3, STEPS), 20):
+        assert killed_and_resumed(server, tmp_path / "run", at) == straight, at
+        shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_two_ranks_bitwise(server: ForkServer, tmp_path: Path) -> None:
+    """In the second epoch, whose order a plain resume on several ranks takes from the first."""
+    straight = server.lines(PROGRAM, tmp_path / "a", 3, directory=tmp_path, num_ranks=2)
+    assert killed_and_resumed(server, tmp_path / "b", 9, num_ranks=2) == straight
+
+
+ADAPTED = """
+import sys, torch, peft
+from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import Trainer, TrainingArguments
+from holdfast.integrations.transformers import HoldfastCallback
+root, mode = sys.argv[1], sys.argv[2]
+set_seed(1)
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2)
+model = LlamaForCausalLM(config)
+if "full" not in mode:
+    lora = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"])
+    model = peft.get_peft_model(model, lora)
+tokens = [torch.arange(12) * i % 64 for i in range(16)]
+data = [{"input_ids": each, "labels": each} for each in tokens]
+arguments = TrainingArguments(
+    output_dir=root, max_steps=8 if "stop" not in mode else 4, per_device_train_batch_size=2,
+    eval_strategy="steps", eval_steps=1, save_steps=2, save_total_limit=1, logging_steps=1,
+    load_best_model_at_end="full" not in mode, metric_for_best_model="eval_loss",
+    lr_scheduler_type="constant", learning_rate=1e-9 if "full" not in mode else 1e-2,
+    use_cpu=True, report_to=[], disable_tqdm=True)
+stopping = [EarlyStoppingCallback(6, 10.0)] if "full" not in mode else []
+trainer = Trainer(
+    model=model, args=arguments, train_dataset=data, eval_dataset=data, callbacks=stopping)
+if "native" not in mode:
+    HoldfastCallback.attach(trainer)
+trainer.train(resume_from_checkpoint=True if "resume" in mode else None)
+patience = [c.early_stopping_patience_counter for c in trainer.callback_handler.callbacks
+            if isinstance(c, EarlyStoppingCallback)]
+weights = sum(p.double().abs().sum().item() for p in model.parameters())
+first = trainer.state.log_history[0]["loss"]
+print(f"step {trainer.state.global_step} patience {patience} first {first} weights {weights:.17g}")
+"""
+
+
+def test_adapters_callbacks_and_the_trainers_own_files(server: ForkServer, tmp_path: Path) -> None:
+    """PEFT, patience of early stopping, the best model, rotation, `resume_from_checkpoint=True`."""
+    straight = server.lines(ADAPTED, tmp_path / "a", "new", directory=tmp_path)
+    assert "step 7 patience [6]" in straight[0]  # stopped early, by all six
+    server.lines(ADAPTED, tmp_path / "b", "stop", directory=tmp_path)
+    assert server.lines(ADAPTED, tmp_path / "b", "resume", directory=tmp_path) == straight
+    folders = sorted(path.name for path in (tmp_path / "b").glob("checkpoint-*"))
+    assert len(folders) <= 2  # the newest and the best
+    assert (tmp_path / "b" / folders[-1] / "adapter_model.safetensors").is_file()
+    kept = [path.name for path in (tmp_path / "b" / "holdfast").glob("iter_*")]
+    assert kept == ["iter_0000006"]
+
+
+@pytest.mark.slow
+def test_a_run_of_the_trainers_own_goes_on_here(server: ForkServer, tmp_path: Path) -> None:
+    """Its folder is resumed from as ever; what is saved from then on is Holdfast's."""
+    straight = server.lines(ADAPTED, tmp_path / "a", "full", directory=tmp_path)
+    server.lines(ADAPTED, tmp_path / "b", "full native stop", directory=tmp_path)
+    assert server.lines(ADAPTED, tmp_path / "b", "full resume", directory=tmp_path) == straight
+    model = tmp_path / "b" / "checkpoint-8"
+    check = f"""
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(model)!r})
+print(f"{{sum(p.double().abs().sum().item() for p in model.parameters()):.17g}}")
+"""
+    weights = server.lines(check, directory=tmp_path)[0]
+    assert straight[0].endswith(weights)
+
+
+@pytest.mark.slow
+def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
+    """A start beside another run's checkpoints; another batch size."""
+    server.lines(ADAPTED, tmp_path, "full stop", directory=tmp_path)
+    ends = server.run(ADAPTED, tmp_path, "full", directory=tmp_path)
+    assert "this run does not continue from them" in ends[0].output
+    larger = ADAPTED.replace("train_batch_size=2", "train_batch_size=4")
+    ends = server.run(larger, tmp_path, "full resume", directory=tmp_path)
+    assert "with 2 samples a step; this Trainer" in ends[0].output
+
+
+@pytest.mark.slow
+def test_on_another_number_of_ranks(server: ForkServer, tmp_path: Path) -> None:
+    """By value: two ranks with half the accumulation go on where one was."""
+    one = ADAPTED.replace("logging_steps=1", "logging_steps=1, gradient_accumulation_steps=2")
+    straight = server.lines(one, tmp_path / "a", "full", directory=tmp_path)
+    server.lines(one, tmp_path / "b", "full stop", directory=tmp_path)
+    lines = server.lines(ADAPTED, tmp_path / "b", "full resume", directory=tmp_path, num_ranks=2)
+    numbers = [float(line.rsplit(" ", 1)[1]) for line in (*straight, *lines)]
+    assert numbers == pytest.approx([numbers[0]] * 3, rel=1e-5)
