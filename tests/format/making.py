@@ -133,7 +133,7 @@ def make(
                 data[at : at + 4] = zlib.crc32(data[start : start + nbytes]).to_bytes(4, "little")
         name = data_file(number, envelope=envelope)
         files[name] = bytes(data)
-        start_column, nbytes_column = np.array(payloads, dtype=np.int64).T
+        start_column, nbytes_column = np.array(payloads, dtype=np.int64).reshape(-1, 2).T
         between = gaps(start_column, nbytes_column, file_nbytes=len(data))
         infos.append(
             FileInfo(
