@@ -14,6 +14,7 @@ import torch.distributed as dist
 from holdfast.checkpoint.load.loader import Loader
 from holdfast.checkpoint.load.sources import LoadSource, NameSource, open_source
 from holdfast.checkpoint.options import (
+    CkptFormat,
     LoadOptions,
     OnDrift,
     SaveRequest,
@@ -86,6 +87,11 @@ class Checkpointer:
             only; has no effect for a storage that other processes cannot open.
         max_kept_nbytes: the largest image that a rank keeps, in bytes; None for any. An image is as
             large as the rank's data file.
+        ckpt_format: "holdfast" writes data files of safetensors, "torch_dist" those of PyTorch DCP,
+            with what DCP (`dcp.load`, `dcp_to_torch_save`) and Megatron-core
+            (`dist_checkpointing.load`) begin with next to them: they open the checkpoint as their
+            own. Everything here works with both alike. The second costs a CRC-32 of every byte,
+            made by up to four threads while the file is written.
 
     Raises:
         ConfigError: an argument out of range.
@@ -112,6 +118,7 @@ class Checkpointer:
         on_drift: OnDrift = "raise",
         keep_image_s: float = 0.0,
         max_kept_nbytes: int | None = None,
+        ckpt_format: CkptFormat = "holdfast",
     ) -> None:
         options = SaverOptions(
             block_nbytes=block_nbytes,
@@ -126,6 +133,7 @@ class Checkpointer:
             on_drift=on_drift,
             keep_image_s=keep_image_s,
             max_kept_nbytes=max_kept_nbytes,
+            ckpt_format=ckpt_format,
         )
         self._storage: Storage = open_storage(root) if isinstance(root, str | os.PathLike) else root
         self._groups = groups if groups is not None else _default_groups()

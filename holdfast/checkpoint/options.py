@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from holdfast.arguments import check_choice, check_flag, check_int, check_number
 from holdfast.errors import ConfigError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
-from holdfast.format.manifest import encode_metadata
+from holdfast.format.manifest import Envelope, encode_metadata
 from holdfast.format.stored_copies import CopyPolicy
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
 from holdfast.policies.keep import KeepPolicy
@@ -23,6 +23,10 @@ Stage = Literal["at once", "lazily"]
 
 OnDrift = Literal["raise", "warn"]
 """The reaction to stored copies of one tensor that differ: fail, or log a warning."""
+
+CkptFormat = Literal["holdfast", "torch_dist"]
+"""The form of the data files: safetensors, or items of PyTorch DCP with its metadata next to them,
+so that PyTorch and Megatron open the directory as their own."""
 
 NUM_STEPS = 10**18
 """Steps are below this: a directory's name has at most eighteen digits."""
@@ -60,6 +64,8 @@ class SaverOptions:
     """The largest tensor that is copied, in bytes of the whole; larger ones are stored once."""
     on_drift: OnDrift = "raise"
     """The reaction to copies of one tensor that differ, at a save and at a load."""
+    ckpt_format: CkptFormat = "holdfast"
+    """The form of the data files; any load reads both."""
 
     keep_image_s: float = 0.0
     """Seconds that this rank's staged image of the newest checkpoint stays in memory after this
@@ -98,6 +104,7 @@ class SaverOptions:
             most = check_int(self.max_copied_nbytes, name="max_copied_nbytes", least=0)
             keep("max_copied_nbytes", most)
         check_choice(self.on_drift, name="on_drift", choices=get_args(OnDrift))
+        check_choice(self.ckpt_format, name="ckpt_format", choices=get_args(CkptFormat))
         keep_s = check_number(
             self.keep_image_s, name="keep_image_s", least=0, hint="; 0 keeps no image"
         )
@@ -115,6 +122,11 @@ class SaverOptions:
             max_nbytes=self.max_copied_nbytes,
         )
 
+    @property
+    def envelope(self) -> Envelope:
+        """What surrounds the payload in data files."""
+        return "torch_dist" if self.ckpt_format == "torch_dist" else "safetensors"
+
     def in_words(self) -> str:
         """Return what all ranks have to choose alike, in one line."""
         words = [f"block_nbytes={self.block_nbytes}"]
@@ -125,6 +137,8 @@ class SaverOptions:
                 words.append(f"max_copied_nbytes={self.max_copied_nbytes}")
         if self.on_drift != "raise":
             words.append(f"on_drift={self.on_drift}")
+        if self.ckpt_format != "holdfast":
+            words.append(f"ckpt_format={self.ckpt_format}")
         return " ".join(words)
 
 

@@ -27,7 +27,6 @@ from holdfast.foreign.catalog import (
     read_flat,
 )
 from holdfast.foreign.location import Location
-from holdfast.foreign.pickle_types import TORCH_DTYPES
 from holdfast.foreign.pickled_values import Constructor, PickledTensor, Record, TorchSize
 from holdfast.foreign.pickles import read_pickle
 from holdfast.foreign.torch_files import tensors_of
@@ -35,6 +34,7 @@ from holdfast.foreign.torch_save import open_torch_save
 from holdfast.foreign.weights import with_optimizers
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.envelopes.torch_types import TORCH_DTYPES
 from holdfast.format.values import Node, is_plain_dict, is_tensor, tensor_node
 
 FORMAT = "PyTorch DCP"

@@ -18,7 +18,6 @@ import numpy as np
 
 from holdfast.arrays.types import AnyArray
 from holdfast.errors import PlacementError
-from holdfast.foreign.pickle_types import TORCH_DTYPES
 from holdfast.foreign.pickled_values import (
     Constructor,
     EnumValue,
@@ -32,6 +31,7 @@ from holdfast.foreign.pickled_values import (
     TorchSize,
 )
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.envelopes.torch_types import TORCH_DTYPES
 from holdfast.format.values import (
     MAX_DEPTH,
     Node,

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.foreign.catalog import Catalog
-from holdfast.foreign.optimizer_trees import to_torch
 from holdfast.foreign.output import Extent, Output, OutputFile
-from holdfast.foreign.pickle_output import pickled
-from holdfast.foreign.plain_values import PlainValues, TensorRef
-from holdfast.foreign.torch_archive import layout_archive, tensor_value
 from holdfast.foreign.weights import choose_part
+from holdfast.format.envelopes.optimizer_trees import to_torch
+from holdfast.format.envelopes.pickle_output import pickled
+from holdfast.format.envelopes.plain_values import PlainValues, TensorRef
+from holdfast.format.envelopes.torch_archive import layout_archive, tensor_value
 from holdfast.format.values import join_path, key_name
 
 FORMAT = "torch.save"

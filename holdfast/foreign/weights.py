@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.foreign.catalog import Catalog, CatalogTensor
-from holdfast.foreign.optimizer_trees import from_torch
+from holdfast.format.envelopes.optimizer_trees import from_torch
 from holdfast.format.values import attributes_of, is_plain_dict, is_tensor, join_path, tensor_keys
 
 

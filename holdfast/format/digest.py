@@ -5,7 +5,7 @@ They detect damage. They are not a defence against an attacker, who can forge by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import xxhash
@@ -23,6 +23,14 @@ digest128: Callable[[Buffer], str] = xxhash.xxh3_128_hexdigest
 
 digest64: Callable[[Buffer], int] = xxhash.xxh3_64_intdigest
 """XXH3-64 of a whole buffer."""
+
+
+def digest128_of(parts: Iterable[Buffer]) -> str:
+    """Return `digest128` of all parts in a row, without joining them."""
+    hashed = xxhash.xxh3_128()
+    for part in parts:
+        hashed.update(part)
+    return str(hashed.hexdigest())
 
 
 def block_digests(buffer: Buffer, block_nbytes: int) -> WordArray:

@@ -1,9 +1,9 @@
 """The two safetensors files of a checkpoint: the image of a data file, and the index of all chunks.
 
-An image is a padded header, followed by the payload of every chunk. The index is an image too, with
-one row per stored copy of a chunk, as columns. On disk the columns have the narrowest unsigned
-types that hold them. In memory they are int64 (digests uint64), so that a difference of two cannot
-wrap.
+An image is a padded header, followed by the payload of every chunk; `holdfast.format.envelopes` has
+another form of it. The index is an image too, with one row per stored copy of a chunk, as columns.
+On disk the columns have the narrowest unsigned types that hold them. In memory they are int64
+(digests uint64), so that a difference of two cannot wrap.
 """
 
 from __future__ import annotations
@@ -53,11 +53,22 @@ class ImageEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """The layout of a data file: `header` first, then entry i at its absolute byte `starts[i]`."""
+    """The layout of a data file: `header` first, then entry i at its absolute byte `starts[i]`.
+
+    What an envelope has between and after the payloads is in `literals`, by place. `crc_at[i]` are
+    the places in these bytes that get the CRC-32 of entry i; they are zero until it is known.
+    """
 
     header: bytes
     starts: IntArray
     nbytes: int
+    literals: Sequence[tuple[int, bytes]] = ()
+    crc_at: Sequence[tuple[int, int]] = ()
+
+    @property
+    def envelope_nbytes(self) -> int:
+        """Bytes that are not payload."""
+        return len(self.header) + sum(len(data) for _, data in self.literals)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +130,21 @@ def layout_image(entries: Sequence[ImageEntry], *, align: int = PAYLOAD_ALIGN) -
         )
     header = padded.to_bytes(8, "little") + text.ljust(padded)
     return Image(header=header, starts=starts + len(header), nbytes=len(header) + end)
+
+
+def gaps(starts: IntArray, nbytes: IntArray, *, file_nbytes: int) -> list[tuple[int, int]]:
+    """Return begin and end of every range of a data file that is no payload, in order.
+
+    Args:
+        starts: (n,) byte at which each payload starts; they do not overlap.
+        nbytes: (n,) length of each.
+        file_nbytes: Size of the file.
+    """
+    order = np.lexsort((nbytes, starts))
+    begin = np.append(0, (starts + nbytes)[order])
+    end = np.append(starts[order], file_nbytes)
+    is_gap = end > begin
+    return list(zip(begin[is_gap].tolist(), end[is_gap].tolist(), strict=True))
 
 
 def header_nbytes(prefix: bytes, *, file_nbytes: int, place: str) -> int:
@@ -372,7 +398,8 @@ def validate_index(index: ChunkIndex, manifest: Manifest) -> None:
 
     Every id exists. Sets of holders fill their column. Every row lies in its tensor and its file,
     with as many bytes and digests as its box needs. Primaries cover each tensor exactly, and copies
-    repeat a primary. The rows of a file fill it after its header, without gap or overlap.
+    repeat a primary. The rows of a file do not overlap. They and its header fill it: without gap
+    after the header of `safetensors`, and with gaps that add up to it in `torch_dist`.
 
     Raises:
         CorruptionError: They do not; the message names tensor, box and file.
@@ -501,12 +528,15 @@ def _check_copies(index: ChunkIndex, manifest: Manifest) -> None:
 
 
 def _check_files(index: ChunkIndex, manifest: Manifest) -> None:
-    header = np.array([f.header_nbytes for f in manifest.files], dtype=np.int64)
+    envelope = np.array([f.header_nbytes for f in manifest.files], dtype=np.int64)
+    is_tight = np.array([f.envelope == "safetensors" for f in manifest.files], dtype=np.bool_)
+    header = np.where(is_tight, envelope, 0)
     size = np.array([f.nbytes for f in manifest.files], dtype=np.int64)
     begin, end = header[index.file], size[index.file]
     inside = (index.start >= begin) & (index.start <= end) & (index.nbytes <= end - index.start)
     _require(index, manifest, inside, lambda row: "its bytes leave the payload of its file")
-    # In the order of files and bytes, each row starts at the end of the one before:
+    # In the order of files and bytes, each row starts at the end of the one before (in an envelope
+    # that surrounds each chunk: not before it):
     #
     #     file    start   nbytes   must start at
     #     0       4096    512      4096, the end of file 0's header
@@ -523,17 +553,23 @@ def _check_files(index: ChunkIndex, manifest: Manifest) -> None:
     expected = np.zeros(index.num_rows, dtype=np.int64)
     expected[rows] = before
     _require(
-        index, manifest, np.equal(start, before),
+        index, manifest, np.where(is_tight[file], start == before, start >= before),
         lambda row: f"the bytes before it end at {expected[row]}: "
         + ("overlap" if index.start[row] < expected[row] else "gap"),
         rows=rows,
     )  # fmt: skip
-    # The rows follow each other without gap; now the last row of each file must end with the file.
-    filled = header.copy()
-    np.maximum.at(filled, file, stop)
+    # The rows follow each other without overlap, so what they and the envelope have in all must be
+    # the file; without gaps, that is where the last row ends.
+    filled = envelope.copy()
+    np.add.at(filled, file, stop - start)
     for number in np.flatnonzero(filled != size).tolist():
         info = manifest.files[number]
+        if is_tight[number]:
+            raise CorruptionError(
+                f"{info.name}: its chunks end at byte {filled[number]}, but the file has "
+                f"{info.nbytes} bytes"
+            )
         raise CorruptionError(
-            f"{info.name}: its chunks end at byte {filled[number]}, but the file has {info.nbytes} "
-            f"bytes"
+            f"{info.name}: its chunks and what surrounds them have {filled[number]} bytes, but the "
+            f"file has {info.nbytes}"
         )

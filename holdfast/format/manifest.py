@@ -24,6 +24,7 @@ import msgspec
 from holdfast.errors import ConfigError, CorruptionError, HoldfastError, PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.names import data_file
 from holdfast.format.values import (
     Node,
     decode_tree,
@@ -46,8 +47,14 @@ MAX_NDIM = 64
 _TAIL = re.compile(rb',"digest":"([0-9a-f]{32})"\}\n')
 _TAIL_NBYTES = len(b',"digest":"') + 32 + len(b'"}\n')
 _HEX128 = re.compile(r"[0-9a-f]{32}")
-_DATA_FILE = re.compile(r"data/[0-9]{5,9}\.safetensors", re.ASCII)
-"""The names that a data file may have; no other path in a manifest is opened."""
+_DATA_FILES = {
+    "safetensors": re.compile(r"data/[0-9]{5,9}\.safetensors", re.ASCII),
+    "torch_dist": re.compile(r"data/[0-9]{5,9}\.distcp", re.ASCII),
+}
+"""By envelope, the names that a data file may have. No other path in a manifest is opened, but for
+those of `EXTRA_FILES`."""
+EXTRA_FILES = (".metadata", "metadata.json", "common.pt", "values.distcp")
+"""What a checkpoint may have for other programs; no load of our own opens them."""
 MIN_BLOCK_NBYTES = 16
 MAX_BLOCK_NBYTES = 1 << 26
 _MAX_NBYTES = 2**63 - 1
@@ -135,8 +142,16 @@ class TensorInfo(_StrictStruct, frozen=True, array_like=True, kw_only=True):
         return self.numel * DTYPES[self.dtype].itemsize
 
 
-class FileInfo(_StrictStruct, frozen=True, kw_only=True):
-    """One data file: name in the directory, sizes, and the rank that wrote it."""
+Envelope = Literal["safetensors", "torch_dist"]
+"""What surrounds the payload in a data file: see `holdfast.format.envelopes`."""
+
+
+class FileInfo(_StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
+    """One data file: name in the directory, sizes, and the rank that wrote it.
+
+    `header_nbytes` and `header_digest` are of all bytes that are not payload, in the order of the
+    file. In `safetensors` these are the header; in `torch_dist` they lie around every chunk.
+    """
 
     name: str
     nbytes: int
@@ -144,6 +159,15 @@ class FileInfo(_StrictStruct, frozen=True, kw_only=True):
     header_digest: str
     writer: int
     coordinate: dict[str, int]
+    envelope: Envelope = "safetensors"
+
+
+class ExtraInfo(_StrictStruct, frozen=True, kw_only=True):
+    """One of `EXTRA_FILES`, which the checkpoint has for other programs: size and XXH3-128."""
+
+    name: str
+    nbytes: int
+    digest: str
 
 
 class IndexInfo(_StrictStruct, frozen=True, kw_only=True):
@@ -179,6 +203,7 @@ class _Members(_StrictStruct, frozen=True, kw_only=True):
     tensors: list[TensorInfo]
     parts: dict[str, Any]
     files: list[FileInfo]
+    extras: list[ExtraInfo] = []
     index: IndexInfo
     totals: Totals
 
@@ -191,6 +216,12 @@ class Manifest(_Members, frozen=True, kw_only=True):
     """
 
     metadata: dict[str, Any] = {}
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes by name of all files that it lists: data files, and those for other programs."""
+        data = {file.name: file.nbytes for file in self.files}
+        return data | {extra.name: extra.nbytes for extra in self.extras}
 
 
 def has_digests(manifest: Manifest) -> bool:
@@ -273,6 +304,8 @@ def decode_manifest(
 def _members(manifest: Manifest) -> dict[str, Any]:
     """Return the members as they are written, in order."""
     table = {name: getattr(manifest, name) for name in _Members.__struct_fields__}
+    if not manifest.extras:
+        del table["extras"]
     table["tensors"] = _tensor_rows(manifest.tensors)
     table["parts"] = without_implied_keys(manifest.parts)
     if manifest.metadata:
@@ -325,7 +358,12 @@ def _problem(m: Manifest) -> str | None:
             f"from {MIN_BLOCK_NBYTES} to {MAX_BLOCK_NBYTES}"
         )
     forms = Counter((t.dtype, tuple(t.shape), t.layout, t.placement) for t in m.tensors)
-    return _tensor_problem(m, forms) or _file_problem(m) or _total_problem(m, forms)
+    return (
+        _tensor_problem(m, forms)
+        or _file_problem(m)
+        or _extra_problem(m)
+        or _total_problem(m, forms)
+    )
 
 
 _Form = tuple[str, tuple[int, ...], int, int]
@@ -392,9 +430,11 @@ def _file_problem(m: Manifest) -> str | None:
     if len({file.name for file in m.files}) != len(m.files):
         return "a data file is listed twice"
     for file in m.files:
-        if has_digests(m) and _DATA_FILE.fullmatch(file.name) is None:
-            return f"data file name {file.name!r} is not of the form 'data/00000.safetensors'"
-        if not 8 <= file.header_nbytes <= min(MAX_HEADER_NBYTES + 8, file.nbytes):
+        if has_digests(m) and _DATA_FILES[file.envelope].fullmatch(file.name) is None:
+            form = data_file(0, envelope=file.envelope)
+            return f"data file name {file.name!r} is not of the form {form!r}"
+        most = MAX_HEADER_NBYTES + 8 if file.envelope == "safetensors" else file.nbytes
+        if not 8 <= file.header_nbytes <= min(most, file.nbytes):
             return (
                 f"{file.name}: a file of {file.nbytes} bytes has a header of {file.header_nbytes}"
             )
@@ -402,6 +442,18 @@ def _file_problem(m: Manifest) -> str | None:
             return f"{file.name}: {file.nbytes} bytes are too many for any file"
         if _HEX128.fullmatch(file.header_digest) is None:
             return f"{file.name}: header_digest is not 32 hexadecimal digits"
+    return None
+
+
+def _extra_problem(m: Manifest) -> str | None:
+    """Describe what is wrong with the files for other programs, or return None."""
+    if len({extra.name for extra in m.extras}) != len(m.extras):
+        return "a file for other programs is listed twice"
+    for extra in m.extras:
+        if extra.name not in EXTRA_FILES:
+            return f"{extra.name!r} is none of the files that a checkpoint may have"
+        if not 0 <= extra.nbytes <= _MAX_NBYTES or _HEX128.fullmatch(extra.digest) is None:
+            return f"{extra.name}: {extra.nbytes} bytes with digest {extra.digest!r} is impossible"
     return None
 
 

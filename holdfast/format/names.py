@@ -91,9 +91,10 @@ def parse_replaced_dir(name: str) -> int | None:
     return None if match is None else parse_step_dir(match[1])
 
 
-def data_file(number: int) -> str:
+def data_file(number: int, *, envelope: str = "safetensors") -> str:
     """Return the name of a data file in a checkpoint directory: `data/00000.safetensors`."""
-    return f"{DATA_DIR}/{number:05d}.safetensors"
+    suffix = "distcp" if envelope == "torch_dist" else envelope
+    return f"{DATA_DIR}/{number:05d}.{suffix}"
 
 
 def rank_log_file(rank: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -10,17 +10,18 @@ import numpy as np
 
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
 from holdfast.format.checkpoint_files import CheckpointFiles
-from holdfast.format.digest import block_digests, digest128
+from holdfast.format.digest import block_digests, digest128, digest128_of
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import (
     ChunkIndex,
     HeaderEntry,
     chunk_name,
     decode_index,
+    gaps,
     parse_header,
     validate_index,
 )
-from holdfast.format.manifest import FileInfo, Manifest, has_digests
+from holdfast.format.manifest import ExtraInfo, FileInfo, Manifest, has_digests
 from holdfast.format.names import DATA_DIR, INDEX, MANIFEST
 from holdfast.format.stored_copies import find_copies
 from holdfast.format.versions import join_path, read_index, read_manifest, save_id_of
@@ -62,7 +63,8 @@ def verify_snapshot(
     """Read every byte of a checkpoint and list its damage; empty if it is whole.
 
     Checks the records and their agreement, headers against digests and rows, each block of each
-    copy, that copies of a box are equal, file sizes, and that the directory has no other file. It
+    copy, that copies of a box are equal, file sizes, files for other programs, and that the
+    directory has no other file. It
     continues after damage as far as the records allow. One version is verified, even if the step is
     saved again meanwhile. If that version is removed before the end (no process had a lease), the
     newer one is verified instead.
@@ -131,7 +133,7 @@ class _Verifier:
         except HoldfastError as error:
             self._report(MANIFEST, error)
             return self._damages
-        self._total = manifest.index.nbytes + sum(file.nbytes for file in manifest.files)
+        self._total = manifest.index.nbytes + sum(manifest.file_sizes.values())
         index = self._index(manifest)
         if not has_digests(manifest):
             self._reach(manifest, index)
@@ -140,12 +142,12 @@ class _Verifier:
             before = self._done
             try:
                 with closing(self._storage.open(join_path(self._directory, file.name))) as source:
-                    entries = self._header(source, file)
-                    if index is not None:
-                        self._rows(source, file, entries, manifest, index, number)
+                    self._file(source, file, manifest, index, number)
             except HoldfastError as error:
                 self._report(file.name, error)
             self._advance(file.nbytes - (self._done - before))
+        for extra in manifest.extras:
+            self._extra(extra)
         self._strays(manifest)
         return self._damages
 
@@ -172,7 +174,7 @@ class _Verifier:
         """Make the checks of one data file, of which an error to read it is one."""
         file = manifest.files[number]
         try:
-            self._rows(source, file, self._header(source, file), manifest, index, number)
+            self._file(source, file, manifest, index, number)
         except HoldfastError as error:
             self._report(file.name, error)
         return self._damages
@@ -205,11 +207,63 @@ class _Verifier:
             self._report(INDEX, drift)
         return index
 
-    def _header(self, source: Source, file: FileInfo) -> dict[str, HeaderEntry] | None:
-        """Check size and header of a file; return the header's entries, None if it is damaged."""
+    def _file(
+        self,
+        source: Source,
+        file: FileInfo,
+        manifest: Manifest,
+        index: ChunkIndex | None,
+        number: int,
+    ) -> None:
+        """Check a data file: its size, its rows, and what surrounds them."""
         if source.nbytes != file.nbytes:
             what = f"has {source.nbytes} bytes, the manifest states {file.nbytes}"
             self._report(file.name, what)
+        entries = None
+        if file.envelope == "safetensors":
+            entries = self._header(source, file)
+        elif index is not None:
+            self._envelope(source, file, index, number)
+        if index is not None:
+            self._rows(source, file, entries, manifest, index, number)
+
+    def _envelope(self, source: Source, file: FileInfo, index: ChunkIndex, number: int) -> None:
+        """Check the bytes around the rows of a file against their digest."""
+        rows = np.flatnonzero(index.file == number)
+        between = gaps(index.start[rows], index.nbytes[rows], file_nbytes=file.nbytes)
+        if source.nbytes < file.nbytes:
+            return
+        if digest128_of(self._pieces(source, between)) != file.header_digest:
+            what = "damaged between its chunks, where only other programs read"
+            self._report(file.name, what, offset=0)
+
+    def _pieces(self, source: Source, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
+        """Yield the bytes of ranges; each piece is valid until the next."""
+        buffer = memoryview(bytearray(min(_PIECE_NBYTES, source.nbytes)))
+        for begin, end in ranges:
+            for start in range(begin, end, _PIECE_NBYTES):
+                piece = buffer[: min(_PIECE_NBYTES, end - start)]
+                source.readinto(piece, start=start)
+                self._advance(len(piece))
+                yield piece
+
+    def _extra(self, extra: ExtraInfo) -> None:
+        """Check a file for other programs."""
+        before = self._done
+        try:
+            with closing(self._storage.open(join_path(self._directory, extra.name))) as source:
+                if source.nbytes != extra.nbytes:
+                    what = f"has {source.nbytes} bytes, the manifest states {extra.nbytes}"
+                    self._report(extra.name, what)
+                elif digest128_of(self._pieces(source, [(0, extra.nbytes)])) != extra.digest:
+                    what = "damaged: its digest is not the one in the manifest"
+                    self._report(extra.name, what)
+        except HoldfastError as error:
+            self._report(extra.name, error)
+        self._advance(extra.nbytes - (self._done - before))
+
+    def _header(self, source: Source, file: FileInfo) -> dict[str, HeaderEntry] | None:
+        """Check the header of a file; return its entries, None if it is damaged."""
         if source.nbytes < file.header_nbytes:
             return None
         header = bytearray(file.header_nbytes)
@@ -264,7 +318,7 @@ class _Verifier:
 
     def _strays(self, manifest: Manifest) -> None:
         """Report the files that the manifest does not list."""
-        known = {MANIFEST, INDEX, DATA_DIR, *(file.name for file in manifest.files)}
+        known = {MANIFEST, INDEX, DATA_DIR, *manifest.file_sizes}
         try:
             names = list(self._storage.list(self._directory))
             data = join_path(self._directory, DATA_DIR)

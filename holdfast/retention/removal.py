@@ -99,10 +99,10 @@ def prove_sound(storage: Storage, directory: str) -> str | None:
             step = snapshot.manifest.step
             if step_dir(step) != directory:
                 return f"its manifest is of step {step}"
-            for file in snapshot.manifest.files:
-                nbytes = storage.size(f"{directory}/{file.name}")
-                if nbytes != file.nbytes:
-                    return f"{file.name} has {nbytes} bytes, the manifest states {file.nbytes}"
+            for name, stated in snapshot.manifest.file_sizes.items():
+                nbytes = storage.size(f"{directory}/{name}")
+                if nbytes != stated:
+                    return f"{name} has {nbytes} bytes, the manifest states {stated}"
     except HoldfastError as error:
         return str(error)
     return None

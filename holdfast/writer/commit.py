@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -24,9 +25,11 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.digest import digest128
+from holdfast.format.envelopes.torch_dist import extra_files
 from holdfast.format.fingerprint import Partial, combine
 from holdfast.format.index import ChunkIndex, encode_index, validate_index
 from holdfast.format.manifest import (
+    ExtraInfo,
     FileInfo,
     IndexInfo,
     Manifest,
@@ -119,7 +122,7 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
                 lambda position: _read_done(storage, directory, position, plan, header),
                 range(len(plan.plan.ranks)),
             )
-            index_bytes, manifest = assemble(plan.plan, records, header)
+            index_bytes, manifest, extras = assemble(plan.plan, records, header)
             manifest_bytes = encode_manifest(manifest)
     except HoldfastError:
         raise
@@ -138,17 +141,14 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
                 f"{storage.describe(path)} has {nbytes} bytes, its writer (rank {info.writer}) "
                 f"reported {info.nbytes}; save again"
             )
-    # Third, write index and manifest.
+    # Third, write index and manifest, and what other programs begin with.
     present = storage.list(directory)
-    for name, data in ((INDEX, index_bytes), (MANIFEST, manifest_bytes)):
-        path = f"{directory}/{name}"
+    for name in (*extras, INDEX, MANIFEST):
         if name in present:  # of an earlier, killed commit
-            storage.remove_tree(path, durable=False)
-        # The bytes are synced now and the name below, with the directory: no process looks for the
-        # name before the directory has its own.
-        with storage.create(path, nbytes=len(data)) as sink:
-            sink.write_at(0, memoryview(data))
-            sink.sync()
+            storage.remove_tree(f"{directory}/{name}", durable=False)
+    _write_synced(storage, directory, extras)
+    for name, data in ((INDEX, index_bytes), (MANIFEST, manifest_bytes)):
+        _write_synced(storage, directory, {name: data})
     # Fourth, remove the notes of the save, which a reader would report as stray files.
     unnamed = [name for name in present if name.startswith((".tmp-", ".trash-"))]
     for name in ("plan", DONE_DIR, *unnamed):  # the latter are of an earlier, killed commit
@@ -161,9 +161,30 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
     return manifest
 
 
+def _write_synced(storage: Storage, directory: str, files: Mapping[str, bytes]) -> None:
+    """Write small files and sync their bytes, those of several at the same time.
+
+    Their names are synced with the directory: no process looks for one before the directory has
+    its own.
+    """
+    with ExitStack() as stack:
+        sinks = []
+        for name, data in files.items():
+            path = f"{directory}/{name}"
+            sink = stack.enter_context(storage.create(path, nbytes=len(data)))
+            sink.write_at(0, memoryview(data))
+            sinks.append(sink)
+        if len(sinks) == 1:
+            sinks[0].sync()
+        elif sinks:
+            with ThreadPoolExecutor(len(sinks), thread_name_prefix="holdfast-sync") as pool:
+                for done in [pool.submit(sink.sync) for sink in sinks]:
+                    done.result()
+
+
 def assemble(
     plan: CommitPlan, records: list[DoneRecord], header: SaveHeader
-) -> tuple[bytes, Manifest]:
+) -> tuple[bytes, Manifest, dict[str, bytes]]:
     """Build index and manifest from the records and prove them against the plan.
 
     Args:
@@ -171,13 +192,17 @@ def assemble(
         records: Records of all ranks, in the order of the plan.
         header: Header of the save.
 
+    Returns:
+        The index, the manifest, and by name the files for other programs, which are in it.
+
     Raises:
         PlanError, CorruptionError: See `commit_save`.
 
     Cost: linear in rows and ranks.
     """
     planned = plan.row_nbytes
-    files = [data_file(number) for number in range(len(plan.writers))]
+    numbers = range(len(plan.writers))
+    files = [data_file(number, envelope=plan.envelope) for number in numbers]
     index = build_index(plan, records, files, planned=planned)
     compare_checks(plan, records)
     parts = _merge_values(plan, records)
@@ -185,7 +210,27 @@ def assemble(
     manifest = _build_manifest(plan, header, records, files, index, index_bytes, parts)
     validate_index(index, manifest)
     _compare_copies(index, manifest, header)
-    return index_bytes, manifest
+    extras: dict[str, bytes] = {}
+    if plan.envelope == "torch_dist":
+        extras = _extra_files(index, manifest)
+        infos = [
+            ExtraInfo(name=name, nbytes=len(data), digest=digest128(data))
+            for name, data in extras.items()
+        ]
+        manifest = msgspec.structs.replace(manifest, extras=infos)
+    return index_bytes, manifest, extras
+
+
+def _extra_files(index: ChunkIndex, manifest: Manifest) -> dict[str, bytes]:
+    """Make the files for PyTorch and Megatron; log what they cannot have."""
+    made = extra_files(
+        index, manifest.tensors, manifest.parts, [file.name for file in manifest.files]
+    )
+    if made.notes:
+        _LOG.info(
+            "step %d, as PyTorch and Megatron read it: %s", manifest.step, "; ".join(made.notes)
+        )
+    return made.files
 
 
 def publish(storage: Storage, directory: str, final: str, header: SaveHeader) -> None:
@@ -492,6 +537,7 @@ def _build_manifest(
                 header_digest=records[position].header_digest,
                 writer=plan.ranks[position],
                 coordinate=plan.coordinates[position],
+                envelope=plan.envelope,
             )
             for number, position in enumerate(plan.writers)
         ],

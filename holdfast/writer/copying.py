@@ -20,7 +20,7 @@ import xxhash
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.digest import digest128
-from holdfast.format.manifest import FileInfo
+from holdfast.format.manifest import ExtraInfo, FileInfo
 from holdfast.format.names import INDEX, MANIFEST, point_to_newest, saving_dir, step_dir
 from holdfast.format.summaries import annotate
 from holdfast.format.verifier import verify_snapshot, verify_source
@@ -86,7 +86,7 @@ def copy_checkpoint(
         final = step_dir(manifest.step)
         target.make_dir("")
         nbytes = len(files.records.manifest) + manifest.index.nbytes
-        nbytes += sum(file.nbytes for file in manifest.files)
+        nbytes += sum(manifest.file_sizes.values())
         if target.exists(final):
             if Identity.of(files.records.manifest).is_of(target, final):
                 return CopyReport(step=manifest.step, nbytes=nbytes, nbytes_sent=0, was_there=True)
@@ -162,7 +162,9 @@ class _Copy:
             self._send(number, file)
             sent += file.nbytes
         records = self._files.records
-        for name, data in ((INDEX, records.index), (MANIFEST, records.manifest)):
+        small = [(extra.name, self._extra(extra)) for extra in manifest.extras]
+        small += [(INDEX, records.index), (MANIFEST, records.manifest)]
+        for name, data in small:
             if target.exists(f"{place}/{name}"):
                 target.remove_tree(f"{place}/{name}", durable=False)
             with target.create(f"{place}/{name}", nbytes=len(data)) as sink:
@@ -175,6 +177,17 @@ class _Copy:
             target.sync_dir(f"{place}/data")
         target.sync_dir(place)
         return sent
+
+    def _extra(self, extra: ExtraInfo) -> bytes:
+        """Return a file for other programs; CorruptionError if it is damaged."""
+        path = f"{self._directory}/{extra.name}" if self._directory else extra.name
+        data = self._held.read(path)
+        if digest128(data) != extra.digest:
+            raise CorruptionError(
+                f"{self._held.describe(path)}: damaged: it does not have the digest of the "
+                f"manifest; the copy is not finished"
+            )
+        return data
 
     def _is_whole(self, file: FileInfo) -> bool:
         """Return True if an earlier copy has sent all of a file."""

@@ -20,13 +20,15 @@ import xxhash
 from holdfast.arrays.boxes import Box
 from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import DeadlineError, ErrorRecord, StorageError
-from holdfast.format.digest import digest128
+from holdfast.format.digest import digest128_of
 from holdfast.format.fingerprint import fingerprint_box
+from holdfast.format.index import gaps
 from holdfast.format.names import parse_saving_dir, step_dir
 from holdfast.format.root_identity import require_root
 from holdfast.format.versions import LEASES_DIR, repeated
 from holdfast.storage import PosixStorage, Storage
 from holdfast.storage.reading import pause_of
+from holdfast.writer.checksums import CRC_NBYTES, Put, checksums
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import (
     committers_failure,
@@ -96,14 +98,15 @@ class JobGate:
             self._is_closed = True
             self._changed.notify_all()
 
-    def wait(self, nbytes: int) -> None:
-        """Return when the first `nbytes` bytes are in place; for one thread only."""
+    def wait(self, nbytes: int) -> int:
+        """Return when the first `nbytes` bytes are in place, and how many are; for one thread."""
         with self._changed:
             self._nbytes_needed = nbytes
         self._wait_for(
             lambda: self._nbytes >= nbytes,
             lambda: f"only {self._nbytes} bytes of the image were staged, {nbytes} are needed",
         )
+        return self._nbytes
 
     def wait_for_digests(self) -> tuple[bytes, RowDigests]:
         """Return the digests of the checked boxes and of all rows, once the image is staged."""
@@ -244,6 +247,7 @@ def run_job(
     image: memoryview,
     *,
     plan: EncodedPlan | None,
+    put: Put | None = None,
     on_progress: Callable[[int], object] | None = None,
     on_written: Callable[[], object] | None = None,
 ) -> SaveOutcome:
@@ -253,7 +257,7 @@ def run_job(
     """
     try:
         return perform_job(
-            storage, job, image, plan=plan, on_progress=on_progress, on_written=on_written
+            storage, job, image, plan=plan, put=put, on_progress=on_progress, on_written=on_written
         )
     except Exception as caught:
         # The committer's failure record is the cause, if the error here only follows from it.
@@ -270,6 +274,7 @@ def perform_job(
     *,
     plan: EncodedPlan | None,
     gate: JobGate | None = None,
+    put: Put | None = None,
     on_progress: Callable[[int], object] | None = None,
     on_written: Callable[[], object] | None = None,
 ) -> SaveOutcome:
@@ -282,6 +287,7 @@ def perform_job(
         plan: Plan of the whole save, on the rank that commits it.
         gate: Given for a synchronous save, whose ranks wait for each other by collectives. The
             commit waits for it, and the jobs of other ranks end with the writing.
+        put: Writes into the image what is known only now, if `image` itself is for reading.
         on_progress: Called with the bytes passed to storage so far.
         on_written: Called when the image is no longer needed.
 
@@ -299,7 +305,7 @@ def perform_job(
     ):
         # Phase 1: write this rank's bytes and its done-record.
         _prepare_directory(storage, job, plan)
-        write_share(storage, job, image, gate=gate, on_progress=on_progress)
+        write_share(storage, job, image, gate=gate, put=put, on_progress=on_progress)
         written = time.monotonic()
         if on_written is not None:
             on_written()
@@ -343,6 +349,7 @@ def write_share(
     image: memoryview,
     *,
     gate: JobGate | None = None,
+    put: Put | None = None,
     on_progress: Callable[[int], object] | None = None,
 ) -> None:
     """Write and sync a rank's data file, then publish its done-record.
@@ -355,20 +362,22 @@ def write_share(
         image: The rank's data file in staging memory.
         gate: Given if the image is still being staged, and hashed meanwhile; without it the whole
             image is in place.
+        put: As of `perform_job`.
         on_progress: Called with the bytes passed to storage so far.
 
     Raises:
         StorageError: A write failed; the message names the path.
 
     Cost: one pass of writes, one sync; without a gate, one pass of hashing concurrently with it.
+    An envelope with checksums has one more pass for them, also at the same time.
     """
     if gate is not None:
-        _write_image(storage, job, image, gate=gate, on_progress=on_progress)
+        _write_image(storage, job, image, gate=gate, put=put, on_progress=on_progress)
         checks, digests = gate.wait_for_digests()
     else:
         with ThreadPoolExecutor(1, thread_name_prefix="holdfast-hash") as pool:
             hashing = pool.submit(ImageHasher(job, image).finish)
-            _write_image(storage, job, image, gate=None, on_progress=on_progress)
+            _write_image(storage, job, image, gate=None, put=put, on_progress=on_progress)
         checks, digests = job.checks, hashing.result()
     record = DoneRecord(
         position=job.position,
@@ -377,7 +386,7 @@ def write_share(
         file=job.file.name,
         nbytes=image.nbytes if job.file.name is not None else 0,
         header_nbytes=job.file.header_nbytes,
-        header_digest=digest128(image[: job.file.header_nbytes]),
+        header_digest=_envelope_digest(job, image),
         starts=job.file.starts,
         row_nbytes=job.file.row_nbytes,
         digest_ptr=column(digests.digest_ptr),
@@ -398,20 +407,44 @@ def _write_image(
     image: memoryview,
     *,
     gate: JobGate | None,
+    put: Put | None,
     on_progress: Callable[[int], object] | None,
 ) -> None:
     """Write and sync the data file, if the rank has one."""
     if job.file.name is None:
         return
-    with storage.create(f"{job.directory}/{job.file.name}", nbytes=image.nbytes) as sink:
+    path = f"{job.directory}/{job.file.name}"
+    with (
+        storage.create(path, nbytes=image.nbytes) as sink,
+        checksums(job.file, image, put) as sums,
+    ):
+        late: list[int] = []
         for start in range(0, image.nbytes, _WRITE_NBYTES):
             end = min(start + _WRITE_NBYTES, image.nbytes)
-            if gate is not None:
-                gate.wait(end)  # the image fills from the front, at the same time
+            needed = end
+            if sums is not None:
+                # Only a file can be written again in places; the parts of an object are gone.
+                is_file = isinstance(storage, PosixStorage)
+                needed = sums.reach(end) if is_file else image.nbytes
+            # With a gate the image fills from the front, at the same time.
+            staged = image.nbytes if gate is None else gate.wait(needed)
+            if sums is not None:
+                put_now = sums.put_until(needed, staged=staged)
+                late += [place for place in put_now if place < start]
             sink.write_at(start, image[start:end])
             if on_progress is not None:
                 on_progress(end)
+        for place in late:  # of chunks that ended long after these bytes were written
+            sink.write_at(place, image[place : place + CRC_NBYTES])
         sink.sync()
+
+
+def _envelope_digest(job: WriteJob, image: memoryview) -> str:
+    """Return the digest of all bytes of the image that are no payload."""
+    starts = np.frombuffer(job.file.starts, dtype=np.int64)
+    nbytes = np.frombuffer(job.file.row_nbytes, dtype=np.int64)
+    between = gaps(starts, nbytes, file_nbytes=image.nbytes if job.file.name is not None else 0)
+    return digest128_of(image[begin:end] for begin, end in between)
 
 
 def _commit_when_complete(

@@ -22,7 +22,7 @@ from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import CorruptionError, ErrorRecord, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.manifest import LayoutInfo, PlacementInfo
+from holdfast.format.manifest import Envelope, LayoutInfo, PlacementInfo
 from holdfast.format.names import parse_saving_dir, step_dir, unclaimed
 from holdfast.format.versions import DEFAULT_LEASE_S, LEASES_DIR, renewed_ago_s
 from holdfast.storage import Storage
@@ -66,6 +66,7 @@ class _PlanTables(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         keys, dtypes, shapes, tensor_layouts: One entry for each tensor.
         placements: The distinct placements; `tensor_placements` has the position of each tensor's.
         writers: For each file, the position of its writer in `ranks`.
+        envelope: Of the data files.
     """
 
     signature: str
@@ -80,6 +81,7 @@ class _PlanTables(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     placements: tuple[PlacementInfo, ...]
     tensor_placements: tuple[int, ...]
     writers: tuple[int, ...]
+    envelope: Envelope = "safetensors"
 
 
 class CommitPlan(_PlanTables, frozen=True, kw_only=True, eq=False):
@@ -131,7 +133,7 @@ _TABLES = _PlanTables.__struct_fields__
 _COLUMNS = tuple(name for name in CommitPlan.__struct_fields__ if name not in _TABLES)
 
 
-class _PlanWire(_PlanTables, frozen=True, kw_only=True, eq=False):
+class _PlanWire(_PlanTables, frozen=True, kw_only=True, eq=False, omit_defaults=True):
     """An encoded plan: columns of 64-bit integers, and the widths of columns with two dims."""
 
     columns: dict[str, bytes]
@@ -214,15 +216,17 @@ class PlannedFile(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         name: Path inside the directory of the save; None for a rank that writes no tensor.
-        header_nbytes: Size of its safetensors header, including padding.
+        header_nbytes: Bytes that are no payload: its header with padding, or what is around chunks.
         starts: int64 column: byte at which each row's payload starts in the image, in plan order.
         row_nbytes: int64 column: length of each row's payload.
+        crc_at: int64 column: two bytes of the image per row at which its CRC-32 goes; or empty.
     """
 
     name: str | None = None
     header_nbytes: int = 0
     starts: bytes = b""
     row_nbytes: bytes = b""
+    crc_at: bytes = b""
 
 
 class WriteJob(msgspec.Struct, frozen=True, kw_only=True):

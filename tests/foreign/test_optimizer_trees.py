@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from holdfast.errors import CorruptionError, PlanError
-from holdfast.foreign.optimizer_trees import (
+from holdfast.format.envelopes.optimizer_trees import (
     from_torch,
     is_by_name,
     is_torch_tree,

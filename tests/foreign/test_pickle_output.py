@@ -16,9 +16,9 @@ import torch
 from torch import _weights_only_unpickler as restricted
 
 from holdfast.errors import PlanError
-from holdfast.foreign.pickle_output import Global, Made, Pairs, pickled
 from holdfast.foreign.pickles import read_pickle
-from holdfast.foreign.plain_values import PlainValues, TensorRef
+from holdfast.format.envelopes.pickle_output import Global, Made, Pairs, pickled
+from holdfast.format.envelopes.plain_values import PlainValues, TensorRef
 from holdfast.format.values import (
     Codec,
     Codecs,

@@ -18,10 +18,10 @@ import torch.distributed.checkpoint
 from torch import nn
 
 from holdfast.errors import CorruptionError, HoldfastError, PlacementError
-from holdfast.foreign.pickle_types import STORAGE_DTYPES
 from holdfast.foreign.pickles import PickledMapping, PickledTensor, Record, read_pickle, to_node
 from holdfast.foreign.torch_save import open_torch_save
 from holdfast.format.dtypes import DTYPES as ALL_DTYPES
+from holdfast.format.envelopes.torch_types import STORAGE_DTYPES
 from tests.foreign.making import DTYPES, MemorySource, opened, saved, tensor_of
 
 FORMS = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])

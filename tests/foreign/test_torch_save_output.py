@@ -17,8 +17,8 @@ from holdfast.foreign import torch_save_output
 from holdfast.foreign.catalog import Catalog, Chunk, FileBytes
 from holdfast.foreign.formats import open_catalog
 from holdfast.foreign.output import Output, write_output
-from holdfast.foreign.torch_archive import ALIGNMENT, layout_archive, tensor_value
 from holdfast.foreign.torch_save import open_torch_save
+from holdfast.format.envelopes.torch_archive import ALIGNMENT, layout_archive, tensor_value
 from holdfast.format.values import per_rank_node
 from holdfast.state.optimizer_state import OptimizerState
 from tests.foreign.catalogs import TRAINED_DTYPES, catalog_of, equal_bits, sample

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,9 +13,13 @@ import numpy.typing as npt
 from holdfast.arrays.boxes import Box
 from holdfast.format.digest import block_digests, digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.index import ChunkIndex, ImageEntry, chunk_name, encode_index, layout_image
+from holdfast.format.envelopes.layouts import layout_in
+from holdfast.format.envelopes.torch_dist import extra_files
+from holdfast.format.index import ChunkIndex, ImageEntry, chunk_name, encode_index, gaps
 from holdfast.format.manifest import (
     WHOLE,
+    Envelope,
+    ExtraInfo,
     FileInfo,
     IndexInfo,
     LayoutInfo,
@@ -89,6 +94,7 @@ def make(
     step: int = 1,
     block_nbytes: int = 64,
     parts: Mapping[str, Node] | None = None,
+    envelope: Envelope = "safetensors",
 ) -> Made:
     """The records and data files of a checkpoint of these tensors."""
     rows = [(i, key, chunk) for i, (key, t) in enumerate(tensors.items()) for chunk in t.chunks]
@@ -104,12 +110,16 @@ def make(
     infos = []
     for number in range(num_files):
         own = [row for row in rows if row[2].file == number]
-        image = layout_image([_entry(tensors[key], key, chunk) for _, key, chunk in own])
+        entries = [_entry(tensors[key], key, chunk) for _, key, chunk in own]
+        image = layout_in(envelope, entries)
         data = bytearray(image.nbytes)
-        data[: len(image.header)] = image.header
+        payloads: list[tuple[int, int]] = []
+        for at, literal in ((0, image.header), *image.literals):
+            data[at : at + len(literal)] = literal
         for (i, key, chunk), start in zip(own, image.starts.tolist(), strict=True):
             payload = chunk.content or tensors[key].box_bytes(chunk.box)
             data[start : start + len(payload)] = payload
+            payloads.append((start, len(payload)))
             pad = num_dims - chunk.box.ndim
             values = (i, number, [*chunk.box.offset, *[0] * pad], [*chunk.box.shape, *[1] * pad],
                       start, len(payload), chunk.copy)  # fmt: skip
@@ -118,16 +128,22 @@ def make(
             digests.append(block_digests(payload, block_nbytes))
             held_by = chunk.holders or tuple(range(num_files))
             holders.append(sets.setdefault(held_by, len(sets)))
-        name = data_file(number)
+        for (start, nbytes), places in zip(payloads, image.crc_at, strict=False):
+            for at in places:
+                data[at : at + 4] = zlib.crc32(data[start : start + nbytes]).to_bytes(4, "little")
+        name = data_file(number, envelope=envelope)
         files[name] = bytes(data)
+        start_column, nbytes_column = np.array(payloads, dtype=np.int64).reshape(-1, 2).T
+        between = gaps(start_column, nbytes_column, file_nbytes=len(data))
         infos.append(
             FileInfo(
                 name=name,
                 nbytes=len(data),
-                header_nbytes=len(image.header),
-                header_digest=digest128(image.header),
+                header_nbytes=image.envelope_nbytes,
+                header_digest=digest128(b"".join(data[begin:end] for begin, end in between)),
                 writer=number,
                 coordinate={"tp": number},
+                envelope=envelope,
             )
         )
     arrays = {name: np.array(column, dtype=np.int64) for name, column in columns.items()}
@@ -177,6 +193,14 @@ def make(
             stored_nbytes=int(arrays["nbytes"].sum()),
         ),
     )
+    if envelope == "torch_dist":
+        extras = extra_files(index, infos_t, manifest.parts, [*files]).files
+        listed = [
+            ExtraInfo(name=name, nbytes=len(data), digest=digest128(data))
+            for name, data in extras.items()
+        ]
+        manifest = msgspec.structs.replace(manifest, extras=listed)
+        files |= extras
     return Made(manifest=manifest, index=index, files=files)
 
 

@@ -19,6 +19,7 @@ from holdfast.checkpoint.plan.proof import (
     prove_exact_cover,
     prove_replicas,
 )
+from holdfast.format.manifest import Envelope
 from holdfast.format.stored_copies import CopyPolicy
 from holdfast.writer.records import CommitPlan
 
@@ -45,6 +46,7 @@ def make_plan(
     block_nbytes: int,
     compare_all: bool = False,
     copies: CopyPolicy | None = None,
+    envelope: Envelope = "safetensors",
 ) -> tuple[CommitPlan, list[RankShare]]:
     """Prove ownership and assign the writers of every box, balanced by true bytes.
 
@@ -59,6 +61,7 @@ def make_plan(
         block_nbytes: Bytes per digest.
         compare_all: Compare declared replicas, too, to find a rank with wrong memory.
         copies: What is stored more than once.
+        envelope: Of the data files.
 
     Raises:
         PlanError: Naming key, box and ranks.
@@ -85,6 +88,7 @@ def make_plan(
         placements=joined.names.placements,
         tensor_placements=joined.names.placed,
         writers=tuple(writers.tolist()),
+        envelope=envelope,
         row_tensor=joined.tensor[row],
         row_file=file,
         row_offset=offset,

@@ -37,6 +37,7 @@ from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan, rank_plan
 from holdfast.collector import collector_paused
 from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest128
+from holdfast.format.manifest import Envelope
 from holdfast.format.stored_copies import CopyPolicy
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
@@ -69,6 +70,7 @@ class Planner:
         codecs: for values of types that are registered.
         block_nbytes: bytes per digest.
         copies: what is stored more than once.
+        envelope: of the data files.
     """
 
     def __init__(
@@ -79,16 +81,21 @@ class Planner:
         codecs: Codecs,
         block_nbytes: int,
         copies: CopyPolicy | None = None,
+        envelope: Envelope = "safetensors",
     ) -> None:
         self._storage = storage
         self._groups = groups
         self._codecs = codecs
         self._block_nbytes = block_nbytes
         self._copies = copies
-        # What a signature covers besides the claims: layout, bytes per digest, policy of copies.
+        self._envelope = envelope
+        # What a signature covers besides the claims: layout, bytes per digest, policy of copies,
+        # envelope.
         self._choices = [groups.layout.digest(), str(block_nbytes)]
         if copies is not None and copies.axes:
             self._choices += [*copies.axes, f"{copies.max_fraction:g}"]
+        if envelope != "safetensors":
+            self._choices.append(envelope)
         self._leaves = LeafCache()
         self._last: LocalState | None = None
         self._plans: dict[bool, RankPlan] = {}
@@ -192,7 +199,8 @@ class Planner:
         # Only the share is sent: the plan of all ranks is as large as all shares together.
         shares = None if notes is None else [*notes.shares]
         share = control.scatter(shares, phase="save: shares")
-        return _own_plan(local, share, compare_all=compare_all, commit=commit, kept=""), notes
+        own = self._own_plan(local, share, compare_all=compare_all, commit=commit, kept="")
+        return own, notes
 
     def add(self, plan: RankPlan, notes: PlanNotes | None) -> None:
         """Keep a plan that all ranks have made; the coordinator passes what it was made of.
@@ -240,7 +248,9 @@ class Planner:
             if not kept.is_made_of(notes):
                 return Rejected("it is not the plan of its claims")
         share = kept.share(control.index)
-        return _own_plan(local, share, compare_all=compare_all, commit=commit, kept=kept.digest)
+        return self._own_plan(
+            local, share, compare_all=compare_all, commit=commit, kept=kept.digest
+        )
 
     def plan_from_claims(
         self, messages: Sequence[bytes], *, compare_all: bool
@@ -267,34 +277,36 @@ class Planner:
             signature=digest128("\0".join(signatures).encode()),
             block_nbytes=self._block_nbytes,
             copies=self._copies,
+            envelope=self._envelope,
         )
         commit = encode_plan(plan)
         facts = (commit.digest, plan.total_nbytes, plan.copies_nbytes, len(plan.keys))
         sent = [squeeze(msgspec.msgpack.encode((*facts, share))) for share in shares]
         return commit, PlanNotes(claims=messages, encoded=encoded_claims, shares=sent)
 
-
-def _own_plan(
-    local: LocalState,
-    message: bytes,
-    *,
-    compare_all: bool,
-    commit: EncodedPlan | None,
-    kept: str,
-) -> RankPlan:
-    """Return the plan of a rank, from its share."""
-    digest, total_nbytes, copies_nbytes, num_tensors, share = msgspec.msgpack.decode(
-        unsqueeze(message, max_nbytes=MAX_NBYTES) if kept else unsqueeze(message),
-        type=_ShareMessage,
-    )
-    return rank_plan(
-        local,
-        share,
-        plan_digest=digest,
-        compare_all=compare_all,
-        total_nbytes=total_nbytes,
-        copies_nbytes=copies_nbytes,
-        num_tensors=num_tensors,
-        commit=commit,
-        kept=kept,
-    )
+    def _own_plan(
+        self,
+        local: LocalState,
+        message: bytes,
+        *,
+        compare_all: bool,
+        commit: EncodedPlan | None,
+        kept: str,
+    ) -> RankPlan:
+        """Return the plan of a rank, from its share."""
+        digest, total_nbytes, copies_nbytes, num_tensors, share = msgspec.msgpack.decode(
+            unsqueeze(message, max_nbytes=MAX_NBYTES) if kept else unsqueeze(message),
+            type=_ShareMessage,
+        )
+        return rank_plan(
+            local,
+            share,
+            plan_digest=digest,
+            compare_all=compare_all,
+            total_nbytes=total_nbytes,
+            copies_nbytes=copies_nbytes,
+            num_tensors=num_tensors,
+            commit=commit,
+            kept=kept,
+            envelope=self._envelope,
+        )

@@ -10,7 +10,9 @@ import torch
 from holdfast.checkpoint.plan.claims import ClaimedRows, RankClaims
 from holdfast.checkpoint.plan.make_plan import RankShare
 from holdfast.errors import PlanError
-from holdfast.format.index import Image, ImageEntry, chunk_name, layout_image
+from holdfast.format.envelopes.layouts import layout_in
+from holdfast.format.index import Image, ImageEntry, chunk_name
+from holdfast.format.manifest import Envelope
 from holdfast.format.names import data_file
 from holdfast.state.leaves import FlatState
 from holdfast.state.tensor_elements import TORCH_TO_NAME
@@ -114,6 +116,7 @@ def rank_plan(
     num_tensors: int,
     commit: EncodedPlan | None,
     kept: str,
+    envelope: Envelope = "safetensors",
 ) -> RankPlan:
     """Return what a rank keeps of a plan: names and boxes of its chunks, and its image."""
     offsets, extents = local.table.offset.tolist(), local.table.extent.tolist()
@@ -134,7 +137,7 @@ def rank_plan(
         row_boxes.append(RowBox(dtype=dtype, shape=shape, offset=offset, extent=extent))
         entries.append(ImageEntry(name=name, dtype=dtype, shape=extent))
         row_nbytes.append(math.prod(extent) * source.element_size())
-    image = layout_image(entries)
+    image = layout_in(envelope, entries)
     writes = share.file >= 0
     return RankPlan(
         signature=local.signature,
@@ -144,10 +147,11 @@ def rank_plan(
         plan_digest=plan_digest,
         kept=kept,
         file=PlannedFile(
-            name=data_file(share.file) if writes else None,
-            header_nbytes=len(image.header) if writes else 0,
+            name=data_file(share.file, envelope=envelope) if writes else None,
+            header_nbytes=image.envelope_nbytes if writes else 0,
             starts=column(image.starts),
             row_nbytes=column(row_nbytes),
+            crc_at=column([at for places in image.crc_at for at in places]),
         ),
         rows=share.rows,
         cuts=tuple(cuts),

@@ -173,7 +173,7 @@ class AgreedSave:
         return SaveReport(
             step=step,
             path=storage.describe(step_dir(step)) if plan else "",
-            nbytes=plan.image.nbytes - len(plan.image.header) if plan else 0,
+            nbytes=plan.image.nbytes - plan.image.envelope_nbytes if plan else 0,
             total_nbytes=plan.total_nbytes if plan else 0,
             copies_nbytes=plan.copies_nbytes if plan else 0,
             num_tensors=plan.num_tensors if plan else 0,
@@ -220,6 +220,7 @@ class Handshake:
             codecs=codecs,
             block_nbytes=options.block_nbytes,
             copies=options.copies,
+            envelope=options.envelope,
         )
         self.unreported = UnreportedSaves()
         self._num_saves = 0

@@ -222,12 +222,13 @@ def prepare_staging(
     slice_nbytes: int = SLICE_NBYTES,
     piece_nbytes: int = PIECE_NBYTES,
 ) -> Staging:
-    """Lay the image into the memory: header written, one destination view per source.
+    """Lay the image into the memory: its envelope written, one destination view per source.
 
-    Cost: allocates the memory if it is too small, touches only the header.
+    Cost: allocates the memory if it is too small, touches only the envelope.
     """
     view = memory.reserve(image.nbytes)
-    view[: len(image.header)] = image.header
+    for at, data in ((0, image.header), *image.literals):
+        view[at : at + len(data)] = data
     destinations = []
     nbytes = np.zeros(len(sources), dtype=np.int64)
     for i, (source, start) in enumerate(zip(sources, image.starts.tolist(), strict=True)):

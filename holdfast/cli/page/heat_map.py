@@ -116,7 +116,10 @@ def _who_reads_most(heat: HeatMap) -> str:
 
 def _file_heading(heat: HeatMap, column: range) -> Html:
     """The number of a file and the rank that wrote it, or those of several."""
-    names = [heat.files[i].removeprefix("data/").removesuffix(".safetensors") for i in column]
+    names = [
+        heat.files[i].removeprefix("data/").removesuffix(".safetensors").removesuffix(".distcp")
+        for i in column
+    ]
     writers = sorted({heat.writers[i] for i in column} - {-1})
     by = f"by rank {in_ranges(writers)}" if writers else ""
     short = [name.lstrip("0") or "0" for name in names]

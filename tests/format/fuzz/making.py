@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from holdfast.arrays.boxes import Box
 from holdfast.errors import CorruptionError, MismatchError, PlanError, StorageError
 from holdfast.format.digest import digest128
+from holdfast.format.manifest import Envelope
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.verifier import verify_snapshot
@@ -32,9 +33,12 @@ HOSTILE: list[Any] = [
 ]  # fmt: skip
 
 
-def sample() -> Made:
+ENVELOPES: tuple[Envelope, ...] = ("safetensors", "torch_dist")
+
+
+def sample(envelope: Envelope = "safetensors") -> Made:
     """A small checkpoint with every kind of tensor and some values."""
-    return make(sample_tensors(), parts=PARTS)
+    return make(sample_tensors(), parts=PARTS, envelope=envelope)
 
 
 def put(storage: PosixStorage, made: Made) -> None:

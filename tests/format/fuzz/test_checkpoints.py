@@ -24,6 +24,7 @@ from holdfast.format.names import INDEX, MANIFEST
 from tests.format.fuzz.making import (
     ALLOWED,
     DIRECTORY,
+    ENVELOPES,
     HOSTILE,
     byte_changes,
     opened,
@@ -65,9 +66,9 @@ def _write(storage: PosixStorage, name: str, data: bytes) -> None:
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_harmless(storage: PosixStorage, data: st.DataObject) -> None:
     """Any file, any change: the true values come out, or a proper refusal."""
-    put(storage, sample())
-    files = [MANIFEST, INDEX, "data/00000.safetensors", "data/00001.safetensors"]
-    name = data.draw(st.sampled_from(files))
+    made = sample(data.draw(st.sampled_from(ENVELOPES)))
+    put(storage, made)
+    name = data.draw(st.sampled_from([MANIFEST, INDEX, *made.files]))
     path = storage.root / DIRECTORY / name
     before = path.read_bytes()
     path.write_bytes(data.draw(byte_changes(before)))
@@ -83,7 +84,7 @@ def test_manifests_that_lie_under_a_right_digest(
     storage: PosixStorage, data: st.DataObject
 ) -> None:
     """Semantic checks: whatever a manifest states, no wrong value is loaded under a true name."""
-    put(storage, sample())
+    put(storage, sample(data.draw(st.sampled_from(ENVELOPES))))
     spoilt = spoil_tree(data.draw, _manifest(storage))
     _write(storage, MANIFEST, seal_manifest(spoilt))
     found = opened(storage)
@@ -99,7 +100,7 @@ def test_manifests_that_lie_under_a_right_digest(
 @given(data=st.data())
 def test_indexes_that_lie_under_a_right_digest(storage: PosixStorage, data: st.DataObject) -> None:
     """E5: holes, overlaps, chunks out of bounds, other files, other digests: never wrong bytes."""
-    made = sample()
+    made = sample(data.draw(st.sampled_from(ENVELOPES)))
     name = data.draw(st.sampled_from(["tensor", "file", "offset", "extent", "start", "nbytes",
                                       "copy", "digest_ptr", "digest"]))  # fmt: skip
     column = getattr(made.index, name).copy()

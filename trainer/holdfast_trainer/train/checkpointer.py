@@ -27,6 +27,7 @@ def make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Che
         max_copied_nbytes=config.max_copied_nbytes,
         check_replicas_every=config.check_replicas_every,
         keep_image_s=config.keep_image_s,
+        ckpt_format=config.ckpt_format,
     )
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from holdfast.foreign.pickle_output import Global, Made, Persistent
-from holdfast.foreign.pickle_types import STORAGE_DTYPES, TORCH_DTYPES
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.envelopes.pickle_output import Global, Made, Persistent, pickled
+from holdfast.format.envelopes.torch_types import STORAGE_DTYPES, TORCH_DTYPES
 
 ALIGNMENT = 64
 _FOLDER = "archive"
@@ -122,6 +122,18 @@ def layout_archive(pickle: bytes, storages: Sequence[int]) -> Archive:
     digest = digest128(pickle + repr(list(storages)).encode())
     writer.add(".data/serialization_id", str(int(digest, 16) % 10**40).zfill(40).encode())
     return writer.finish()
+
+
+def tensor_archive(dtype: str, shape: Sequence[int]) -> Archive:
+    """Lay out the archive of one contiguous tensor, whose only storage is its bytes."""
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    return layout_archive(pickled(tensor_value(dtype, shape, 0)), [nbytes])
+
+
+def value_archive(value: object) -> bytes:
+    """Return the archive of a value without tensors; PlanError if it cannot be pickled."""
+    ((_, data),) = layout_archive(pickled(value), []).literals
+    return data
 
 
 class _Writer:

@@ -86,6 +86,9 @@ class _Emitter:
     def __init__(self) -> None:
         self._out = bytearray()
         self._memo: dict[Hashable, int] = {}
+        self._forms: dict[tuple[Global, tuple[str, ...]], list[bytes]] = {}
+        """Of new objects, by class and names of their members: what is written in front of each
+        member, which is the same from the second one on."""
         self._depth = 0
         self._by_type: dict[type, Callable[[Any], None]] = {
             type(None): lambda _: self._code(b"N"),
@@ -148,11 +151,15 @@ class _Emitter:
 
     def _remembered(self, value: Hashable) -> bool:
         """Take a value from the memo, if it was written before."""
-        place = self._memo.get(value)
-        if place is None:
+        if value not in self._memo:
             return False
-        self._code(b"h" + bytes([place]) if place < 256 else b"j" + struct.pack("<I", place))
+        self._out += self._reference(value)
         return True
+
+    def _reference(self, value: Hashable) -> bytes:
+        """Return what takes a value from the memo."""
+        place = self._memo[value]
+        return b"h" + bytes([place]) if place < 256 else b"j" + struct.pack("<I", place)
 
     def _remember(self, value: Hashable) -> None:
         place = self._memo[value] = len(self._memo)
@@ -251,14 +258,33 @@ class _Emitter:
     def _made(self, value: Made) -> None:
         if value.is_shared and self._remembered(id(value)):
             return
+        if value.is_new and not value.args and type(value.state) is dict and value.state:
+            self._made_of_members(value.by, value.state)
+        else:
+            self._made_by_call(value)
+        if value.is_shared:
+            self._remember(id(value))  # by identity: it lives as long as what is written
+
+    def _made_of_members(self, by: Global, state: dict[str, Any]) -> None:
+        form = self._forms.get((by, tuple(state)))
+        if form is None:
+            self._made_by_call(Made(by=by, state=state, is_new=True))
+            names = [self._reference(name) for name in state]
+            begin = self._reference(by) + b")\x81}("
+            self._forms[by, tuple(state)] = [begin + names[0], *names[1:]]
+            return
+        for piece, member in zip(form, state.values(), strict=True):
+            self._out += piece
+            self._emit(member)
+        self._out += b"ub"
+
+    def _made_by_call(self, value: Made) -> None:
         self._global(value.by)
         self._tuple(value.args)
         self._code(b"\x81" if value.is_new else b"R")
         if value.state is not None:
             self._emit(value.state)
             self._code(b"b")
-        if value.is_shared:
-            self._remember(id(value))  # by identity: it lives as long as what is written
 
     def _persistent(self, value: Persistent) -> None:
         self._emit(value.id)
