@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +65,7 @@ class Checksums:
         )
         self._running: list[Future[list[int]]] = []
         self._num_taken = 0
+        self._shifts: dict[int, int] = {}
         """Of the tasks whose results were taken."""
         self._crcs: list[int] = [0] * len(self._stops)
         """By row, of the pieces taken so far."""
@@ -124,6 +124,13 @@ class Checksums:
     def _run(self, task: list[_Piece]) -> list[int]:
         return [zlib.crc32(self._image[piece.begin : piece.stop]) for piece in task]
 
+    def _shift_of(self, piece: _Piece) -> int:
+        """Return the shift by a piece; nearly all pieces have one length."""
+        nbytes = piece.stop - piece.begin
+        if nbytes not in self._shifts:
+            self._shifts[nbytes] = shift_of(nbytes)
+        return self._shifts[nbytes]
+
     def _take_until(self, row: int) -> bool:
         """Wait for all pieces of rows up to `row` and add them; False if one has not begun."""
         while self._num_taken < len(self._tasks) and self._tasks[self._num_taken][0].row <= row:
@@ -132,7 +139,7 @@ class Checksums:
             task = self._tasks[self._num_taken]
             for piece, crc in zip(task, self._running[self._num_taken].result(), strict=True):
                 before = self._crcs[piece.row]
-                self._crcs[piece.row] = combined(before, crc, piece.stop - piece.begin)
+                self._crcs[piece.row] = combined(before, crc, self._shift_of(piece))
             self._num_taken += 1
         return True
 
@@ -172,9 +179,9 @@ def _tasks(starts: list[int], stops: list[int]) -> list[list[_Piece]]:
     return tasks
 
 
-def combined(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC-32 of two ranges in a row from those of each; `nbytes` is of the second."""
-    return second if not first else _times(_power(nbytes), first) ^ second
+def combined(first: int, second: int, shift: int) -> int:
+    """Return the CRC-32 of two ranges in a row from those of each, and `shift_of` the second."""
+    return second if not first else _times(shift, first) ^ second
 
 
 def _times(a: int, b: int) -> int:
@@ -188,19 +195,12 @@ def _times(a: int, b: int) -> int:
     return product
 
 
-@cache
-def _doubled(k: int) -> int:
-    """Return x to the power of 2**k."""
-    return 1 << 30 if k == 0 else _times(_doubled(k - 1), _doubled(k - 1))
-
-
-@cache
-def _power(nbytes: int) -> int:
+def shift_of(nbytes: int) -> int:
     """Return x to the power of the bits of so many bytes: what a CRC is shifted by."""
-    power, bits, k = _ONE, 8 * nbytes, 0
+    power, factor, bits = _ONE, 1 << 30, 8 * nbytes
     while bits:
         if bits & 1:
-            power = _times(_doubled(k), power)
+            power = _times(factor, power)
+        factor = _times(factor, factor)
         bits >>= 1
-        k += 1
     return power
