@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.checkpoint.options import CkptFormat
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.parallel import Layout, ModuleLayouts
 from holdfast_trainer.models.config import GPTConfig, VisionConfig, check_layout
@@ -173,7 +172,7 @@ class CheckpointConfig:
     keep_image_s: float = 0.0
     """Seconds that the bytes of the newest save stay in memory after the run has ended, so that a
     restart on the same host need not read them from storage; 0 for none."""
-    ckpt_format: CkptFormat = "holdfast"
+    ckpt_format: Literal["holdfast", "torch_dist"] = "holdfast"
     """The form of data files: holdfast, or torch_dist, which PyTorch DCP and Megatron open, too."""
     keep_last: int = 0
     """Checkpoints to keep, newest first; 0 keeps all. The newest sound one always stays."""
