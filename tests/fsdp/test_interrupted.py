@@ -126,7 +126,11 @@ def test_after_an_error_in_a_microbatch_training_goes_on(
     sizes: dict[str, Any], strategies: list[str]
 ) -> None:
     """I1: before, the next steps updated some tensors, and then the norm was 0 for ever."""
-    for wrong in run_ranks(sizes["dp"], errors, sizes, strategies, timeout_s=300).results:
+    # Processes of their own: twice in many runs of the suite the heap of a rank was damaged after
+    # this job, and the next job of the same process ended by a signal. Where it is damaged is not
+    # known; here it is this test that ends so, and no innocent one.
+    outcome = run_ranks(sizes["dp"], errors, sizes, strategies, timeout_s=300, fresh=True)
+    for wrong in outcome.results:
         assert wrong == []
 
 
