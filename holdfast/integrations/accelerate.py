@@ -30,6 +30,7 @@ from holdfast.integrations.fetches import (
     set_epoch_of_samplers,
     set_streams,
 )
+from holdfast.integrations.owners import owners_of
 from holdfast.integrations.world import agreed_newest_step, groups_of_world
 from holdfast.state import RNG, OptimizerState, PerRank, Stored
 
@@ -293,15 +294,10 @@ def _numbered(name: str, objects: list[Any]) -> Iterator[tuple[str, Any]]:
 
 def _owners(optimizer: Any, models: list[nn.Module]) -> nn.Module | dict[str, nn.Module]:
     """Return the model whose parameters an optimizer has, or those by name if there are several."""
-    updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    owners = {
-        name: model
-        for name, model in _numbered("model", models)
-        if any(id(each) in updated for each in model.parameters())
-    }
-    if not owners:
+    owners = owners_of(optimizer, _numbered("model", models))
+    if owners is None:
         raise ConfigError("an optimizer has no parameter of a model that the accelerator prepared")
-    return next(iter(owners.values())) if len(owners) == 1 else owners
+    return owners
 
 
 def _refuse_unsupported(accelerator: Any) -> None:

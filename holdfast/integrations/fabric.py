@@ -23,6 +23,7 @@ from torch import nn
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
 from holdfast.errors import ConfigError
 from holdfast.integrations.loaders import LoaderPlace, place_of
+from holdfast.integrations.owners import owners_of
 from holdfast.integrations.world import agreed_newest_step, groups_of_world
 from holdfast.state import RNG, OptimizerState, PerRank, Stored
 
@@ -192,15 +193,10 @@ def _owners(
     name: str, optimizer: Any, modules: Mapping[str, nn.Module]
 ) -> nn.Module | dict[str, nn.Module]:
     """Return the module whose parameters an optimizer has, or those by name."""
-    updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    owners = {
-        each: module
-        for each, module in modules.items()
-        if any(id(parameter) in updated for parameter in module.parameters())
-    }
-    if not owners:
+    owners = owners_of(optimizer, modules.items())
+    if owners is None:
         raise ConfigError(f"state['{name}']: no module of the state has its parameters")
-    return next(iter(owners.values())) if len(owners) == 1 else owners
+    return owners
 
 
 def _of_rank(tree: object) -> PerRank:

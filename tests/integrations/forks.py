@@ -102,6 +102,20 @@ class ForkServer:
             assert end.code == 0, end.output[-4000:]
         return [end.output.rstrip().rsplit("\n", 1)[-1] for end in ends]
 
+    def lines_after_kill(
+        self, program: str, root: Path, *words: object, kill: str, num_ranks: int
+    ) -> list[str]:
+        """Run a program that the prelude `kill` ends by SIGKILL, and again without it.
+
+        Args:
+            program: its command line is the root, and `words`.
+            root: of its checkpoints; it runs in the directory above.
+        """
+        named: dict[str, Any] = {"directory": root.parent, "num_ranks": num_ranks}
+        ends = self.run(program, root, *words, prelude=kill, **named)
+        assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
+        return self.lines(program, root, *words, **named)
+
     def close(self) -> None:
         """End the server."""
         assert self._process.stdin is not None

@@ -50,10 +50,8 @@ def server() -> Iterator[ForkServer]:
 
 def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
     """What two ranks print that are killed once, and started again."""
-    named: dict[str, Any] = {"directory": root.parent, "num_ranks": 2}
-    ends = server.run(PROGRAM, root, STEPS, prelude=KILL.format(at=at, rank=at % 2), **named)
-    assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
-    return server.lines(PROGRAM, root, STEPS, **named)
+    kill = KILL.format(at=at, rank=at % 2)
+    return server.lines_after_kill(PROGRAM, root, STEPS, kill=kill, num_ranks=2)
 
 
 @pytest.fixture(scope="module")

@@ -39,10 +39,7 @@ def server() -> Iterator[ForkServer]:
 def killed_and_resumed(server: ForkServer, root: Path, at: int, *, num_ranks: int = 1) -> list[str]:
     """What a run prints that is killed once, and started again."""
     kill = KILL.format(at=at, rank=at % num_ranks)
-    named = {"directory": root.parent, "num_ranks": num_ranks}
-    ends = server.run(PROGRAM, root, EPOCHS, prelude=kill, **named)
-    assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
-    return server.lines(PROGRAM, root, EPOCHS, **named)
+    return server.lines_after_kill(PROGRAM, root, EPOCHS, kill=kill, num_ranks=num_ranks)
 
 
 @pytest.fixture(scope="module")
