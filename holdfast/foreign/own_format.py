@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.boxes import Box, flat_range_boxes
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, OpenFiles
 from holdfast.foreign.output import Digests, Extent, Output, OutputFile, Written
+from holdfast.foreign.records import ONE_RANK, index_of_one_rank
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES, digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import ChunkIndex, Image, ImageEntry, encode_index, layout_image
@@ -22,7 +19,6 @@ from holdfast.format.manifest import (
     WHOLE,
     FileInfo,
     IndexInfo,
-    LayoutInfo,
     Manifest,
     TensorInfo,
     Totals,
@@ -156,14 +152,13 @@ def _records(
     index = _index(catalog, number, rows)
     data = encode_index(index)
     stored = int(index.nbytes.sum())
-    metadata: dict[str, Any] = dict(catalog.metadata)
     manifest = Manifest(
         step=step,
         save_id=digest128(catalog.identity)[:12],
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         holdfast=__version__,
         torch=f"converted from {catalog.format}",
-        layouts=[LayoutInfo(name="model", axes={}, order="", ranks=[0])],
+        layouts=[ONE_RANK],
         signature=digest128(catalog.identity),
         block_nbytes=DEFAULT_BLOCK_NBYTES,
         placements=[WHOLE],
@@ -185,7 +180,7 @@ def _records(
         ],
         index=IndexInfo(nbytes=len(data), digest=digest128(data), num_rows=index.num_rows),
         totals=Totals(num_tensors=len(catalog.tensors), nbytes=stored, stored_nbytes=stored),
-        metadata=metadata,
+        metadata=dict(catalog.metadata),
     )
     return [OutputFile.of(INDEX, data), OutputFile.of(MANIFEST, encode_manifest(manifest))]
 
@@ -199,23 +194,10 @@ def _index(
         [extent.box for _, extent, _ in rows],
         num_dims=num_dims,
     )
-    nbytes = [
-        math.prod(extent.box.shape) * catalog.tensors[extent.key].itemsize for _, extent, _ in rows
-    ]
-    zeros = np.zeros(len(rows), dtype=np.int64)
-    counts = np.array([len(written.blocks) for _, _, written in rows], dtype=np.int64)
-    words = [word for _, _, written in rows for word in written.blocks]
-    return ChunkIndex(
-        tensor=boxes.tensor,
-        offset=boxes.offset,
-        extent=boxes.extent,
-        file=np.array([file for file, _, _ in rows], dtype=np.int64),
-        start=np.array([extent.start for _, extent, _ in rows], dtype=np.int64),
-        nbytes=np.array(nbytes, dtype=np.int64),
-        copy=zeros,
-        holders=zeros,
-        holder_ptr=np.array([0, 1], dtype=np.int64),
-        holder=np.array([0], dtype=np.int64),
-        digest_ptr=np.append(0, np.cumsum(counts)),
-        digest=np.array(words, dtype=np.uint64),
+    return index_of_one_rank(
+        boxes,
+        [tensor.itemsize for tensor in catalog.tensors.values()],
+        file=[file for file, _, _ in rows],
+        start=[extent.start for _, extent, _ in rows],
+        blocks=[written.blocks for _, _, written in rows],
     )

@@ -20,6 +20,7 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable
 from holdfast.errors import CorruptionError, PlacementError, PlanError, StorageError
 from holdfast.foreign.catalog import Catalog, Chunk, FileBytes, OpenFiles
+from holdfast.foreign.records import ONE_RANK, index_of_one_rank
 from holdfast.format.digest import digest128
 from holdfast.format.index import ChunkIndex, encode_index
 from holdfast.format.manifest import (
@@ -27,7 +28,6 @@ from holdfast.format.manifest import (
     WHOLE,
     FileInfo,
     IndexInfo,
-    LayoutInfo,
     Manifest,
     TensorInfo,
     Totals,
@@ -243,7 +243,7 @@ class CatalogStorage:
             created=catalog.created,
             holdfast="",
             torch="",
-            layouts=[LayoutInfo(name="model", axes={}, order="", ranks=[0])],
+            layouts=[ONE_RANK],
             signature=digest128(catalog.identity),
             block_nbytes=0,
             placements=[WHOLE, IRREGULAR],
@@ -286,23 +286,7 @@ def _index_of(
         )
     except (PlacementError, ValueError, OverflowError) as error:
         raise CorruptionError(f"a chunk has an impossible box: {error}") from None
-    zeros = np.zeros(len(rows), dtype=np.int64)
-    itemsize = np.array(sizes, dtype=np.int64)
-    nbytes = boxes.numel() * itemsize[boxes.tensor]
-    return ChunkIndex(
-        tensor=boxes.tensor,
-        offset=boxes.offset,
-        extent=boxes.extent,
-        file=np.array(file_of, dtype=np.int64),
-        start=np.array(starts, dtype=np.int64),
-        nbytes=nbytes,
-        copy=_number_copies(rows),
-        holders=zeros,
-        holder_ptr=np.array([0, 1], dtype=np.int64),
-        holder=np.array([0], dtype=np.int64),
-        digest_ptr=np.zeros(len(rows) + 1, dtype=np.int64),
-        digest=np.zeros(0, dtype=np.uint64),
-    )
+    return index_of_one_rank(boxes, sizes, file=file_of, start=starts, copy=_number_copies(rows))
 
 
 def _number_copies(rows: Sequence[tuple[int, Chunk]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
