@@ -25,7 +25,7 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.digest import digest128
-from holdfast.format.envelopes.torch_dist import extra_files
+from holdfast.format.envelopes.torch_dist import MetadataMemo, extra_files
 from holdfast.format.fingerprint import Partial, combine
 from holdfast.format.index import ChunkIndex, encode_index, validate_index
 from holdfast.format.manifest import (
@@ -122,7 +122,7 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
                 lambda position: _read_done(storage, directory, position, plan, header),
                 range(len(plan.plan.ranks)),
             )
-            index_bytes, manifest, extras = assemble(plan.plan, records, header)
+            index_bytes, manifest, extras = assemble(plan.plan, records, header, memo=plan.memo)
             manifest_bytes = encode_manifest(manifest)
     except HoldfastError:
         raise
@@ -183,7 +183,11 @@ def _write_synced(storage: Storage, directory: str, files: Mapping[str, bytes]) 
 
 
 def assemble(
-    plan: CommitPlan, records: list[DoneRecord], header: SaveHeader
+    plan: CommitPlan,
+    records: list[DoneRecord],
+    header: SaveHeader,
+    *,
+    memo: MetadataMemo | None = None,
 ) -> tuple[bytes, Manifest, dict[str, bytes]]:
     """Build index and manifest from the records and prove them against the plan.
 
@@ -191,6 +195,7 @@ def assemble(
         plan: Plan of all ranks.
         records: Records of all ranks, in the order of the plan.
         header: Header of the save.
+        memo: What saves by this plan have in common.
 
     Returns:
         The index, the manifest, and by name the files for other programs, which are in it.
@@ -212,7 +217,7 @@ def assemble(
     _compare_copies(index, manifest, header)
     extras: dict[str, bytes] = {}
     if plan.envelope == "torch_dist":
-        extras = _extra_files(index, manifest)
+        extras = _extra_files(index, manifest, memo)
         infos = [
             ExtraInfo(name=name, nbytes=len(data), digest=digest128(data))
             for name, data in extras.items()
@@ -221,10 +226,12 @@ def assemble(
     return index_bytes, manifest, extras
 
 
-def _extra_files(index: ChunkIndex, manifest: Manifest) -> dict[str, bytes]:
+def _extra_files(
+    index: ChunkIndex, manifest: Manifest, memo: MetadataMemo | None
+) -> dict[str, bytes]:
     """Make the files for PyTorch and Megatron; log what they cannot have."""
     made = extra_files(
-        index, manifest.tensors, manifest.parts, [file.name for file in manifest.files]
+        index, manifest.tensors, manifest.parts, [file.name for file in manifest.files], memo
     )
     if made.notes:
         _LOG.info(

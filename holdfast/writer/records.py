@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -22,6 +22,7 @@ from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import CorruptionError, ErrorRecord, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.envelopes.torch_dist import MetadataMemo
 from holdfast.format.manifest import Envelope, LayoutInfo, PlacementInfo
 from holdfast.format.names import parse_saving_dir, step_dir, unclaimed
 from holdfast.format.versions import DEFAULT_LEASE_S, LEASES_DIR, renewed_ago_s
@@ -142,11 +143,12 @@ class _PlanWire(_PlanTables, frozen=True, kw_only=True, eq=False, omit_defaults=
 
 @dataclass(frozen=True, slots=True)
 class EncodedPlan:
-    """A plan, its bytes from `encode_plan`, and their digest."""
+    """A plan, its bytes from `encode_plan`, their digest, and what saves by it have in common."""
 
     plan: CommitPlan
     data: bytes
     digest: str
+    memo: MetadataMemo = field(default_factory=MetadataMemo, compare=False)
 
 
 def encode_plan(plan: CommitPlan) -> EncodedPlan:
