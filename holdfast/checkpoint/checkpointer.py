@@ -545,7 +545,21 @@ class Checkpointer:
         return list_steps(self._storage) if self._storage.is_dir("") else []
 
     def latest(self) -> int | None:
-        """The newest committed step, or None. Errors and cost: as of `steps`."""
+        """The newest committed step, or None: what a run continues from.
+
+        The first call before any save or load waits up to `settle_s` for writers that have outlived
+        an earlier run, and commits what they left complete, as a load does. `steps` does not wait.
+
+        Raises:
+            StorageError: the root has vanished, or is another one than before.
+
+        Cost: as of `steps`, and the wait; no collectives. A killed writer on a local file system is
+        known at once, any other after five seconds without a heartbeat.
+        """
+        self._root.check()
+        stats = self.stats
+        if not (stats.num_saves or stats.num_saves_in_flight):  # its own writers are no leftovers
+            self._loader.settle()
         return max(self.steps(), default=None)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -204,9 +205,16 @@ class UnitGuard:
         self._unwatched = frozen
 
     def _note_use(self, member: Any) -> Callable[[torch.Tensor], None]:
+        # Weakly: Python's collector does not see that torch keeps such a hook at its parameter, so
+        # one that leads back to the parameter keeps the model, and its communicators with their
+        # threads and descriptors, to the end of the process.
+        guard_ref, member_ref = weakref.ref(self), weakref.ref(member)
+
         def note(whole: torch.Tensor) -> None:
             del whole
-            self._used[member] = _torch.version_of(member)
+            guard, member = guard_ref(), member_ref()
+            if guard is not None and member is not None:
+                guard._used[member] = _torch.version_of(member)
 
         return note
 

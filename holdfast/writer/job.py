@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
@@ -299,12 +299,15 @@ def perform_job(
     # Before anything is written, a heartbeat included.
     if not getattr(storage, "is_one_place", False):
         require_root(storage, job.root)
-    with (
-        storage.holding_dirs() if isinstance(storage, PosixStorage) else nullcontext(),
-        heartbeat(storage, job.directory, position=job.position) as is_written,
-    ):
+    with ExitStack() as stack:
+        if isinstance(storage, PosixStorage):
+            stack.enter_context(storage.holding_dirs())
+        for name in ("plan", DONE_DIR, "data"):  # the heartbeat locks their directory
+            storage.make_dir(f"{job.directory}/{name}", durable=False)
+        is_written = stack.enter_context(heartbeat(storage, job.directory, position=job.position))
         # Phase 1: write this rank's bytes and its done-record.
-        _prepare_directory(storage, job, plan)
+        if plan is not None:
+            _write_plan(storage, job, plan)
         write_share(storage, job, image, gate=gate, put=put, on_progress=on_progress)
         written = time.monotonic()
         if on_written is not None:
@@ -326,21 +329,18 @@ def perform_job(
     )
 
 
-def _prepare_directory(storage: Storage, job: WriteJob, plan: EncodedPlan | None) -> None:
-    """Make the save's directories; the committer also writes plan and header, for a repair.
+def _write_plan(storage: Storage, job: WriteJob, plan: EncodedPlan) -> None:
+    """Write plan and header on the rank that commits, for a repair.
 
     Nothing here is synced: the commit makes durable what the checkpoint keeps of it. If the machine
     stops and the rest is lost, the save is abandoned.
     """
-    for name in ("plan", DONE_DIR, "data"):
-        storage.make_dir(f"{job.directory}/{name}", durable=False)
-    if plan is not None:
-        # The first heartbeat: its content is this clock's time, its own time is the storage's.
-        now = f"{time.time():.3f}".encode()
-        storage.replace_file(f"{job.directory}/{ALIVE_FILE}", now, durable=False)
-        storage.write_file(f"{job.directory}/{PLAN_FILE}", plan.data, durable=False)
-        header = seal(msgspec.msgpack.encode(job.header))
-        storage.write_file(f"{job.directory}/{HEADER_FILE}", header, durable=False)
+    # The first heartbeat: its content is this clock's time, its own time is the storage's.
+    now = f"{time.time():.3f}".encode()
+    storage.replace_file(f"{job.directory}/{ALIVE_FILE}", now, durable=False)
+    storage.write_file(f"{job.directory}/{PLAN_FILE}", plan.data, durable=False)
+    header = seal(msgspec.msgpack.encode(job.header))
+    storage.write_file(f"{job.directory}/{HEADER_FILE}", header, durable=False)
 
 
 def write_share(
@@ -476,6 +476,8 @@ def _commit_when_complete(
 def heartbeat(storage: Storage, directory: str, *, position: int) -> Iterator[threading.Event]:
     """In the body, a thread renews this rank's heartbeat on storage every two seconds.
 
+    On a POSIX file system the directory of the save, which must be there, is locked as long.
+
     Nothing is written in the first two seconds, while the directory itself is young enough. A
     storage that refuses a heartbeat is asked again at the next one.
 
@@ -505,15 +507,22 @@ def heartbeat(storage: Storage, directory: str, *, position: int) -> Iterator[th
             return
         if is_written.is_set() and storage.exists(f"{directory}/{ALIVE_FILE}"):
             is_over = True
+            if release is not None:
+                release()
             clear()
             return
         storage.make_dir(LEASES_DIR, durable=False)
         is_made = True
         storage.replace_file(path, f"{time.time():.3f}".encode(), durable=False)
 
-    try:
-        with repeated(beat, every_s=HEARTBEAT_S, name="holdfast-heartbeat"):
-            yield is_written
-    finally:
-        if not is_over:
-            clear()
+    with ExitStack() as stack:
+        release: Callable[[], None] | None = None
+        if isinstance(storage, PosixStorage):
+            # At once and for this host: whether the save has a writer. Heartbeats tell the others.
+            release = stack.enter_context(storage.locking(directory))
+        try:
+            with repeated(beat, every_s=HEARTBEAT_S, name="holdfast-heartbeat"):
+                yield is_written
+        finally:
+            if not is_over:
+                clear()

@@ -110,6 +110,10 @@ class Loader:
             with ExitStack() as stack:
                 return self._load(state, options.step, options, stack, set())
 
+    def settle(self) -> None:
+        """Wait for writers that have outlived an earlier run; see `Finder.settle`."""
+        self._finder.settle()
+
     def forget(self) -> None:
         """Forget which checkpoint was loaded last: the next load is another loader's."""
         self._finder.version = None
