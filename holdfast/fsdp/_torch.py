@@ -433,11 +433,6 @@ def becomes_stale(group: Any) -> bool:
     return not group.is_compared
 
 
-def is_stale_in_place(group: Any) -> bool:
-    """Return True if whole parameters that are in their places are not those of the shards."""
-    return is_whole(group) and not group.is_aside and is_stale(group)
-
-
 def is_stale(group: Any) -> bool:
     """Return True if this rank's part of whole parameters is not what its shards would give.
 

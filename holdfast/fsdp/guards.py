@@ -106,18 +106,6 @@ class UnitGuard:
                 unit._whole_versions = _torch.versions(unit._wholes)
             raise ConfigError(f"{lost}. Write to parameters outside of the model's forward")
 
-    def check_left(self) -> None:
-        """Raise ConfigError if a whole weight was written that an error left in its place.
-
-        Outside of a microbatch an error in a backward leaves whole parameters in their places.
-        """
-        if self.is_interrupted() and any(map(_torch.is_stale_in_place, self.groups)):
-            raise ConfigError(
-                f"unit '{self._name}': a parameter was written after an error in a backward and "
-                f"before drop_gradients(); that changed a whole copy, which is thrown away. Write "
-                f"again"
-            )
-
     def lost_write(self) -> str | None:
         """Return what was written to a whole copy since the last refusal."""
         versions = _torch.versions(self._wholes)

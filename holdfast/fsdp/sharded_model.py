@@ -359,8 +359,6 @@ class ShardedModel(MicrobatchTaker):
         """
         try:
             self._check_writes()
-            for guard in self._guards:
-                guard.check_left()
         finally:
             self._forget()
 
