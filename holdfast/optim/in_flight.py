@@ -9,6 +9,7 @@ parameters do; plain code never notices, and nothing is left of it afterwards.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -172,16 +173,16 @@ class Hiding:
 
 
 class GradientHook:
-    """Takes the gradient of one parameter as autograd makes it, for one sharded optimizer."""
+    """Knows the gradient of one parameter that is not in `.grad`."""
 
     name: str
-    """The optimizer's."""
+    """The optimizer's, or what keeps the gradient."""
 
     def on_read(self) -> None:
         """Called before `.grad` of a parameter of a bucketed class is read."""
 
     def on_clear(self) -> None:
-        """Called before it is set to None."""
+        """Called before it is set to None, or read by a `zero_grad`, which then does nothing."""
 
 
 def gradient_hook(parameter: Tensor) -> GradientHook | None:
@@ -190,22 +191,35 @@ def gradient_hook(parameter: Tensor) -> GradientHook | None:
     return next((hook for hook in hooks.values() if isinstance(hook, GradientHook)), None)
 
 
+_MACHINERY = ("torch._", "torch.distributed.pipelining", "torch.distributed.fsdp")
+"""Modules of torch that use `.grad` and work whether it is None or not: compilers, schedules."""
+
+
+def _user_of(parameter: Tensor) -> tuple[GradientHook | None, bool]:
+    """Return the hook to call for an access to `.grad`, and True if a `zero_grad` makes it."""
+    frame = sys._getframe(2)  # this function, the property of the class, the code that uses it
+    if str(frame.f_globals.get("__name__", "")).startswith(_MACHINERY):
+        return None, False
+    return gradient_hook(parameter), frame.f_code.co_name == "zero_grad"
+
+
 def _read_gradient(self: Any) -> Tensor | None:
-    hook = gradient_hook(self)
+    hook, is_clearing = _user_of(self)
     if hook is not None:
-        hook.on_read()
+        # It finds None, and would leave the gradient where it is.
+        (hook.on_clear if is_clearing else hook.on_read)()
     return gradient_of(self)
 
 
 def _write_gradient(self: Any, value: Tensor | None) -> None:
-    hook = gradient_hook(self)
+    hook, _ = _user_of(self)
     if value is None and hook is not None:
         hook.on_clear()
     _tensor.grad.__set__(self, value)
 
 
 def _delete_gradient(self: Any) -> None:
-    hook = gradient_hook(self)
+    hook, _ = _user_of(self)
     if hook is not None:
         hook.on_clear()
     _tensor.grad.__delete__(self)

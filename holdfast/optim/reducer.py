@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,10 +33,6 @@ _MAX_IN_FLIGHT = 2
 """Whole gradient buckets under reduction at a time in stage 2, which bounds its memory."""
 
 
-_MACHINERY = ("torch._", "torch.distributed.pipelining")
-"""Modules of torch that read `.grad` and work whether it is None or not: compilers, schedules."""
-
-
 @dataclass(eq=False)
 class Slot(GradientHook):
     """A parameter's place in the buckets, and the state of its gradient in this step."""
@@ -66,21 +61,12 @@ class Slot(GradientHook):
             self.reducer.on_gradient(self, gradient)
 
     def on_read(self) -> None:
-        """Raise or warn, unless torch's own code reads."""
-        if not _is_machinery():
-            self.reducer.gradient_read(self)
+        """Raise or warn."""
+        self.reducer.gradient_read(self)
 
     def on_clear(self) -> None:
-        """Raise, unless torch's own code clears."""
-        if not _is_machinery():
-            self.reducer.gradient_forgotten(self)
-
-
-def _is_machinery() -> bool:
-    """Return True if torch's own code accesses `.grad`."""
-    # This function, `on_read` or `on_clear`, the property of the class, and the code that uses it.
-    caller = str(sys._getframe(3).f_globals.get("__name__", ""))
-    return caller.startswith(_MACHINERY)
+        """Raise."""
+        self.reducer.gradient_forgotten(self)
 
 
 class GradientReducer:
@@ -369,7 +355,7 @@ class GradientReducer:
             warnings.warn(self._where_gradients_are(slot), RuntimeWarning, stacklevel=4)
 
     def gradient_forgotten(self, slot: Slot) -> None:
-        """Raise before `.grad` of a marked parameter is set to None, which would forget nothing."""
+        """Raise before `.grad` of a marked parameter is cleared, which would forget nothing."""
         raise ConfigError(self._where_gradients_are(slot))
 
     def _where_gradients_are(self, slot: Slot) -> str:
