@@ -165,13 +165,15 @@ def flatten_state(
         if isinstance(part, TreePart | ModuleState):
             forms = part.forms if isinstance(part, ModuleState) else ()
             flattener.fills_in_place(since=num_before, but_for={f"{name}.{form}" for form in forms})
-    made, tensors, held = flattener.finish()
+    made, tensors, held, addresses = flattener.finish()
     if cache is not None:
         cache.last = made
     return FlatState(
         leaves=made.leaves,
         tensors=tensors,
         held=held,
+        addresses=addresses,
+        forms=made.traits.forms,
         labels=flattener.labels,
         nodes={name: nodes[name] for name in state if name in nodes},
         structure=made.structure,
@@ -350,8 +352,9 @@ class _Flattener:
             self.labels[path] = self._open
         return node
 
-    def finish(self) -> tuple[_Pass, dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the pass, for the next one, and by key each tensor or marker and what it holds.
+    def finish(self) -> tuple[_Pass, dict[str, Any], dict[str, torch.Tensor], list[int]]:
+        """Return the pass, for the next one; by key each tensor or marker, and what it holds; and
+        the address of each of the latter.
 
         Raises:
             PlacementError: For a tensor that cannot be stored, and for two of one key.
@@ -366,13 +369,17 @@ class _Flattener:
                 f"{key}: two tensors of the state have this key (a name with a dot in it, or a "
                 f"number and the same number as text?); rename one"
             )
-        made.traits = Traits(self._objects, held)
         is_same = (made.keys, made.layouts) == (before.keys, before.layouts)
         again: list[str] = []
-        if is_same and made.traits.same_as(before.traits):
+        if is_same and before.traits.are_of(self._objects, held):
+            made.traits = before.traits
             made.leaves, made.structure = before.leaves.copy(), before.structure
         else:
-            again = self._changed(made, before)
+            made.traits = Traits(self._objects, held)
+            if is_same and made.traits.same_as(before.traits):
+                made.traits.expect_again(self._objects, held)
+            else:
+                again = self._changed(made, before)
             if is_same and not again:
                 made.structure = before.structure
             made.leaves = {key: before.leaves.get(key, _NONE) for key in made.keys}
@@ -387,7 +394,7 @@ class _Flattener:
         is_known = made.structure is before.structure and made.filled == before.filled
         if not is_known or made.addresses != before.addresses:
             _refuse_shared_memory({key: by_key[key] for key in made.filled})
-        return made, tensors, by_key
+        return made, tensors, by_key, addresses
 
     @staticmethod
     def _changed(made: _Pass, before: _Pass) -> list[str]:

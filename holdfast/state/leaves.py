@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -26,6 +27,7 @@ from holdfast.arrays.intervals import (
     num_positions,
     shard_intervals,
 )
+from holdfast.arrays.types import IntArray
 from holdfast.errors import LayoutError, PlacementError
 from holdfast.format.manifest import IRREGULAR, WHOLE, CutInfo, PlacementInfo
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
@@ -39,6 +41,7 @@ from holdfast.state.markers import (
     check_real_shape,
 )
 from holdfast.state.tensor_elements import dtype_name
+from holdfast.state.tensor_memory import Forms, TensorMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +89,35 @@ class FlatState:
     """Part name -> encoded tree, in which each tensor is a reference to its key."""
     labels: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Key -> where coordinates of this rank stand in it, as position and length, in order."""
+    addresses: Sequence[int] = ()
+    """Of each of these, the address of its first element; 0 if it has none."""
+    forms: Forms | None = None
+    """Theirs, the object of the pass before if they are the same; None if they are not known."""
     structure: object = field(default_factory=object)
     """The object of the pass before if all leaves claim the same, in the same order."""
 
     def local(self, key: str, number: int) -> torch.Tensor:
         """Return the tensor of one box of a leaf, as it is now."""
         return self.locals([(key, number)])[0]
+
+    def memory(self, positions: IntArray) -> TensorMemory | None:
+        """Return where some tensors of `held` are, by what is known already.
+
+        Args:
+            positions: (n,) their positions in it.
+
+        Returns:
+            None if not enough is known.
+        """
+        if self.forms is None:
+            return None
+        held = list(self.held.values())
+        return TensorMemory(
+            list(map(held.__getitem__, positions.tolist())),
+            address=np.array(self.addresses, dtype=np.int64)[positions],
+            is_plain=self.forms.is_plain[positions],
+            forms=self.forms,
+        )
 
     def locals(self, places: Iterable[tuple[str, int]]) -> list[torch.Tensor]:
         """Return the tensor of a box of a leaf, as it is now, for each key and number of a box."""
