@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from holdfast.format.manifest import LayoutInfo, Manifest
+from holdfast.format.names import INDEX, MANIFEST
 from holdfast.storage import Storage
 
 _MAX_NBYTES = 4096
@@ -51,8 +52,10 @@ def annotate(storage: Storage, directory: str, manifest: Manifest) -> None:
     if keep is None:
         return
     note = msgspec.json.encode(Summary.of(manifest))
-    if len(note) <= _MAX_NBYTES:
-        keep(directory, note.decode())
+    extras = [extra.name for extra in manifest.extras]
+    names = {name.partition("/")[0] for name in (*manifest.file_sizes, *extras)}
+    files = sorted({*names, INDEX, MANIFEST})
+    keep(directory, note.decode() if len(note) <= _MAX_NBYTES else "", files)
 
 
 def read_summary(note: str, *, step: int) -> Summary | None:

@@ -84,6 +84,24 @@ def for_each(storage: Storage, function: Callable[[A], B], items: Sequence[A]) -
         return list(pool.map(function, items))
 
 
+def sizes_below(storage: Storage, directory: str) -> dict[str, int] | None:
+    """Return the size of every file below a directory by its path in it; None if it takes a look
+    at each file to know them."""
+    look = getattr(storage, "file_sizes", None)
+    sizes: dict[str, int] | None = look(directory) if look is not None else None
+    return sizes
+
+
+def remove_files(storage: Storage, paths: Sequence[str]) -> None:
+    """Remove files that are there, not durably; in one request, if a storage can."""
+    remove = getattr(storage, "remove_files", None)
+    if remove is not None:
+        remove(paths)
+        return
+    for path in paths:
+        storage.remove_tree(path, durable=False)
+
+
 def pause_of(storage: Storage) -> float:
     """Return the least seconds between two looks while a process waits for another's files."""
     return float(getattr(storage, "least_pause_s", 0.0))

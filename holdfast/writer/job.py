@@ -27,7 +27,7 @@ from holdfast.format.names import parse_saving_dir, step_dir
 from holdfast.format.root_identity import require_root
 from holdfast.format.versions import LEASES_DIR, repeated
 from holdfast.storage import PosixStorage, Storage
-from holdfast.storage.reading import pause_of
+from holdfast.storage.reading import pause_of, sizes_below
 from holdfast.writer.checksums import CRC_NBYTES, Put, checksums
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import (
@@ -305,7 +305,7 @@ def perform_job(
     ):
         # Phase 1: write this rank's bytes and its done-record.
         _prepare_directory(storage, job, plan)
-        write_share(storage, job, image, gate=gate, put=put, on_progress=on_progress)
+        own = write_share(storage, job, image, gate=gate, put=put, on_progress=on_progress)
         written = time.monotonic()
         if on_written is not None:
             on_written()
@@ -313,7 +313,7 @@ def perform_job(
         if plan is not None:
             if gate is not None:
                 gate.wait_for_commit()
-            _commit_when_complete(storage, job, plan, deadline)
+            _commit_when_complete(storage, job, plan, deadline, own)
         elif gate is None:
             is_written.set()
             wait_for_commit(storage, job, deadline)
@@ -331,13 +331,16 @@ def _prepare_directory(storage: Storage, job: WriteJob, plan: EncodedPlan | None
 
     Nothing here is synced: the commit makes durable what the checkpoint keeps of it. If the machine
     stops and the rest is lost, the save is abandoned.
+
+    Where a write is a request there is no first heartbeat: the age of the directory is one.
     """
     for name in ("plan", DONE_DIR, "data"):
         storage.make_dir(f"{job.directory}/{name}", durable=False)
     if plan is not None:
-        # The first heartbeat: its content is this clock's time, its own time is the storage's.
-        now = f"{time.time():.3f}".encode()
-        storage.replace_file(f"{job.directory}/{ALIVE_FILE}", now, durable=False)
+        if not pause_of(storage):
+            # The first heartbeat: its content is this clock's time, its own time is the storage's.
+            now = f"{time.time():.3f}".encode()
+            storage.replace_file(f"{job.directory}/{ALIVE_FILE}", now, durable=False)
         storage.write_file(f"{job.directory}/{PLAN_FILE}", plan.data, durable=False)
         header = seal(msgspec.msgpack.encode(job.header))
         storage.write_file(f"{job.directory}/{HEADER_FILE}", header, durable=False)
@@ -351,8 +354,8 @@ def write_share(
     gate: JobGate | None = None,
     put: Put | None = None,
     on_progress: Callable[[int], object] | None = None,
-) -> None:
-    """Write and sync a rank's data file, then publish its done-record.
+) -> DoneRecord:
+    """Write and sync a rank's data file, then publish its done-record and return it.
 
     Nothing here is visible as a checkpoint, whatever happens.
 
@@ -399,6 +402,7 @@ def write_share(
     # lost, the save is abandoned; if it is there, so are the bytes that it vouches for.
     data = seal(msgspec.msgpack.encode(record))
     storage.write_file(f"{job.directory}/{done_file(job.position)}", data, durable=False)
+    return record
 
 
 def _write_image(
@@ -448,19 +452,25 @@ def _envelope_digest(job: WriteJob, image: memoryview) -> str:
 
 
 def _commit_when_complete(
-    storage: Storage, job: WriteJob, plan: EncodedPlan, deadline: float
+    storage: Storage, job: WriteJob, plan: EncodedPlan, deadline: float, own: DoneRecord
 ) -> None:
     """Wait for every rank's done-record, then commit."""
     ranks = plan.plan.ranks
     began = time.monotonic()
     while True:
-        names = storage.list(f"{job.directory}/{DONE_DIR}")
+        sizes = sizes_below(storage, job.directory)
+        if sizes is None:
+            names = storage.list(f"{job.directory}/{DONE_DIR}")
+        else:
+            names = [path[len(DONE_DIR) + 1 :] for path in sizes if path.startswith(f"{DONE_DIR}/")]
         failed = [name for name in names if name.endswith(".failed")]
         if failed:
             raise read_failure(storage, f"{job.directory}/{DONE_DIR}/{failed[0]}")
         missing = missing_ranks(names, ranks)
         if not missing:
-            return commit_save(storage, job.directory, plan=plan, header=job.header)
+            return commit_save(
+                storage, job.directory, plan=plan, header=job.header, sizes=sizes, own=own
+            )
         now = time.monotonic()
         if now > deadline:
             raise DeadlineError(
@@ -486,8 +496,8 @@ def heartbeat(storage: Storage, directory: str, *, position: int) -> Iterator[th
 
     Yields:
         An event for the body to set when this rank has written its share. From then on the rank
-        has a heartbeat only until the committer has its own: if the committer dies, a repair need
-        not wait for the heartbeats of ranks that themselves only wait for the committer.
+        has a heartbeat only until the committer has begun, which then has its own: if the committer
+        dies, a repair need not wait for the heartbeats of ranks that only wait for it.
     """
     step, save_id = parse_saving_dir(directory) or (0, "")
     path = heartbeat_file(step, save_id, position)
@@ -503,7 +513,7 @@ def heartbeat(storage: Storage, directory: str, *, position: int) -> Iterator[th
         nonlocal is_made, is_over
         if is_over:
             return
-        if is_written.is_set() and storage.exists(f"{directory}/{ALIVE_FILE}"):
+        if is_written.is_set() and storage.exists(f"{directory}/{PLAN_FILE}"):
             is_over = True
             clear()
             return
