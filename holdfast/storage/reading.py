@@ -8,6 +8,7 @@ number `reads_at_once`; without them these functions do what any store can.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -100,6 +101,11 @@ def remove_files(storage: Storage, paths: Sequence[str]) -> None:
         return
     for path in paths:
         storage.remove_tree(path, durable=False)
+
+
+def requests_of(storage: Storage) -> Counter[str]:
+    """Return the requests so far by kind, of a storage that counts them; else nothing."""
+    return Counter(getattr(storage, "requests", None) or {})
 
 
 def pause_of(storage: Storage) -> float:

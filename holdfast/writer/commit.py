@@ -6,7 +6,7 @@ Plan, data files and done-records are on storage. So a commit needs no other pro
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -51,7 +51,7 @@ from holdfast.format.summaries import annotate
 from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
-from holdfast.storage.reading import for_each, remove_files, sizes_below
+from holdfast.storage.reading import for_each, remove_files, requests_of, sizes_below
 from holdfast.writer.records import (
     DONE_DIR,
     CommitPlan,
@@ -73,6 +73,7 @@ def commit_save(
     header: SaveHeader,
     sizes: Mapping[str, int] | None = None,
     own: DoneRecord | None = None,
+    before: Counter[str] | None = None,
 ) -> None:
     """Check that every planned byte is accounted for, then give the checkpoint its name.
 
@@ -88,6 +89,8 @@ def commit_save(
         sizes: Sizes of the files in the directory as a look at it has shown, where one look shows
             all of them.
         own: The done-record of this process, which need not be read back.
+        before: The storage's requests before this process's share of the save; None for a repair,
+            which does not know them.
 
     Raises:
         PlanError: Values or replicas differ between ranks; the message names key and ranks.
@@ -101,14 +104,19 @@ def commit_save(
     final = step_dir(header.step)
     # Phase 1: prove that all bytes are there and complete the directory.
     try:
-        manifest = _complete(storage, directory, plan, header, sizes, own)
+        manifest, records = _complete(storage, directory, plan, header, sizes, own)
     except StorageError:
         if storage.exists(directory) or save_id_of(storage, final) != header.save_id:
             raise
         # Otherwise a repair took this save for abandoned and has finished it.
     else:
         # Phase 2: give it its name. From here on the checkpoint exists.
-        annotate(storage, directory, manifest)
+        requests: Counter[str] = Counter()
+        if before is not None:
+            for record in records:
+                requests += Counter(record.requests if record is not own else {})
+            requests += requests_of(storage) - before
+        annotate(storage, directory, manifest, requests=requests)
         publish(storage, directory, final, header)
     # Phase 3: the pointer, for people and other tools only: a failure is not one of the save.
     try:
@@ -130,7 +138,7 @@ def _complete(
     header: SaveHeader,
     sizes: Mapping[str, int] | None,
     own: DoneRecord | None,
-) -> Manifest:
+) -> tuple[Manifest, list[DoneRecord]]:
     """Make the directory a complete, durable checkpoint that lacks only its name."""
     if sizes is None:
         sizes = sizes_below(storage, directory)
@@ -178,7 +186,7 @@ def _complete(
     if plan.plan.writers:
         storage.sync_dir(f"{directory}/data")
     storage.sync_dir(directory)
-    return manifest
+    return manifest, records
 
 
 def _compare_sizes(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -27,7 +28,7 @@ from holdfast.format.names import parse_saving_dir, step_dir
 from holdfast.format.root_identity import require_root
 from holdfast.format.versions import LEASES_DIR, repeated
 from holdfast.storage import PosixStorage, Storage
-from holdfast.storage.reading import pause_of, sizes_below
+from holdfast.storage.reading import pause_of, requests_of, sizes_below
 from holdfast.writer.checksums import CRC_NBYTES, Put, checksums
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import (
@@ -296,6 +297,7 @@ def perform_job(
     """
     began = time.monotonic()
     deadline = began + job.deadline_s
+    before = requests_of(storage)
     # Before anything is written, a heartbeat included.
     if not getattr(storage, "is_one_place", False):
         require_root(storage, job.root)
@@ -305,7 +307,9 @@ def perform_job(
     ):
         # Phase 1: write this rank's bytes and its done-record.
         _prepare_directory(storage, job, plan)
-        own = write_share(storage, job, image, gate=gate, put=put, on_progress=on_progress)
+        own = write_share(
+            storage, job, image, gate=gate, put=put, on_progress=on_progress, before=before
+        )
         written = time.monotonic()
         if on_written is not None:
             on_written()
@@ -313,7 +317,7 @@ def perform_job(
         if plan is not None:
             if gate is not None:
                 gate.wait_for_commit()
-            _commit_when_complete(storage, job, plan, deadline, own)
+            _commit_when_complete(storage, job, plan, deadline, own, before)
         elif gate is None:
             is_written.set()
             wait_for_commit(storage, job, deadline)
@@ -323,6 +327,7 @@ def perform_job(
         began=began,
         write_s=written - began,
         commit_s=time.monotonic() - written,
+        requests=dict(requests_of(storage) - before),
     )
 
 
@@ -354,6 +359,7 @@ def write_share(
     gate: JobGate | None = None,
     put: Put | None = None,
     on_progress: Callable[[int], object] | None = None,
+    before: Counter[str] | None = None,
 ) -> DoneRecord:
     """Write and sync a rank's data file, then publish its done-record and return it.
 
@@ -367,6 +373,7 @@ def write_share(
             image is in place.
         put: As of `perform_job`.
         on_progress: Called with the bytes passed to storage so far.
+        before: The storage's requests before the job; None for none.
 
     Raises:
         StorageError: A write failed; the message names the path.
@@ -382,6 +389,7 @@ def write_share(
             hashing = pool.submit(ImageHasher(job, image).finish)
             _write_image(storage, job, image, gate=None, put=put, on_progress=on_progress)
         checks, digests = job.checks, hashing.result()
+    asked = requests_of(storage) - (before or Counter())
     record = DoneRecord(
         position=job.position,
         plan_digest=job.plan_digest,
@@ -397,6 +405,8 @@ def write_share(
         checks=checks,
         lanes=column(digests.lanes),
         values=job.values,
+        # And the record itself, which is one more.
+        requests=dict(asked + Counter(put=1)) if asked else {},
     )
     # After the sync of the data, and not synced itself: if the machine stops and the record is
     # lost, the save is abandoned; if it is there, so are the bytes that it vouches for.
@@ -452,9 +462,14 @@ def _envelope_digest(job: WriteJob, image: memoryview) -> str:
 
 
 def _commit_when_complete(
-    storage: Storage, job: WriteJob, plan: EncodedPlan, deadline: float, own: DoneRecord
+    storage: Storage,
+    job: WriteJob,
+    plan: EncodedPlan,
+    deadline: float,
+    own: DoneRecord,
+    before: Counter[str],
 ) -> None:
-    """Wait for every rank's done-record, then commit."""
+    """Wait for every rank's done-record, then commit; `before` are the requests before the job."""
     ranks = plan.plan.ranks
     began = time.monotonic()
     while True:
@@ -469,8 +484,9 @@ def _commit_when_complete(
         missing = missing_ranks(names, ranks)
         if not missing:
             return commit_save(
-                storage, job.directory, plan=plan, header=job.header, sizes=sizes, own=own
-            )
+                storage, job.directory, plan=plan, header=job.header, sizes=sizes, own=own,
+                before=before,
+            )  # fmt: skip
         now = time.monotonic()
         if now > deadline:
             raise DeadlineError(

@@ -35,6 +35,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage
+from holdfast.storage.objects import storage as object_storage
 from tests.buckets.server import ACCESS_KEY, SECRET_KEY, TOKEN, environment, new_bucket
 
 
@@ -62,6 +63,7 @@ def versions(url: str) -> dict[int, int]:
 
 def _two_ranks(context: RankContext, url: str, endpoint: str) -> list[dict[str, int]]:
     os.environ.update(environment(endpoint))
+    object_storage._RESOLVED_S = 1e9  # a slow machine looks for the save's name again
     counts: list[dict[str, int]] = []
     requests: Counter[str] = Counter()
 
@@ -180,6 +182,28 @@ def test_the_requests_of_one_rank() -> None:
         storage.requests.clear()
         checkpointer.load(state)
         assert sum(storage.requests.values()) <= 1 + 7
+
+
+def test_reports_and_show_state_the_requests(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = ObjectStorage(url, part_nbytes=5 << 20)
+    state = {"t": {"a": torch.zeros(3 << 20)}}
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        before = Counter(storage.requests)
+        report = checkpointer.save(1, state)
+        assert Counter(report.requests) == storage.requests - before
+        assert (report.requests["part"], report.requests["complete"]) == (3, 1)
+        pending = checkpointer.save_async(2, state).result()
+        assert pending.requests["part"] == 3
+        before = Counter(storage.requests)
+        loaded = checkpointer.load(state)
+    # The lease is given back when the report is made.
+    assert Counter(loaded.requests) + Counter(delete=1) == storage.requests - before
+    assert sum(loaded.job.requests.values()) <= sum(loaded.requests.values())
+    assert main(["show", url, "--step", "2"]) == 0
+    # Those of the writer process until it gives the checkpoint its name: three puts are left.
+    assert f"{sum(pending.requests.values())} requests" not in (shown := capsys.readouterr().out)
+    assert "requests (" in shown
+    assert "part 3" in shown
 
 
 def test_retention_removes_names_and_data(url: str) -> None:

@@ -7,13 +7,14 @@ import logging
 import os
 import struct
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
+import msgspec
 import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, enumerate_ranges, pad_shapes, union_nbytes
@@ -33,6 +34,7 @@ from holdfast.format.stored_copies import choose_copies
 from holdfast.parallel import Control
 from holdfast.state.matcher import LocalMemory, TensorRequest
 from holdfast.state.tensor_elements import TORCH_TO_NAME
+from holdfast.storage.reading import requests_of
 
 _COUNTERS = struct.Struct("<5Q")
 _MAX_THREADS = 8
@@ -85,6 +87,7 @@ class LoadExecutor:
 
     Attributes:
         boxes: What this rank requests.
+        requests_before: The storage's requests before the load, by kind.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class LoadExecutor:
         self._memory = memory
         self._verify = verify and files.has_digests
         self._num_threads = num_threads
+        self.requests_before: Counter[str] = Counter()
         self._has_failed = threading.Event()
         self._local = threading.local()
         self._written: list[tuple[int, int]] = []
@@ -197,10 +201,16 @@ class LoadExecutor:
             stats.opens,
             stats.nbytes_from_images,
         )
+        asked = requests_of(self._files.storage) - self.requests_before
+        counters += msgspec.msgpack.encode(dict(asked))
         reports = self._control.agree(error, phase="load: read", payload=counters)
         needed, read, received, opens, from_images = zip(
-            *map(_COUNTERS.unpack, reports), strict=True
+            *map(_COUNTERS.unpack_from, reports), strict=True
         )
+        requests: Counter[str] = Counter()
+        for report in reports:
+            by_kind = msgspec.msgpack.decode(report[_COUNTERS.size :], type=dict[str, int])
+            requests += Counter(by_kind)
         return JobReading(
             nbytes_unique=self._nbytes_unique,
             nbytes_needed=sum(needed),
@@ -209,6 +219,7 @@ class LoadExecutor:
             num_opens=sum(opens),
             max_nbytes_read=max(read),
             nbytes_from_images=sum(from_images),
+            requests=dict(requests),
         )
 
     def touched(self) -> list[str]:

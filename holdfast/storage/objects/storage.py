@@ -258,6 +258,11 @@ class ObjectStorage:
         """
         self._names.annotate(path, note, files)
 
+    def note(self, path: str) -> str:
+        """Return the text that a directory got by `annotate`; empty for none. One request."""
+        record = self._do("examine", path, lambda: self._names.look(path))
+        return record.note if record is not None else ""
+
     def file_sizes(self, path: str) -> dict[str, int]:
         """Return the size of every file below a directory, by its path in it.
 
