@@ -27,7 +27,7 @@ from holdfast.checkpoint.save.pending import (
 from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.collector import collector_paused
-from holdfast.errors import ErrorRecord, HoldfastError, StorageError
+from holdfast.errors import ConfigError, ErrorRecord, HoldfastError, StorageError
 from holdfast.format.root_identity import RootIdentity
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
@@ -63,6 +63,12 @@ class Saver:
         )
         self._lazy = LazyStaging()
         self._writer: Writer | None = None
+        if options.keep_image_s > 0 and hasattr(storage, "address"):
+            # A keeper is forked from the writer, and a client with threads does not survive that.
+            raise ConfigError(
+                f"keep_image_s={options.keep_image_s:g}: images are kept of checkpoints in a "
+                f"directory, not of those in a bucket ({storage.describe('')}): leave it out"
+            )
         self._keeps_images = options.keep_image_s > 0 and can_seal() and storage.is_shareable()
         if options.keep_image_s > 0 and not self._keeps_images:
             logging.getLogger("holdfast").warning(
