@@ -389,7 +389,7 @@ def write_share(
             hashing = pool.submit(ImageHasher(job, image).finish)
             _write_image(storage, job, image, gate=None, put=put, on_progress=on_progress)
         checks, digests = job.checks, hashing.result()
-    asked = requests_of(storage) - (before or Counter())
+    sent = requests_of(storage) - (before or Counter())
     record = DoneRecord(
         position=job.position,
         plan_digest=job.plan_digest,
@@ -406,7 +406,7 @@ def write_share(
         lanes=column(digests.lanes),
         values=job.values,
         # And the record itself, which is one more.
-        requests=dict(asked + Counter(put=1)) if asked else {},
+        requests=dict(sent + Counter(put=1)) if sent else {},
     )
     # After the sync of the data, and not synced itself: if the machine stops and the record is
     # lost, the save is abandoned; if it is there, so are the bytes that it vouches for.

@@ -201,8 +201,8 @@ class LoadExecutor:
             stats.opens,
             stats.nbytes_from_images,
         )
-        asked = requests_of(self._files.storage) - self.requests_before
-        counters += msgspec.msgpack.encode(dict(asked))
+        sent = requests_of(self._files.storage) - self.requests_before
+        counters += msgspec.msgpack.encode(dict(sent))
         reports = self._control.agree(error, phase="load: read", payload=counters)
         needed, read, received, opens, from_images = zip(
             *map(_COUNTERS.unpack_from, reports), strict=True

@@ -182,8 +182,8 @@ class Saver:
             writer = self._live_writer()
             agreed = self._handshake.agree(request, state, phases, in_flight=len(self._buffers) - 1)
             report = agreed.report(request.step, self._storage, phases)
-            asked = dict(requests_of(self._storage) - before)
-            report = replace(report, requests=asked)
+            sent = dict(requests_of(self._storage) - before)
+            report = replace(report, requests=sent)
             pending = InFlightSave(
                 step=request.step, save_id=agreed.save_id, report=report, began=phases.began
             )
