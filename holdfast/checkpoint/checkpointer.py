@@ -84,7 +84,8 @@ class Checkpointer:
             load copies them instead of reading the disk. A process of each rank keeps them; it ends
             before its time where memory is short, a newer step is committed, another save needs the
             memory, or SIGTERM comes. 0, the default, keeps nothing and looks for nothing. Linux
-            only; has no effect for a storage that other processes cannot open.
+            only; has no effect for a storage that other processes cannot open, and is refused for a
+            bucket.
         max_kept_nbytes: the largest image that a rank keeps, in bytes; None for any. An image is as
             large as the rank's data file.
         ckpt_format: "holdfast" writes data files of safetensors, "torch_dist" those of PyTorch DCP,

@@ -7,6 +7,7 @@ least of all the pointer file, which is for people and other tools.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from holdfast.errors import StorageError
 from holdfast.storage import Storage
@@ -130,6 +131,20 @@ def _is_file_with(storage: Storage, path: str, data: bytes) -> bool:
         return False
 
 
+def _update_pointer(
+    storage: Storage, update: Callable[[str, Callable[[], bytes | None]], bool]
+) -> int | None:
+    """`point_to_newest` where a file can be replaced on condition that it has not changed."""
+    newest: int | None = None
+
+    def text() -> bytes | None:
+        nonlocal newest
+        newest = latest_step(storage)
+        return f"{newest}\n".encode() if newest is not None else None
+
+    return newest if update(LATEST, text) else None
+
+
 def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
     """Make the pointer file name the newest committed step, if any step is committed.
 
@@ -141,6 +156,9 @@ def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
         The newest step if the pointer named another one, else None.
     """
     changed: int | None = None
+    update = getattr(storage, "update_file", None)
+    if update is not None and not dry_run:
+        return _update_pointer(storage, update)
     # Several looks: a save may commit between the listing and the writing.
     for _ in range(_NUM_LOOKS):
         newest = latest_step(storage)

@@ -288,7 +288,8 @@ class KeepImage(msgspec.Struct, frozen=True, tag=True):
 class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a save as one rank's writer saw it; `error` is None for success.
 
-    `began` is when the job started, by `time.monotonic`, which trainer and writer share.
+    `began` is when the job started, by `time.monotonic`, which trainer and writer share. `requests`
+    are those of the job, by kind, if the storage counts them.
     """
 
     save_id: str
@@ -297,6 +298,7 @@ class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
     began: float = 0.0
     write_s: float = 0.0
     commit_s: float = 0.0
+    requests: dict[str, int] = {}
 
 
 class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,6 +311,7 @@ class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
         digests: uint64 column: one digest for each block.
         checks, values: As in `WriteJob`.
         lanes: uint64 column: two words of fingerprint per row; or empty.
+        requests: What this rank has asked of storage until then, by kind, if that is counted.
     """
 
     position: int
@@ -325,6 +328,7 @@ class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
     checks: bytes
     lanes: bytes
     values: bytes
+    requests: dict[str, int] = {}
 
 
 def seal(payload: bytes) -> bytes:

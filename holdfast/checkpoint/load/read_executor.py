@@ -7,6 +7,7 @@ import logging
 import os
 import struct
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, enumerate_ranges, pad_shapes, union_nbytes
@@ -34,6 +36,7 @@ from holdfast.format.stored_copies import choose_copies
 from holdfast.parallel import Control
 from holdfast.state.matcher import LocalMemory, TensorRequest
 from holdfast.state.tensor_elements import TORCH_TO_NAME
+from holdfast.storage.reading import requests_of
 
 _COUNTERS = struct.Struct("<5Q")
 _MAX_THREADS = 8
@@ -86,6 +89,7 @@ class LoadExecutor:
 
     Attributes:
         boxes: What this rank requests.
+        requests_before: The storage's requests before the load, by kind.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class LoadExecutor:
         self._memory = memory
         self._verify = verify and files.has_digests
         self._num_threads = num_threads
+        self.requests_before: Counter[str] = Counter()
         self._has_failed = threading.Event()
         self._local = threading.local()
         self._written: list[tuple[int, int]] = []
@@ -198,10 +203,16 @@ class LoadExecutor:
             stats.opens,
             stats.nbytes_from_images,
         )
+        sent = requests_of(self._files.storage) - self.requests_before
+        counters += msgspec.msgpack.encode(dict(sent))
         reports = self._control.agree(error, phase="load: read", payload=counters)
         needed, read, received, opens, from_images = zip(
-            *map(_COUNTERS.unpack, reports), strict=True
+            *map(_COUNTERS.unpack_from, reports), strict=True
         )
+        requests: Counter[str] = Counter()
+        for report in reports:
+            by_kind = msgspec.msgpack.decode(report[_COUNTERS.size :], type=dict[str, int])
+            requests += Counter(by_kind)
         return JobReading(
             nbytes_unique=self._nbytes_unique,
             nbytes_needed=sum(needed),
@@ -210,6 +221,7 @@ class LoadExecutor:
             num_opens=sum(opens),
             max_nbytes_read=max(read),
             nbytes_from_images=sum(from_images),
+            requests=dict(requests),
         )
 
     def touched(self) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from holdfast.foreign.own_format import find_in_bucket
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
+from holdfast.format.summaries import requests_of_save
 from holdfast.format.versions import Lease, read_lease, save_id_of
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage
 from holdfast.storage.places import as_url
@@ -218,6 +219,8 @@ class OpenCheckpoint:
     """Name of its format, if it is not our own."""
     left_out: Sequence[str] = ()
     """What a foreign checkpoint has that is not shown, one sentence each."""
+    requests: Mapping[str, int] = field(default_factory=dict)
+    """By kind, what its save asked of storage, where that is counted."""
 
 
 @contextmanager
@@ -242,6 +245,7 @@ def open_checkpoint(path: Path, *, step: int | None = None) -> Iterator[OpenChec
             label=checkpoint.label,
             foreign=checkpoint.foreign,
             left_out=storage.catalog.left_out if isinstance(storage, CatalogStorage) else (),
+            requests=requests_of_save(storage, checkpoint.directory, step=snapshot.manifest.step),
         )
 
 
