@@ -114,10 +114,10 @@ def _sweep(context: RankContext, root: str, scenario: str, mode: str) -> tuple[l
 @pytest.mark.parametrize(
     ("mode", "scenario"),
     [
-        ("sync", "first"),
+        pytest.param("sync", "first", marks=pytest.mark.slow),
         ("async", "overwrite"),
         pytest.param("sync", "next", marks=pytest.mark.nightly),
-        pytest.param("sync", "overwrite", marks=pytest.mark.slow),
+        pytest.param("sync", "overwrite", marks=pytest.mark.nightly),
         pytest.param("async", "first", marks=pytest.mark.nightly),
         pytest.param("async", "next", marks=pytest.mark.slow),
     ],
