@@ -94,7 +94,7 @@ def test_evaluation_counts_what_greedy_decoding_writes(tmp_path: Path) -> None:
             assert result == alone, words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_preset_learns_to_name_nine_of_ten_held_out_digits(tmp_path: Path) -> None:
     """The preset as it is, by the command: at least 90 % of images never trained on."""
     events = tmp_path / "events.jsonl"
