@@ -10,8 +10,13 @@ READY := $(VENV)/.ready
 TRAINER := $(wildcard trainer/pyproject.toml)
 DOCS_VENV := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
-PYTEST_WORKERS ?= 2
+## One more than the two processors that continuous integration has: many tests wait, for deadlines
+## and for each other.
+PYTEST_WORKERS ?= 3
 export OMP_NUM_THREADS ?= 1
+## Compiled modules are kept, so that neither the other worker, nor a writer, a command or the next
+## run compiles Holdfast and rewrites the assertions of all tests again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-faults test test-all test-slow test-nightly test-integrations lint types contracts format bench bench-groups trace docs setup clean help
 
@@ -39,7 +44,7 @@ test: setup lint
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not slow and not nightly and not gpu"
 
 test-slow: setup
-	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "slow and not gpu"
+	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "slow and not nightly and not gpu"
 
 test-nightly: setup
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "nightly and not gpu"

@@ -139,10 +139,10 @@ def _sweep(
 @pytest.mark.parametrize(
     "killed",
     [
-        Killed("sync", "first"),
+        pytest.param(Killed("sync", "first"), marks=pytest.mark.slow),
         Killed("async", "overwrite"),
         pytest.param(Killed("sync", "next"), marks=pytest.mark.nightly),
-        pytest.param(Killed("sync", "overwrite"), marks=pytest.mark.slow),
+        pytest.param(Killed("sync", "overwrite"), marks=pytest.mark.nightly),
         pytest.param(Killed("async", "first"), marks=pytest.mark.nightly),
         pytest.param(Killed("async", "next"), marks=pytest.mark.slow),
         pytest.param(Killed("sync", "overwrite", "torch_dist"), marks=pytest.mark.slow),

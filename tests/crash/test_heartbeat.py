@@ -56,7 +56,9 @@ class _Unshared(PosixStorage):
     """Asynchronous saves are written by a thread of the rank."""
 
 
-@pytest.mark.parametrize(("slow", "mode"), [(1, "sync"), (0, "sync"), (1, "async")])
+@pytest.mark.parametrize(
+    ("slow", "mode"), [pytest.param(1, "sync", marks=pytest.mark.slow), (0, "sync"), (1, "async")]
+)
 def test_a_save_with_a_slow_rank_is_left_alone(
     tmp_path: Path, slow: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
