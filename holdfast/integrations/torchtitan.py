@@ -26,6 +26,7 @@ from torchtitan.tools import filesystem
 
 from holdfast.checkpoint import Checkpointer, LoadReport
 from holdfast.errors import ConfigError
+from holdfast.integrations.fetches import States, Streams, set_streams
 from holdfast.integrations.world import agreed_newest_step, groups_of_world
 from holdfast.policies.keep import KeepLast
 from holdfast.state import RNG, PerRank, Stored, Union
@@ -126,17 +127,20 @@ class HoldfastManager(CheckpointManager):  # type: ignore[misc]
         if unknown:
             raise ConfigError(f"checkpoint.exclude_from_loading: {sorted(unknown)} is no state")
         step = newest if step == -1 else step
-        wanted = {MODEL} if step == 0 else self.states.keys() - {*self.exclude_from_loading}
+        requested = {MODEL} if step == 0 else self.states.keys() - {*self.exclude_from_loading}
         parts = {
             name: part
             for name, part in self._parts(of_load=True).items()
-            if name in wanted or (name == _RNG and step)
+            if name in requested or (name == _RNG and step)
         }
         # Under another number of ranks, streams without a place are dropped, and new ones fresh.
         report = self._checkpointer.load(
             parts, step=step, allow_missing=(f"{_RNG}*",), allow_dropped=(f"{_RNG}*",)
         )
+        streams = Streams().states()
         self._take(report, parts)
+        if self.states[DATALOADER] is not None:
+            _keep_streams(self.states[DATALOADER], streams)
         return True
 
     def _parts(self, *, of_load: bool = False) -> dict[str, object]:
@@ -168,6 +172,22 @@ class HoldfastManager(CheckpointManager):  # type: ignore[misc]
                 value.load_state_dict(values[name])
             else:
                 self.states[name] = values[name]
+
+
+def _keep_streams(loader: Any, streams: States) -> None:
+    """Let the next iterator of a loader be made without a trace in the process's streams.
+
+    Every loader draws a seed from them when it makes one: the saved run has done so at its start.
+    """
+    kind = type(loader)
+
+    def make(self: Any) -> Any:
+        self.__class__ = kind
+        iterator = kind.__iter__(self)
+        set_streams(streams)
+        return iterator
+
+    loader.__class__ = type(kind.__name__, (kind,), {"__iter__": make, "__module__": __name__})
 
 
 def _first(stored: dict[str, Any]) -> Any:
