@@ -16,6 +16,9 @@ from holdfast.storage.reading import read_tail
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 DATA_DIR = "data"
+OTHER_FILES = "other_files"
+"""Entry of a checkpoint's metadata: names of files in its directory that other programs need and
+that are made from it after the commit. `verify` expects them, and does not read them."""
 LATEST = "latest_checkpointed_iteration.txt"
 FAULT_CHECKPOINTS = "checkpoints"
 """The root of fault checkpoints, below a rerun machine's directory."""

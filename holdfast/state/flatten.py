@@ -37,6 +37,7 @@ from holdfast.state.markers import (
     OnLayout,
     Padded,
     PerRank,
+    Pieces,
     Replicated,
     Sharded,
     Stored,
@@ -386,7 +387,7 @@ class _Flattener:
         by_key = dict(zip(made.keys, held, strict=True))
         made.memory = {key: each for key, each in before.memory.items() if key in tensors}
         # Views of a tensor are of the memory that it had.
-        again += [key for key, each in made.memory.items() if memory_key(by_key[key]) != each]
+        again += [key for key, each in made.memory.items() if _memory(tensors[key]) != each]
         self._make_again(again, made, tensors)
         made.filled = list(compress(made.keys, self._is_filled))
         made.addresses = list(compress(addresses, self._is_filled))
@@ -430,7 +431,7 @@ class _Flattener:
             if name is not None and _is_whole(leaf, obj):
                 leaf = alike[name] = leaf._replace(locals=())
             else:
-                made.memory[key] = memory_key(held_tensor(obj))
+                made.memory[key] = _memory(obj)
             made.leaves[key] = leaf
 
     def _tie(self) -> tuple[list[torch.Tensor], list[int]]:
@@ -528,16 +529,24 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
+def _memory(obj: Any) -> object:
+    """Return where the views of a leaf lie."""
+    if isinstance(obj, Pieces):
+        return tuple(map(memory_key, obj.locals))
+    return memory_key(held_tensor(obj))
+
+
 def _identity(obj: Any) -> object:
     """Return what two tensors share if they are one: memory, form and placement.
 
-    None for a run of a flat bucket, which is the same only as the same object: runs are empty on
-    some ranks, and then alike. Empty shards are the same only as the same tensor: in a bucket they
-    start at one offset, although other ranks have elements of both. Tensors without elements have
-    no memory; two of them are one if their storages are, on all ranks alike.
+    None for pieces, of which there are several, and for a run of a flat bucket, which are the same
+    only as the same object: runs are empty on some ranks, and then alike. Empty shards are the same
+    only as the same tensor: in a bucket they start at one offset, although other ranks have
+    elements of both. Tensors without elements have no memory; two of them are one if their storages
+    are, on all ranks alike.
     """
     inner = obj.value if isinstance(obj, Padded) else obj
-    if isinstance(inner, FlatShard):
+    if isinstance(inner, FlatShard | Pieces):
         return None
     local = held_tensor(inner)
     is_shard = isinstance(inner, Sharded) or (isinstance(inner, DTensor) and inner.numel() > 0)

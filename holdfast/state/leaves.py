@@ -35,6 +35,7 @@ from holdfast.state.markers import (
     FlatShard,
     Marked,
     Padded,
+    Pieces,
     Replicated,
     Sharded,
     axis_names,
@@ -129,7 +130,10 @@ class FlatState:
 
 
 def held_tensor(obj: Any) -> torch.Tensor:
-    """Return what a tensor or marker holds on this rank; nothing waits, and nothing is recorded."""
+    """Return what a tensor or marker holds on this rank; nothing waits, and nothing is recorded.
+
+    Of `Pieces` it is the first one.
+    """
     if isinstance(obj, DTensor):
         return local_tensor(obj)
     return obj if isinstance(obj, torch.Tensor) else held_tensor(obj.local)
@@ -224,6 +228,8 @@ def _unpadded_leaf(obj: torch.Tensor | Marked, site: _Site) -> TensorLeaf:
         return _sharded_leaf(obj, site)
     if isinstance(obj, FlatShard):
         return _flat_leaf(obj, site)
+    if isinstance(obj, Pieces):
+        return _pieces_leaf(obj, site)
     replica_set = None
     if isinstance(obj, Replicated):
         stage = tuple(sorted(site.layout.group("tp-cp-dp", site.rank)))
@@ -338,6 +344,17 @@ def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
         placed = boxes_of(tuple(cut_intervals(dim, first, last) for dim, first, last in ends))
         pieces.extend((whole, block[where]) for whole, where in placed)
     return site.leaf(flat.dtype, like.shape, pieces, replica_set, placement)
+
+
+def _pieces_leaf(obj: Pieces, site: _Site) -> TensorLeaf:
+    """Return the leaf of boxes that nothing declares."""
+    for local in obj.locals:
+        _refuse_unreadable(local, site.key)
+    pieces = [
+        (Box(offset, tuple(local.shape)), local.detach())
+        for offset, local in zip(obj.offsets, obj.locals, strict=True)
+    ]
+    return site.leaf(obj.local.dtype, obj.shape, pieces, None, IRREGULAR)
 
 
 def _flat_replica_set(whole: ReplicaSet, over: str, site: _Site) -> ReplicaSet:

@@ -53,6 +53,7 @@ from holdfast.state.markers import (
     Padded,
     PerRank,
     PerRankValues,
+    Pieces,
     Stored,
     Transient,
     Union,
@@ -252,7 +253,7 @@ class Matcher:
             return template
         if isinstance(template, Marked):
             self._targets.clear_padding(template)
-            return template.local
+            return unmarked(template)
         if isinstance(template, Stored):
             return self._decode(node, path, all_ranks=template.all_ranks)
         if isinstance(template, Union):
@@ -851,6 +852,8 @@ class RegisteredTypes:
 
 def unmarked(template: object) -> object:
     """Return a template for which nothing is stored as plain tensors and values."""
+    if isinstance(template, Pieces):
+        return list(template.locals)
     if isinstance(template, Marked):
         return template.local
     if isinstance(template, Union):

@@ -28,7 +28,7 @@ from holdfast._torch import (
     spec_of,
 )
 from holdfast.state.leaves import held_tensor
-from holdfast.state.markers import FlatShard, Padded, Sharded
+from holdfast.state.markers import FlatShard, Padded, Pieces, Sharded
 from holdfast.state.tensor_memory import Forms
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
@@ -216,6 +216,8 @@ def traits_of(obj: Any, meshes: dict[int, DeviceMesh]) -> object:
     if isinstance(obj, FlatShard):
         like = traits_of(obj.like, meshes)
         return "flat", traits_of(obj.local, meshes), like, obj.start, obj.over
+    if isinstance(obj, Pieces):
+        return "pieces", tuple(traits_of(p, meshes) for p in obj.locals), obj.shape, obj.offsets
     if isinstance(obj, Padded):
         return "padded", traits_of(obj.value, meshes), obj.shape
     return "replicated", traits_of(obj.local, meshes)
