@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import nn
 
 from bench.timing import Arms, Measured, Series, interleave, median_of, timed_with_cpu
-from holdfast import RNG, Checkpointer, KeepLast, OptimizerState
+from holdfast import RNG, Checkpointer, OptimizerState
 
 BAR = 1.1
 """At most so many times the native call; and ahead of the framework's own."""
@@ -36,7 +36,7 @@ PLAIN, NATIVE, HELD, OWN = "start alone", "native", "holdfast", "own"
 WITH_FOLDER = "holdfast, and the model's folder"
 
 Calls = dict[str, Callable[[int], object]]
-"""Arm -> what is measured; its argument is a number that no other call has."""
+"""Arm -> what is measured, in a round of some number."""
 Measure = Callable[[str, Arms], None]
 
 
@@ -111,11 +111,11 @@ class Native:
     """Saves and loads by a `Checkpointer`, without a framework."""
 
     def __init__(self, setting: Setting) -> None:
-        self._checkpointer = Checkpointer(setting.directory / "native", retention=KeepLast(1))
+        self._checkpointer = Checkpointer(setting.directory / "native")
 
-    def save(self, number: int, module: nn.Module, optimizer: Any) -> None:
-        """Save until durable, as the integrations do: in the background, and wait."""
-        self._checkpointer.save_async(number, _parts(module, optimizer)).result()
+    def save(self, module: nn.Module, optimizer: Any) -> None:
+        """Replace a step in the background, as the integrations do, and wait for its commit."""
+        self._checkpointer.save_async(1, _parts(module, optimizer), overwrite=True).result()
 
     def load(self, module: nn.Module, optimizer: Any) -> None:
         """Load the newest."""
@@ -140,14 +140,14 @@ def _measure_calls(
     native = Native(setting)
 
     def save(number: int) -> None:
-        checkpoints.step = number
-        checkpoints.save().result()
+        checkpoints.step = 1
+        checkpoints.save(overwrite=True).result()
 
     def save_own_durably(number: int) -> None:
         save_own()
         _make_durable(own)
 
-    saves: Calls = {NATIVE: lambda number: native.save(number, *trained), HELD: save}
+    saves: Calls = {NATIVE: lambda _: native.save(*trained), HELD: save}
     measure("save", _timed({**saves, OWN: save_own_durably}))
     loads: Calls = {NATIVE: lambda _: native.load(*trained), HELD: lambda _: checkpoints.load()}
     measure("load", _timed({**loads, OWN: lambda _: load_own()}))
@@ -163,7 +163,7 @@ def measure_accelerate(setting: Setting, measure: Measure) -> None:
     accelerator: Any = Accelerator(cpu=True)
     trained = accelerator.prepare(*setting.trained())
     root, own = setting.directory / "held", setting.directory / "own"
-    checkpoints = AccelerateCheckpoints(accelerator, root, retention=KeepLast(1))
+    checkpoints = AccelerateCheckpoints(accelerator, root)
     _measure_calls(
         setting,
         measure,
@@ -186,7 +186,7 @@ def measure_fabric(setting: Setting, measure: Measure) -> None:
     trained = fabric.setup(*setting.trained())
     state = dict(zip(("model", "optimizer"), trained, strict=True))
     root, own = setting.directory / "held", setting.directory / "own.ckpt"
-    checkpoints = FabricCheckpoints(fabric, root, state, retention=KeepLast(1))
+    checkpoints = FabricCheckpoints(fabric, root, state)
     _measure_calls(
         setting,
         measure,
@@ -271,7 +271,7 @@ def measure_trainer(setting: Setting, measure: Measure) -> None:
         return Trainer(model=setting.stack(), args=arguments, train_dataset=setting.rows)
 
     trainer = make()
-    callback = HoldfastCallback.attach(trainer, retention=KeepLast(1))
+    callback = HoldfastCallback.attach(trainer)
 
     def saves(args: Any, state: Any, control: Any, model: Any, optimizer: Any) -> None:
         def save(number: int) -> None:
@@ -288,7 +288,7 @@ def measure_trainer(setting: Setting, measure: Measure) -> None:
             save_own(number, only_model=True)
             save(number)
 
-        calls: Calls = {NATIVE: lambda number: native.save(number, model, optimizer), HELD: save}
+        calls: Calls = {NATIVE: lambda _: native.save(model, optimizer), HELD: save}
         calls |= {WITH_FOLDER: save_both, OWN: save_own}
         measure("save", _timed(calls))
         shutil.rmtree(folder / "checkpoint-1")
@@ -363,7 +363,7 @@ def measure_lightning(setting: Setting, measure: Measure) -> None:
     def loader() -> Any:
         return torch.utils.data.DataLoader(setting.rows, batch_size=1)  # type: ignore[arg-type]
 
-    checkpoints = HoldfastCheckpoint(held, retention=KeepLast(1), every_n_train_steps=100)
+    checkpoints = HoldfastCheckpoint(held, every_n_train_steps=100)
 
     def saves(trainer: Any, module: Any, optimizer: Any) -> None:
         def save(number: int) -> None:
@@ -375,7 +375,7 @@ def measure_lightning(setting: Setting, measure: Measure) -> None:
             trainer.save_checkpoint(own)
             _make_durable(own)
 
-        calls: Calls = {NATIVE: lambda number: native.save(number, module, optimizer), HELD: save}
+        calls: Calls = {NATIVE: lambda _: native.save(module, optimizer), HELD: save}
         measure("save", _timed({**calls, OWN: save_own}))
 
     trainer = make(checkpoints, Leaves(step=1, work=saves))
