@@ -72,7 +72,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._train = trainer.train
         self._checkpointer: Checkpointer | None = None
         self.last_save: PendingSave | None = None
-        """The newest save of the training in progress: `last_save.result()` waits for its commit."""
+        """The newest save of this training: `last_save.result()` waits for its commit."""
         self._resumed: int | None = None
         self._continues = False
         """True once the newest checkpoint was asked for: a run without one is then a first run."""
