@@ -12,7 +12,6 @@ import argparse
 import os
 import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,20 +23,13 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from bench.timing import Measured, Series, interleave, median_of
+from bench.timing import Measured, Series, interleave, median_of, timed_with_cpu
 from holdfast import Checkpointer
 from holdfast.foreign import ConvertOptions, open_any, plan_conversion
 
 _PIECE_NBYTES = 16 << 20
 BARS = {"convert": 1.3}
 """At most so many times the other program's time."""
-
-
-def _timed(work: Callable[[], object]) -> Measured:
-    """Wall and CPU seconds of a piece of work."""
-    began, cpu = time.perf_counter(), time.process_time()
-    work()
-    return {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu}
 
 
 def _copy(source: Path, to: Path) -> None:
@@ -74,7 +66,7 @@ def measure(directory: Path, *, num_layers: int, width: int, num_rounds: int) ->
 
     def loaded(work: Callable[[], object]) -> Callable[[int], Measured]:
         def arm(number: int) -> Measured:
-            measured = _timed(work)
+            measured = timed_with_cpu(work)
             check()
             return measured
 
@@ -98,13 +90,13 @@ def measure(directory: Path, *, num_layers: int, width: int, num_rounds: int) ->
             with open_any(folder) as catalog:
                 plan_conversion(catalog, to, ConvertOptions(to="huggingface")).run()
 
-        measured = _timed(work)
+        measured = timed_with_cpu(work)
         shutil.rmtree(to)
         return measured
 
     def copied(number: int) -> Measured:
         to = directory / "copied"
-        measured = _timed(lambda: _copy(folder, to))
+        measured = timed_with_cpu(lambda: _copy(folder, to))
         shutil.rmtree(to)
         return measured
 

@@ -18,11 +18,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from holdfast.checkpoint import Checkpointer
+from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError
 from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.integrations.fetches import Streams, set_streams
-from holdfast.integrations.loaders import place_of
+from holdfast.integrations.loaders import has_place, place_of
 from holdfast.integrations.world import groups_of_world, newest_step
 from holdfast.parallel import ProcessGroups
 from holdfast.policies.keep import KeepPolicy
@@ -76,6 +76,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         self._options = {**(options or {}), "retention": retention}
         self._groups: ProcessGroups | None = None
         self._checkpointer: Checkpointer | None = None
+        self.last_save: PendingSave | None = None
+        """The newest save of the run in progress: `last_save.result()` waits for its commit."""
         self._resumed: int | None = None
         self._continues = False
         """True once the newest checkpoint was asked for: a run without one is then a first run."""
@@ -178,7 +180,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             "rng": RNG(),
             "lightning": {"checkpoint": _of_rank(rest)},
         }
-        self._running().save_async(trainer.global_step, parts, overwrite=True)
+        self.last_save = self._running().save_async(trainer.global_step, parts, overwrite=True)
 
     def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
         """Load a checkpoint into the module, and return the rest as Lightning's own has it."""
@@ -232,7 +234,7 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]
         self, checkpoint: dict[str, Any], path: Any, *args: Any, **more: Any
     ) -> None:
         """Write a file of Lightning's: only the callback saves to Holdfast, on all ranks."""
-        self._inner.save_checkpoint(checkpoint, path, *args, **more)
+        self._inner.save_checkpoint(_without_places(checkpoint, self._trainer), path, *args, **more)
 
     def load_checkpoint(self, path: Any, *args: Any, **more: Any) -> dict[str, Any]:
         """Load a checkpoint by its path.
@@ -251,12 +253,41 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]
         self._inner.remove_checkpoint(path)
 
 
+def _without_places(checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """Return a checkpoint as Lightning alone would have it, which has to take it without us."""
+    loops = checkpoint.get("loops") or {}
+    own = (loops.get("fit_loop") or {}).get("state_dict") or {}
+    if "combined_loader" not in own:
+        return checkpoint
+    combined: Any = trainer.fit_loop._combined_loader
+    states = zip(_stateful(combined), own["combined_loader"], strict=True)
+    kept = [state for loader, state in states if not has_place(loader)]
+    inner = {name: each for name, each in own.items() if name != "combined_loader"}
+    inner |= {"combined_loader": kept} if kept else {}
+    return {
+        **checkpoint,
+        "loops": {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": inner}},
+    }
+
+
+def _stateful(combined: Any) -> list[Any]:
+    """Return the loaders that Lightning takes for ones with a state."""
+    return [
+        each
+        for each in combined.flattened
+        if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+    ]
+
+
 def _before_first_pass(trainer: Trainer, call: Any) -> None:
     """Call back once the loop has its loaders, before it takes the first iterator of them."""
     loop: Any = trainer.fit_loop
     load_states = type(loop)._load_combined_loader_states
 
     def load_combined_loader_states() -> None:
+        stateful = _stateful(loop._combined_loader)
+        if len(stateful) == len(loop._combined_loader_states_to_load):  # of a file of Lightning's
+            load_states(loop)
         call(trainer)
         load_states(loop)
 

@@ -44,6 +44,11 @@ def place_of(loader: Any, *, world_size: int = 1) -> LoaderPlace | None:
     return place
 
 
+def has_place(loader: Any) -> bool:
+    """Return True for a loader whose state is the one that `place_of` has given it."""
+    return _PLACE in getattr(loader, "__dict__", {})
+
+
 class LoaderPlace:
     """The pass over a loader that is in progress, and how many of its batches are trained.
 

@@ -22,7 +22,7 @@ import torch
 from transformers.trainer import TRAINER_STATE_NAME, Trainer
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from holdfast.checkpoint import Checkpointer
+from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.format.names import list_steps, parse_step_dir, step_dir
 from holdfast.integrations.fetches import (
@@ -71,10 +71,11 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._options = dict(options)
         self._train = trainer.train
         self._checkpointer: Checkpointer | None = None
+        self.last_save: PendingSave | None = None
+        """The newest save of this training: `last_save.result()` waits for its commit."""
         self._resumed: int | None = None
         self._continues = False
         """True once the newest checkpoint was asked for: a run without one is then a first run."""
-        self._state_text = ""
         self._watch: FetchWatch | None = None
         self._generators: dict[str, torch.Generator] = {}
         self._epoch_start: Streams | None = None
@@ -210,7 +211,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Save everything in the background."""
         checkpointer = self._running()
-        checkpointer.save_async(state.global_step, self._parts(checkpointer, state), overwrite=True)
+        parts = self._parts(checkpointer, state)
+        self.last_save = checkpointer.save_async(state.global_step, parts, overwrite=True)
 
     # ---- State ----
 

@@ -171,3 +171,15 @@ def test_on_another_number_of_ranks(server: ForkServer, tmp_path: Path) -> None:
     lines = server.lines(halved, tmp_path, 2, directory=tmp_path, num_ranks=2)
     assert lines[0].startswith("step 20, weights")
     assert lines[0] == lines[1]
+
+
+def test_a_file_of_lightnings_own_needs_nothing_of_ours(server: ForkServer, tmp_path: Path) -> None:
+    """Written in a run with Holdfast, read by one without, by Lightning's safe default."""
+    saved = PROGRAM + "trainer.save_checkpoint('own.ckpt')\n"
+    server.lines(saved, tmp_path / "a", 1, directory=tmp_path)
+    alone = PROGRAM.replace("callbacks=[checkpoints],", "enable_checkpointing=False,")
+    alone = alone.replace('"last"', '"own.ckpt"')
+    assert server.lines(alone, "none", 2, directory=tmp_path)[0].startswith("step 20")
+    assert server.lines(
+        PROGRAM.replace('"last"', '"own.ckpt"'), tmp_path / "b", 2, directory=tmp_path
+    )[0].startswith("step 20")

@@ -163,3 +163,32 @@ def test_on_another_number_of_ranks(server: ForkServer, tmp_path: Path) -> None:
     lines = server.lines(ADAPTED, tmp_path / "b", "full resume", directory=tmp_path, num_ranks=2)
     numbers = [float(line.rsplit(" ", 1)[1]) for line in (*straight, *lines)]
     assert numbers == pytest.approx([numbers[0]] * 3, rel=1e-5)
+
+
+EXPORTED = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+from holdfast.cli.main import main
+root, folder = sys.argv[1:]
+model.eval()
+prompt = torch.tensor([[3, 14, 15], [9, 26, 5]])
+words = ["--to", "huggingface", "--config-from", f"{root}/checkpoint-33"]
+assert main(["convert", f"{root}/holdfast", folder, *words]) == 0
+there = AutoModelForCausalLM.from_pretrained(folder)
+how = dict(max_new_tokens=20, do_sample=False, pad_token_id=0)
+here, read = (each.generate(prompt, **how).tolist() for each in (model, there))
+assert here == read, (here, read)
+assert all(map(torch.equal, model.state_dict().values(), there.state_dict().values()))
+print("tokens", len(set(here[0] + here[1])))
+"""
+
+
+def test_a_trained_model_is_exported_and_generates_the_same(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """One command makes a folder for `from_pretrained` of the newest step."""
+    words = PROGRAM.replace("float(sys.argv[2])", "3").replace("save_steps=2", "save_steps=11")
+    lines = server.lines(
+        words + EXPORTED, tmp_path / "run", tmp_path / "folder", directory=tmp_path
+    )
+    assert int(lines[0].removeprefix("tokens ")) > 4

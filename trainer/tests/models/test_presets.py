@@ -12,11 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from holdfast import Checkpointer
+from holdfast.cli.main import main
 from holdfast_trainer.models.config import GPTConfig
 from holdfast_trainer.models.gpt import GPT
 from holdfast_trainer.models.stages import Stage
 
 pytest.importorskip("transformers")
+
+from transformers import LlamaForCausalLM
 
 from tests.foreign.small_models import (
     BASE,
@@ -73,6 +77,30 @@ def test_llama_and_the_reference_gpt_compute_the_same(tied: bool, tmp_path: Path
     assert_close(own_logits_of(ours_then), logits_of(theirs))
     state = mapped(tmp_path, ours.state_dict(), "gpt-to-llama-hf")
     assert_close(logits_of(load(theirs, state)), own_logits_of(ours))
+
+
+def test_a_checkpoint_of_the_reference_gpt_is_exported_and_generates_the_same(
+    tmp_path: Path,
+) -> None:
+    """One command; what Transformers then generates are the most likely tokens of the GPT."""
+    ours = gpt(tied=True)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(7, {"model": ours})
+    llama(tied=True).config.save_pretrained(tmp_path / "config")
+    words = ["--to", "huggingface", "--map", "gpt-to-llama-hf"]
+    words += ["--config-from", str(tmp_path / "config")]
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "folder"), *words]) == 0
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float64)
+    prompt = expected = tokens()[:, :4]
+    with torch.no_grad():
+        for _ in range(12):
+            logits = ours(expected, stage=Stage(layers=range(LAYERS)))[0]
+            expected = torch.cat([expected, logits[:, -1:].argmax(-1)], dim=1)
+    generated = theirs.generate(
+        prompt, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    assert generated.tolist() == expected.tolist()
+    assert len(set(expected[:, 4:].flatten().tolist())) > 4
 
 
 def test_mixtral_and_the_reference_gpt_compute_the_same(tmp_path: Path) -> None:
