@@ -560,7 +560,7 @@ class Checkpointer:
         self._root.check()
         stats = self.stats
         if not (stats.num_saves or stats.num_saves_in_flight):  # its own writers are no leftovers
-            self._loader.settle()
+            self._loader.wait_for_writers()
         return max(self.steps(), default=None)
 
     def close(self) -> None:

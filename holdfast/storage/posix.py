@@ -253,8 +253,8 @@ class PosixStorage:
         that was forked meanwhile keeps it, too. Where a directory cannot be locked it does nothing.
         """
         fds = []
-        with suppress(OSError, StorageError), self._dir(split_path(path)) as found:
-            fds.append(os.open(".", _DIR_FLAGS, dir_fd=found))
+        with suppress(OSError, StorageError), self._dir(split_path(path)) as directory:
+            fds.append(os.open(".", _DIR_FLAGS, dir_fd=directory))
             fcntl.fcntl(fds[0], fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK))
 
         def release() -> None:
@@ -273,11 +273,11 @@ class PosixStorage:
         Never waits, and takes no lock that a process could meet.
         """
         try:
-            with self._dir(split_path(path)) as found:
-                answer = fcntl.fcntl(found, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK))
+            with self._dir(split_path(path)) as directory:
+                answer = fcntl.fcntl(directory, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK))
                 if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
                     return True
-                return False if _is_of_this_host(os.fstat(found).st_dev) else None
+                return False if _is_of_this_host(os.fstat(directory).st_dev) else None
         except (OSError, StorageError):
             return None
 

@@ -13,13 +13,13 @@ from tests.harness import RankContext, run_ranks
 
 def trained_and_dropped(context: RankContext) -> list[tuple[str, bool, int]]:
     """By strategy: whether the model is still there, and the number of new threads."""
-    found = []
+    left = []
     for strategy in STRATEGIES:
         before = len(os.listdir("/proc/self/task"))
         model = trained(strategy)
         gc.collect()
-        found.append((strategy, model() is not None, len(os.listdir("/proc/self/task")) - before))
-    return [each for each in found if each[1] or each[2] > 0]
+        left.append((strategy, model() is not None, len(os.listdir("/proc/self/task")) - before))
+    return [each for each in left if each[1] or each[2] > 0]
 
 
 def trained(strategy: str) -> weakref.ref[object]:

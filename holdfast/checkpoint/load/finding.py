@@ -99,7 +99,7 @@ class Finder:
             stack.callback(files.close)
         return chosen, files, [host for _, host, _ in proposals]
 
-    def settle(self) -> None:
+    def wait_for_writers(self) -> None:
         """Wait for writers that outlived an earlier run, and finish what they left complete.
 
         Once per run; no collectives.
@@ -191,7 +191,7 @@ class Finder:
     def _choose(self, step: int | None) -> int:
         """Return the step to load, None for the newest; StorageError if no checkpoint exists."""
         storage = self._storage
-        self.settle()
+        self.wait_for_writers()
         try:
             steps = list_steps(storage)
         except StorageError:

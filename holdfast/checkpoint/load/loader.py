@@ -111,9 +111,9 @@ class Loader:
             with ExitStack() as stack:
                 return self._load(state, options.step, options, stack, set())
 
-    def settle(self) -> None:
-        """Wait for writers that have outlived an earlier run; see `Finder.settle`."""
-        self._finder.settle()
+    def wait_for_writers(self) -> None:
+        """Wait for writers that have outlived an earlier run; see `Finder.wait_for_writers`."""
+        self._finder.wait_for_writers()
 
     def forget(self) -> None:
         """Forget which checkpoint was loaded last: the next load is another loader's."""
