@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.errors import ConfigError
-from holdfast.optim.in_flight import BUCKETED, GradientHook, change_class, gradient_of
+from holdfast.optim.in_flight import BUCKETED, GradientHook, HeldHook, change_class, gradient_of
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -237,9 +237,6 @@ class PendingGradient(GradientHook):
         self._group = group
         self._member = member
 
-    def __call__(self, parameter: torch.Tensor) -> None:
-        """Nothing; torch takes it for a hook of the shard."""
-
     def on_read(self) -> None:
         """Raise ConfigError: what is read is None, as if there were no gradient."""
         raise ConfigError(
@@ -278,7 +275,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Parameters that got a gradient; see `UnitGuard`."""
         self._num_writes: int | None = None
         """Writes to shards before whole parameters were gathered from them in a forward."""
-        self._pending: dict[Any, RemovableHandle] = {}
+        self._pending: dict[Any, tuple[PendingGradient, RemovableHandle]] = {}
         """Members whose shards have a class that notices `zero_grad`."""
 
     def wait_for_unshard(self) -> None:
@@ -352,14 +349,14 @@ class ParameterGroup(_Base):  # type: ignore[misc]
                 if hooks is None:
                     hooks = shard._post_accumulate_grad_hooks = OrderedDict()
                 handle = RemovableHandle(hooks)
-                hooks[handle.id] = hook
-                self._pending[member] = handle
+                hooks[handle.id] = HeldHook(hook)
+                self._pending[member] = hook, handle
                 change_class(shard, kind)
 
     def unmark(self) -> None:
         """Give shards their own class back."""
         if self._pending:
-            for member, handle in self._pending.items():
+            for member, (_, handle) in self._pending.items():
                 handle.remove()
                 change_class(member.sharded_param, DTensor)
             self._pending.clear()
@@ -369,7 +366,8 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         member.unsharded_accumulated_grad = None
         if hasattr(member, "_unsharded_param"):
             member._unsharded_param.grad = None
-        self._pending.pop(member).remove()
+        _, handle = self._pending.pop(member)
+        handle.remove()
         change_class(member.sharded_param, DTensor)
         if not self._pending:
             self._partial_reduce_output = None
@@ -533,7 +531,10 @@ def call_hooks(whole: nn.Parameter, hooks: Any) -> None:
 def has_hooks_after_gradients(parameter: nn.Parameter) -> bool:
     """Return True if `register_post_accumulate_grad_hook` was called at a parameter."""
     hooks: Any = parameter._post_accumulate_grad_hooks or {}
-    return not all(isinstance(each, PendingGradient) for each in hooks.values())
+    return not all(
+        isinstance(each, HeldHook) and isinstance(each.hook, PendingGradient | None)
+        for each in hooks.values()
+    )
 
 
 def add_parameters(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -184,11 +185,38 @@ class GradientHook:
     def on_clear(self) -> None:
         """Called before it is set to None, or read by a `zero_grad`, which then does nothing."""
 
+    def on_made(self, parameter: Tensor) -> None:
+        """Called after autograd has put the gradient into `.grad`."""
+
+
+class HeldHook:
+    """What stands at a parameter for its `GradientHook`, and does not keep it.
+
+    Python's collector does not see what torch keeps at a parameter: a hook there from which a
+    reference leads back would keep the model and its communicators, with their threads and
+    descriptors, to the end of the process.
+    """
+
+    def __init__(self, hook: GradientHook) -> None:
+        self._hook = weakref.ref(hook)
+
+    @property
+    def hook(self) -> GradientHook | None:
+        """The hook, or None if what made it is gone."""
+        return self._hook()
+
+    @mark_eager
+    def __call__(self, parameter: Tensor) -> None:
+        """Torch calls it after autograd has put a gradient into `.grad`."""
+        hook = self._hook()
+        if hook is not None:
+            hook.on_made(parameter)
+
 
 def gradient_hook(parameter: Tensor) -> GradientHook | None:
     """Return the hook by which a sharded optimizer takes the gradients of a parameter, or None."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return next((hook for hook in hooks.values() if isinstance(hook, GradientHook)), None)
+    return next((each.hook for each in hooks.values() if isinstance(each, HeldHook)), None)
 
 
 _MACHINERY = ("torch._", "torch.distributed.pipelining", "torch.distributed.fsdp")

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from holdfast._torch import mark_eager
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
 from holdfast.optim.buckets import Bucket
 from holdfast.optim.in_flight import (
     BUCKETED,
     GradientHook,
+    HeldHook,
     change_class,
     forget_gradient,
     gradient_of,
@@ -53,8 +53,7 @@ class Slot(GradientHook):
     kind: type[Tensor] | None = None
     """The parameter's own class while it has a class of `BUCKETED`."""
 
-    @mark_eager
-    def __call__(self, parameter: Tensor) -> None:
+    def on_made(self, parameter: Tensor) -> None:
         """Move the gradient that autograd has put into `.grad` into its bucket."""
         gradient = gradient_of(parameter)
         if gradient is not None:
@@ -124,7 +123,7 @@ class GradientReducer:
         self._is_reduced = False
         self._is_finished = False
         self._handles: list[RemovableHandle] = [
-            cast("Any", slot.parameter).register_post_accumulate_grad_hook(slot)
+            cast("Any", slot.parameter).register_post_accumulate_grad_hook(HeldHook(slot))
             for slot in self.slots
         ]
         self._has_warned = False
