@@ -9,9 +9,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRAINER := $(wildcard trainer/pyproject.toml)
 DOCS_VENV := .venv-docs
+# On top of $(VENV): torchtitan has many requirements, and few for what the tests use.
+TITAN_VENV := .venv-titan
 DOCS_READY := $(DOCS_VENV)/.ready
-PYTEST_WORKERS ?= 2
+## One more than the two processors that continuous integration has: many tests wait, for deadlines
+## and for each other.
+PYTEST_WORKERS ?= 3
 export OMP_NUM_THREADS ?= 1
+## Compiled modules are kept, so that neither the other worker, nor a writer, a command or the next
+## run compiles Holdfast and rewrites the assertions of all tests again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-faults test test-all test-slow test-nightly test-integrations lint types contracts format bench bench-groups trace docs setup clean help
 
@@ -39,7 +46,7 @@ test: setup lint
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not slow and not nightly and not gpu"
 
 test-slow: setup
-	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "slow and not gpu"
+	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "slow and not nightly and not gpu"
 
 test-nightly: setup
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "nightly and not gpu"
@@ -47,6 +54,10 @@ test-nightly: setup
 ## All tests of the frameworks, the long ones too; those of a framework that is missing are skipped.
 test-integrations: setup
 	@$(BIN)/python -m pip install --quiet --no-deps lightning pytorch-lightning
+	@test -x $(TITAN_VENV)/bin/python || $(PYTHON) -m venv $(TITAN_VENV)
+	@readlink -f $(VENV)/lib/python*/site-packages > $$(echo $(TITAN_VENV)/lib/python*/site-packages)/base.pth
+	@$(TITAN_VENV)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt \
+	  torchtitan spmd_types tyro docstring-parser typeguard torch_checkpointing
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not nightly" tests/integrations
 
 test-all: setup lint
@@ -87,4 +98,4 @@ trace: setup
 	@$(BIN)/python -m tools.trace
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) site demo/out bench/out .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(TITAN_VENV) site demo/out bench/out .mypy_cache .ruff_cache .hypothesis .import_linter_cache

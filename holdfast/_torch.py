@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DTENSOR_FORMS", "DTENSOR_PLACED", "DTENSOR_SPECS", "AsyncCollectiveTensor",
-    "TorchDispatchMode", "argument_names", "buffer_table", "copy_each", "give_metadata",
-    "hook_states", "local_tensor", "local_tensor_slot", "local_tensors", "lost_after_s",
-    "mark_eager", "mark_stepped", "module_table", "num_storage_uses", "parameter_table",
-    "registrations", "scale_each", "set_local_tensor", "sparse_members", "spec_of",
-    "storage_id", "unsaved_buffers", "watch_forwards", "without_torch_function",
+    "TorchDispatchMode", "argument_names", "buffer_table", "copy_each", "form_check",
+    "give_metadata", "hook_states", "local_tensor", "local_tensor_slot", "local_tensors",
+    "lost_after_s", "mark_eager", "mark_stepped", "module_table", "num_storage_uses",
+    "parameter_table", "registrations", "scale_each", "set_local_tensor", "sparse_members",
+    "spec_of", "storage_id", "unsaved_buffers", "watch_forwards", "without_torch_function",
     "write_counter",
 ]  # fmt: skip
 
@@ -188,6 +188,41 @@ def scale_each(tensors: Sequence[Tensor], factor: float) -> None:
 def sparse_members(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return indices and values of a COO tensor; the public methods want it coalesced."""
     return tensor._indices(), tensor._values()
+
+
+def form_check(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool] | None:
+    """Return a function that tells by one call whether as many tensors are like these.
+
+    Alike in type, dtype, device, shape, strides, and in being dense, conjugated, negated and
+    trained; it is False, too, where one tensor comes twice or the thread is in another mode (of
+    inference). It holds none of the tensors. None if this torch has no such call, or another.
+    """
+    try:
+        probe = torch.zeros(2, 3)
+        is_like = _guard([probe])
+        others = (probe.double(), torch.zeros(3, 2), torch.zeros(3, 2).T, probe.to_sparse())
+        if not is_like(torch.ones(2, 3)) or any(map(is_like, others)):
+            return None
+        check = _guard(tensors)
+        if not check(*tensors):
+            return None
+    except (AttributeError, RuntimeError, SystemError, TypeError):
+        return None
+    num = len(tensors)
+    return lambda others: len(others) == num and check(*others)
+
+
+def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return what code compiled for some tensors is guarded by: a function of others."""
+    guards: Any = torch._C._dynamo.guards
+    sizes, strides = ([list(each(tensor)) for tensor in tensors] for each in (_SIZE, _STRIDE))
+    check: Callable[..., bool] = guards.TensorGuards(
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    ).check
+    return check
+
+
+_SIZE, _STRIDE = torch.Tensor.size, torch.Tensor.stride
 
 
 # ---- Calls ----

@@ -84,7 +84,8 @@ class Checkpointer:
             load copies them instead of reading the disk. A process of each rank keeps them; it ends
             before its time where memory is short, a newer step is committed, another save needs the
             memory, or SIGTERM comes. 0, the default, keeps nothing and looks for nothing. Linux
-            only; has no effect for a storage that other processes cannot open.
+            only; has no effect for a storage that other processes cannot open, and is refused for a
+            bucket.
         max_kept_nbytes: the largest image that a rank keeps, in bytes; None for any. An image is as
             large as the rank's data file.
         ckpt_format: "holdfast" writes data files of safetensors, "torch_dist" those of PyTorch DCP,
@@ -545,7 +546,21 @@ class Checkpointer:
         return list_steps(self._storage) if self._storage.is_dir("") else []
 
     def latest(self) -> int | None:
-        """The newest committed step, or None. Errors and cost: as of `steps`."""
+        """The newest committed step, or None: what a run continues from.
+
+        The first call before any save or load waits up to `settle_s` for writers that have outlived
+        an earlier run, and commits what they left complete, as a load does. `steps` does not wait.
+
+        Raises:
+            StorageError: the root has vanished, or is another one than before.
+
+        Cost: as of `steps`, and the wait; no collectives. A killed writer on a local file system is
+        known at once, any other after five seconds without a heartbeat.
+        """
+        self._root.check()
+        stats = self.stats
+        if not (stats.num_saves or stats.num_saves_in_flight):  # its own writers are no leftovers
+            self._loader.wait_for_writers()
         return max(self.steps(), default=None)
 
     def close(self) -> None:

@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 
 from holdfast.checkpoint.reports import LoadReport, SaveReport
+from holdfast.errors import ConfigError
 from holdfast.format.names import rank_log_file
 from holdfast.format.rank_events import LoadEvent, SaveEvent, encode_event
 from holdfast.parallel import ProcessGroups
+from holdfast.storage import is_url
+from holdfast.storage.places import as_url
 
 _AXES = ("tp", "cp", "ep", "dp", "pp", "expt_tp")
 
@@ -31,7 +34,15 @@ class RankLog:
         Args:
             directory: of the run's checkpoints; None logs nothing.
             groups: of the run; their rank and the sizes of their layout's axes are in each line.
+
+        Raises:
+            ConfigError: it is a URL: an object cannot grow line by line.
         """
+        if directory is not None and is_url(directory):
+            raise ConfigError(
+                f"the rank log needs a directory, not {as_url(directory)}: an object cannot grow "
+                f"line by line"
+            )
         self._path = None if directory is None else Path(directory) / rank_log_file(groups.rank)
         self._rank = groups.rank
         # Also of a layout without an expert view, which has no groups of `ep` and `expt_tp`.

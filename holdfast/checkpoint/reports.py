@@ -83,6 +83,9 @@ class SaveReport:
     writes while it stages, an asynchronous one writes and commits after the call has returned."""
     skipped: bool = False
     """True if nothing was saved, because an earlier save was in progress."""
+    requests: Mapping[str, int] = field(default_factory=dict)
+    """By kind, what this rank has asked of storage while it saved (`put`, `part`, `get`, …); empty
+    where storage does not count, as on a disk. `holdfast show` has the sum over all ranks."""
     new_root: bool = False
     """True if this save is the first one in a root that held no checkpoint. In a run that resumed,
     or was to resume, it says that the root is not the one meant: a volume may not be mounted."""
@@ -116,6 +119,9 @@ class JobReading:
     """By any one rank."""
     nbytes_from_images: int = 0
     """Copied from images that were kept in memory (`keep_image_s`) instead of read."""
+    requests: Mapping[str, int] = field(default_factory=dict)
+    """By kind, what all ranks have asked of storage until everything was read; empty where storage
+    does not count, as on a disk."""
 
     @property
     def amplification(self) -> float | None:
@@ -212,6 +218,8 @@ class LoadReport:
     replaced: tuple[str, ...] = ()
     """Each copy that was damaged or missing and that another copy of the same box replaced, on
     this rank, in words."""
+    requests: Mapping[str, int] = field(default_factory=dict)
+    """By kind, what this rank has asked of storage; empty where storage does not count."""
     fell_back: tuple[FellBack, ...] = ()
     """Newer checkpoints that were given up for this one, newest first."""
     seconds: float = 0.0

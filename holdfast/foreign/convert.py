@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,19 @@ from typing import Literal, get_args
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.foreign import dcp_output, own_format, safetensors_files, torch_save_output
 from holdfast.foreign.catalog import Catalog
-from holdfast.foreign.formats import detect_format, open_catalog
-from holdfast.foreign.location import Location
-from holdfast.foreign.output import DEFAULT_MEMORY_NBYTES, OnProgress, Output, write_output
+from holdfast.foreign.formats import open_catalog
+from holdfast.foreign.output import (
+    DEFAULT_MEMORY_NBYTES,
+    OnProgress,
+    Output,
+    Reopen,
+    write_output,
+)
 from holdfast.format.names import MANIFEST, list_steps, point_to_newest, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.versions import read_lease
-from holdfast.storage import PosixStorage
+from holdfast.storage import PosixStorage, Storage, is_url, open_storage
+from holdfast.storage.places import as_url
 
 TargetFormat = Literal["holdfast", "huggingface", "safetensors", "dcp", "torch_save"]
 """The formats that can be written."""
@@ -55,16 +62,23 @@ class Conversion:
     Args:
         catalog: The source.
         output: What is to be written.
-        to: The path that it gets.
+        above: Where the result gets its name.
+        name: The name.
         reopen: Opens the result, to prove it.
-        root: The root of our own that gets a new checkpoint.
+        is_step: The result is a new step in a root of our own.
     """
 
     catalog: Catalog
     output: Output
-    to: Path
-    reopen: Callable[[Path], Catalog]
-    root: Path | None = None
+    above: Storage
+    name: str
+    reopen: Reopen
+    is_step: bool = False
+
+    @property
+    def to(self) -> str:
+        """The path or URL that the result gets, for messages."""
+        return self.above.describe(self.name)
 
     def run(
         self,
@@ -76,20 +90,28 @@ class Conversion:
         write_output(
             self.catalog,
             self.output,
-            self.to,
+            self.above,
+            self.name,
             reopen=self.reopen,
             memory_nbytes=memory_nbytes,
             on_progress=on_progress,
         )
-        if self.root is not None:
-            point_to_newest(PosixStorage(self.root))
+        if self.is_step:
+            point_to_newest(self.above)
 
 
-def plan_conversion(catalog: Catalog, to: Path, options: ConvertOptions) -> Conversion:
+def plan_conversion(
+    catalog: Catalog, to: str | os.PathLike[str], options: ConvertOptions
+) -> Conversion:
     """Lay out the catalog in another format.
 
+    Args:
+        catalog: The source.
+        to: The file or folder to make; for our own format a root, or the URL of one.
+        options: How.
+
     Raises:
-        ConfigError: An option does not fit.
+        ConfigError: An option does not fit, or another program's format is to be in a bucket.
         CorruptionError: Stored copies of a tensor differ: which one is right is not known.
         PlanError: The format cannot hold a name, a type or a value.
     """
@@ -100,11 +122,32 @@ def plan_conversion(catalog: Catalog, to: Path, options: ConvertOptions) -> Conv
         return Conversion(
             catalog=catalog,
             output=own_format.layout(catalog, step=step),
-            to=to / step_dir(step),
+            above=open_storage(to),
+            name=step_dir(step),
             reopen=own_format.reopen,
-            root=to,
+            is_step=True,
         )
-    return Conversion(catalog=catalog, output=_layout(catalog, options), to=to, reopen=open_catalog)
+    if is_url(to):
+        # Our names in a bucket are objects that lead to the data: no other program follows them.
+        raise ConfigError(
+            f"{as_url(to)}: only holdfast's own format is written to a bucket; write {options.to} "
+            f"to a directory, and upload it with the cloud's own tools"
+        )
+    path = Path(to)
+    return Conversion(
+        catalog=catalog,
+        output=_layout(catalog, options),
+        above=PosixStorage(path.parent),
+        name=path.name,
+        reopen=reopen_foreign,
+    )
+
+
+def reopen_foreign(storage: Storage, name: str) -> Catalog:
+    """Describe what was written in a foreign format, in a directory."""
+    path = storage.local_path(name)
+    assert path is not None
+    return open_catalog(path)
 
 
 def _layout(catalog: Catalog, options: ConvertOptions) -> Output:
@@ -134,25 +177,22 @@ def _layout(catalog: Catalog, options: ConvertOptions) -> Output:
 
 
 @contextmanager
-def open_any(path: Path, *, step: int | None = None) -> Iterator[Catalog]:
-    """Describe the checkpoint at a path, in our own format or a foreign one.
+def open_any(place: str | os.PathLike[str], *, step: int | None = None) -> Iterator[Catalog]:
+    """Describe the checkpoint at a path or URL, in our own format or a foreign one.
 
     One of our own is kept from removal in the body.
 
     Args:
-        path: A checkpoint, or a directory of them.
+        place: A checkpoint, or a directory of them.
         step: Which one of a directory of our own; None for the newest.
 
     Raises:
         ConfigError: Nothing in a known format is there.
         CorruptionError, StorageError: It is damaged, or cannot be read.
     """
-    own = _own(path, step) if path.is_dir() else None
+    own = _own(place, step)
     if own is None:
-        location = Location.of(path)
-        if detect_format(location) is None and path.is_dir():
-            raise ConfigError(f"{path} is not a checkpoint in a format that is known")
-        yield open_catalog(location)
+        yield open_catalog(place)
         return
     storage, directory = own
     with (
@@ -163,8 +203,13 @@ def open_any(path: Path, *, step: int | None = None) -> Iterator[Catalog]:
         yield own_format.catalog_of(snapshot)
 
 
-def _own(path: Path, step: int | None) -> tuple[PosixStorage, str] | None:
-    """Return root and directory of a checkpoint of our own; None if the path has none."""
+def _own(place: str | os.PathLike[str], step: int | None) -> tuple[Storage, str] | None:
+    """Return root and directory of a checkpoint of our own; None if the place has none."""
+    if is_url(place):
+        return own_format.find_in_bucket(as_url(place).rstrip("/"), step)
+    path = Path(place)
+    if not path.is_dir():
+        return None
     storage = PosixStorage(path)
     if storage.exists(MANIFEST):
         real = path.resolve()
@@ -174,5 +219,5 @@ def _own(path: Path, step: int | None) -> tuple[PosixStorage, str] | None:
         return None
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
-        raise ConfigError(f"{path} has no committed step {step}; it has {steps[-8:]}")
+        raise ConfigError(f"{path} has no committed step {chosen}; it has {steps[-8:]}")
     return storage, step_dir(chosen)

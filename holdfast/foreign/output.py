@@ -28,7 +28,7 @@ import xxhash
 from holdfast.arrays.boxes import Box, split_box
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.foreign.catalog import Catalog, OpenFiles, TensorReader
-from holdfast.storage import PosixStorage, Sink
+from holdfast.storage import Sink, Storage
 
 DEFAULT_MEMORY_NBYTES = 256 << 20
 """Memory that a conversion takes for the bytes on their way, unless another budget is given."""
@@ -40,6 +40,8 @@ size."""
 
 OnProgress = Callable[[int], object]
 """Called with the number of bytes that were just written or compared."""
+Reopen = Callable[[Storage, str], Catalog]
+"""Describes what was written below a name of a storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +121,10 @@ class Output:
 def write_output(
     catalog: Catalog,
     output: Output,
-    to: Path,
+    above: Storage,
+    name: str,
     *,
-    reopen: Callable[[Path], Catalog],
+    reopen: Reopen,
     memory_nbytes: int = DEFAULT_MEMORY_NBYTES,
     on_progress: OnProgress = lambda nbytes: None,
 ) -> None:
@@ -130,7 +133,8 @@ def write_output(
     Args:
         catalog: The source.
         output: What to write.
-        to: The file or folder, which must not exist.
+        above: Where the result gets its name.
+        name: Of the file or folder, which must not exist.
         reopen: Opens the result by its format, to prove it.
         memory_nbytes: Budget for the bytes on their way.
         on_progress: Called as bytes are written, and again as they are compared.
@@ -142,23 +146,24 @@ def write_output(
 
     Cost: reads the source once, writes it once, reads what was written once.
     """
-    if to.is_symlink() or to.exists():
-        raise ConfigError(f"{to} exists already; remove it or choose another name")
     if memory_nbytes < _NUM_THREADS * _SHARE * _MIN_PIECE_NBYTES:
         raise ConfigError(
             f"a budget of {memory_nbytes} bytes is too small: at least "
             f"{_NUM_THREADS * _SHARE * _MIN_PIECE_NBYTES} are needed"
         )
-    above = PosixStorage(to.parent)
     above.make_dir("")
+    if above.exists(name):
+        raise ConfigError(
+            f"{above.describe(name)} exists already; remove it or choose another name"
+        )
     # The suffix stays: a reader may go by it.
-    temporary = f".tmp-{secrets.token_hex(4)}-{to.name[-180:]}"
+    temporary = f".tmp-{secrets.token_hex(4)}-{name[-180:]}"
     piece = memory_nbytes // (_NUM_THREADS * _SHARE)
     try:
         copier = _Copier(catalog, piece, output.block_nbytes, on_progress)
         copier.write(above, temporary, output)
-        copier.prove(reopen(to.parent / temporary))
-        above.rename_dir(temporary, to.name)
+        copier.prove(reopen(above, temporary))
+        above.rename_dir(temporary, name)
     except BaseException:
         with suppress(StorageError):
             above.remove_tree(temporary, durable=False)
@@ -179,7 +184,7 @@ class _Copier:
         self._digests: dict[tuple[str, int], Written] = {}
         self._extents: list[tuple[str, Extent]] = []
 
-    def write(self, above: PosixStorage, temporary: str, output: Output) -> None:
+    def write(self, above: Storage, temporary: str, output: Output) -> None:
         """Write all files below a temporary name, durably."""
         if not output.is_folder:
             (file,) = output.files
@@ -196,8 +201,11 @@ class _Copier:
         for name in dict.fromkeys(f.name.rpartition("/")[0] for f in output.files):
             above.sync_dir(f"{temporary}/{name}".rstrip("/"))
 
-    def _write_files(self, storage: PosixStorage, files: Sequence[tuple[str, OutputFile]]) -> None:
-        with OpenFiles(self._catalog.storage) as sources, _pool() as pool:
+    def _write_files(self, storage: Storage, files: Sequence[tuple[str, OutputFile]]) -> None:
+        # What comes before its turn waits in memory where a file is sent and not written in place.
+        in_place = storage.local_path("") is not None
+        num_threads = _NUM_THREADS if in_place else 1
+        with OpenFiles(self._catalog.storage) as sources, _pool(num_threads) as pool:
             for path, file in files:
                 with storage.create(path, nbytes=file.nbytes) as sink:
                     for start, data in file.literals:
@@ -308,5 +316,5 @@ class _BlockDigests:
         self._filled = 0
 
 
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_NUM_THREADS, "holdfast-convert")
+def _pool(num_threads: int = _NUM_THREADS) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, "holdfast-convert")

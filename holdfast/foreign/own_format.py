@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.boxes import Box, flat_range_boxes
+from holdfast.errors import ConfigError
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, OpenFiles
 from holdfast.foreign.output import Digests, Extent, Output, OutputFile, Written
 from holdfast.foreign.records import ONE_RANK, index_of_one_rank
@@ -24,9 +24,16 @@ from holdfast.format.manifest import (
     Totals,
     encode_manifest,
 )
-from holdfast.format.names import INDEX, MANIFEST, data_file
+from holdfast.format.names import (
+    INDEX,
+    MANIFEST,
+    data_file,
+    list_steps,
+    parse_step_dir,
+    step_dir,
+)
 from holdfast.format.reader import Snapshot
-from holdfast.storage import PosixStorage
+from holdfast.storage import Storage, open_storage
 from holdfast.version import __version__
 
 FORMAT = "holdfast"
@@ -93,9 +100,38 @@ def catalog_of(snapshot: Snapshot) -> Catalog:
     )
 
 
-def reopen(path: Path) -> Catalog:
-    """Describe a checkpoint directory of our own at a path of any name."""
-    return catalog_of(Snapshot.open(PosixStorage(path.parent), path.name))
+def reopen(storage: Storage, directory: str) -> Catalog:
+    """Describe a checkpoint directory of our own of any name."""
+    return catalog_of(Snapshot.open(storage, directory))
+
+
+def find_in_bucket(url: str, step: int | None) -> tuple[Storage, str] | None:
+    """Return root and directory of the checkpoint of our own that a URL means.
+
+    Args:
+        url: A place that holds checkpoints, or one step in it.
+        step: Which one of several; None for the newest.
+
+    Returns:
+        None if there is no checkpoint of our own.
+
+    Raises:
+        ConfigError: There are others, but not this step.
+        StorageError: The bucket cannot be read.
+    """
+    above, _, name = url.rpartition("/")
+    own = parse_step_dir(name)
+    if own is not None and step not in (None, own):
+        raise ConfigError(f"{url} is the checkpoint of step {own}, not of step {step}")
+    root, step = (url, step) if own is None else (above, own)
+    storage = open_storage(root)
+    steps = list_steps(storage)
+    if not steps:
+        return None
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, steps[-8:]))
+        raise ConfigError(f"{root} has no committed step {step}; it has {known}")
+    return storage, step_dir(steps[-1] if step is None else step)
 
 
 def layout(catalog: Catalog, *, step: int) -> Output:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from holdfast.errors import CorruptionError, HoldfastError, PlacementError
@@ -61,11 +60,8 @@ def _checkpoint_at(location: Location) -> Location | None:
         name = latest
     else:
         return None
-    path = location.storage.local_path("")
-    if path is None or not (path / name).is_dir():
-        return None
-    inner = Location.of(path / name)
-    return inner if _is_checkpoint(inner) else None
+    inner = location.inside(name)
+    return inner if inner is not None and _is_checkpoint(inner) else None
 
 
 def _is_checkpoint(location: Location) -> bool:
@@ -308,5 +304,7 @@ def _step(common: _Common, location: Location) -> int:
     stored = common.nodes.get("iteration")
     if type(stored) is int and 0 <= stored < _MAX_STEP:
         return stored
-    match = _DIRECTORY.fullmatch(Path(location.label).resolve().name)
+    path = location.storage.local_path("")
+    name = location.label.rpartition("/")[2] if path is None else path.resolve().name
+    match = _DIRECTORY.fullmatch(name)
     return 0 if match is None else int(match[1])

@@ -7,6 +7,7 @@ least of all the pointer file, which is for people and other tools.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from holdfast.errors import StorageError
 from holdfast.storage import Storage
@@ -15,6 +16,9 @@ from holdfast.storage.reading import read_tail
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 DATA_DIR = "data"
+OTHER_FILES = "other_files"
+"""Entry of a checkpoint's metadata: names of files in its directory that other programs need and
+that are made from it after the commit. `verify` expects them, and does not read them."""
 LATEST = "latest_checkpointed_iteration.txt"
 FAULT_CHECKPOINTS = "checkpoints"
 """The root of fault checkpoints, below a rerun machine's directory."""
@@ -130,6 +134,20 @@ def _is_file_with(storage: Storage, path: str, data: bytes) -> bool:
         return False
 
 
+def _update_pointer(
+    storage: Storage, update: Callable[[str, Callable[[], bytes | None]], bool]
+) -> int | None:
+    """`point_to_newest` where a file can be replaced on condition that it has not changed."""
+    newest: int | None = None
+
+    def text() -> bytes | None:
+        nonlocal newest
+        newest = latest_step(storage)
+        return f"{newest}\n".encode() if newest is not None else None
+
+    return newest if update(LATEST, text) else None
+
+
 def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
     """Make the pointer file name the newest committed step, if any step is committed.
 
@@ -141,6 +159,9 @@ def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
         The newest step if the pointer named another one, else None.
     """
     changed: int | None = None
+    update = getattr(storage, "update_file", None)
+    if update is not None and not dry_run:
+        return _update_pointer(storage, update)
     # Several looks: a save may commit between the listing and the writing.
     for _ in range(_NUM_LOOKS):
         newest = latest_step(storage)

@@ -40,8 +40,10 @@ class RootIdentity:
     def check(self) -> None:
         """Raise StorageError if this is another root than the one that the run has used so far.
 
-        Writes nothing. Cost: one small read.
+        Writes nothing. Cost: one small read; once only, where a place cannot become another one.
         """
+        if self.id and getattr(self._storage, "is_one_place", False):
+            return
         present = read_root_id(self._storage)
         if self.id and present != self.id:
             raise _other_root(self._storage, self.id, present)

@@ -7,11 +7,13 @@ a load reads the manifest and proves its digest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from holdfast.format.manifest import LayoutInfo, Manifest
+from holdfast.format.names import INDEX, MANIFEST
 from holdfast.storage import Storage
 
 _MAX_NBYTES = 4096
@@ -29,9 +31,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     num_files: int
     layouts: tuple[LayoutInfo, ...]
     metadata: dict[str, Any]
+    requests: dict[str, int] = {}
+    """By kind, what all ranks had asked of storage when the save was committed."""
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Summary:
+    def of(cls, manifest: Manifest, *, requests: Mapping[str, int] = {}) -> Summary:
         """Return the summary of a checkpoint."""
         return cls(
             step=manifest.step,
@@ -42,17 +46,36 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             num_files=len(manifest.files),
             layouts=tuple(manifest.layouts),
             metadata=manifest.metadata,
+            requests=dict(requests),
         )
 
 
-def annotate(storage: Storage, directory: str, manifest: Manifest) -> None:
+def annotate(
+    storage: Storage, directory: str, manifest: Manifest, *, requests: Mapping[str, int] = {}
+) -> None:
     """Give a directory the summary of its checkpoint before it gets its name, if notes are kept."""
     keep = getattr(storage, "annotate", None)
     if keep is None:
         return
-    note = msgspec.json.encode(Summary.of(manifest))
-    if len(note) <= _MAX_NBYTES:
-        keep(directory, note.decode())
+    note = msgspec.json.encode(Summary.of(manifest, requests=requests))
+    extras = [extra.name for extra in manifest.extras]
+    names = {name.partition("/")[0] for name in (*manifest.file_sizes, *extras)}
+    files = sorted({*names, INDEX, MANIFEST})
+    keep(directory, note.decode() if len(note) <= _MAX_NBYTES else "", files)
+
+
+def requests_of_save(storage: Storage, directory: str, *, step: int) -> dict[str, int]:
+    """Return by kind the requests that a save took; empty where that was not counted."""
+    look = getattr(storage, "note", None)
+    summary = read_summary(look(directory), step=step) if look is not None and directory else None
+    return summary.requests if summary is not None else {}
+
+
+def requests_in_words(requests: Mapping[str, int]) -> str:
+    """Return numbers of requests for people: `31 requests (put 12, part 9, …)`."""
+    kinds = sorted(requests.items(), key=lambda each: (-each[1], each[0]))
+    words = ", ".join(f"{kind} {number}" for kind, number in kinds if number)
+    return f"{sum(requests.values())} requests ({words})"
 
 
 def read_summary(note: str, *, step: int) -> Summary | None:

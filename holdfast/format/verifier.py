@@ -22,7 +22,7 @@ from holdfast.format.index import (
     validate_index,
 )
 from holdfast.format.manifest import ExtraInfo, FileInfo, Manifest, has_digests
-from holdfast.format.names import DATA_DIR, INDEX, MANIFEST
+from holdfast.format.names import DATA_DIR, INDEX, MANIFEST, OTHER_FILES
 from holdfast.format.stored_copies import find_copies
 from holdfast.format.versions import join_path, read_index, read_manifest, save_id_of
 from holdfast.storage import Source, Storage
@@ -317,8 +317,10 @@ class _Verifier:
             self._report(file.name, f"the header has a chunk {name!r} that the index lacks")
 
     def _strays(self, manifest: Manifest) -> None:
-        """Report the files that the manifest does not list."""
+        """Report the files that the manifest neither lists nor expects."""
         known = {MANIFEST, INDEX, DATA_DIR, *manifest.file_sizes}
+        others = (manifest.metadata or {}).get(OTHER_FILES)
+        known.update(map(str, others) if isinstance(others, list) else ())
         try:
             names = list(self._storage.list(self._directory))
             data = join_path(self._directory, DATA_DIR)

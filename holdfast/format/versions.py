@@ -46,7 +46,7 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.storage import Storage
-from holdfast.storage.reading import read_at_most, read_if_there, read_tail
+from holdfast.storage.reading import pause_of, read_at_most, read_if_there, read_tail
 
 LEASES_DIR = ".reading"
 DEFAULT_LEASE_S = 600.0
@@ -287,9 +287,13 @@ class Lease:
     save_id: str | None = None
 
     def set_version(self, save_id: str) -> None:
-        """State which version is read, so that no other version is kept for this reader."""
+        """State which version is read, so that no other version is kept for this reader.
+
+        Where a write is a request, only with the next renewal: another version that is replaced
+        before is kept until this reader is done.
+        """
         self.save_id = save_id
-        if self.problem is None:
+        if self.problem is None and not pause_of(self.storage):
             with suppress(StorageError):
                 self.renew()
 

@@ -7,8 +7,10 @@ if a unit has several groups. Its pieces do all of that, so units are made of th
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -16,8 +18,11 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.errors import ConfigError
+from holdfast.optim.in_flight import BUCKETED, GradientHook, HeldHook, change_class, gradient_of
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -33,6 +38,7 @@ try:
     )
 except ImportError:  # an older torch, or a newer one that has moved them
     _IS_KNOWN = False
+    FSDPParamGroup = object  # type: ignore[misc, assignment]
 
 
 _MARKS = ("_is_param", "_fsdp_orig_uid")
@@ -219,6 +225,243 @@ def log_launches(group: Any, log: LaunchLog) -> None:
         group._all_reduce_hook = LoggedSum(group._all_reduce_hook, between, log)
 
 
+class PendingGradient(GradientHook):
+    """The gradient of a parameter that is not reduced yet, so that its shard has none.
+
+    `zero_grad` of an optimizer or a module, which would forget nothing, forgets this one, too.
+    """
+
+    name = "a sharded model"
+
+    def __init__(self, group: ParameterGroup, member: Any) -> None:
+        self._group = group
+        self._member = member
+
+    def on_read(self) -> None:
+        """Raise ConfigError: what is read is None, as if there were no gradient."""
+        raise ConfigError(
+            f"the gradient of a parameter of shape {list(self._member.sharded_param.shape)} is not "
+            f"reduced yet, and its .grad is None: read it after the backward of the last "
+            f"microbatch, microbatch(is_last=True)"
+        )
+
+    def on_clear(self) -> None:
+        """Forget it."""
+        self._group.forget(self._member)
+
+
+_Base: Any = FSDPParamGroup
+
+
+class ParameterGroup(_Base):  # type: ignore[misc]
+    """Parameters of a unit, whole in the model's places only while code of the model runs.
+
+    Otherwise shards are there, even while whole parameters are kept: what is written to, frozen or
+    read is what stays. FSDP2 leaves whole ones until it frees them.
+
+    A gradient that waits for its reduction is at a whole parameter, which no optimizer knows. Until
+    the next backward its shard has a class that notices `zero_grad`.
+    """
+
+    _partial_reduce_output: torch.Tensor | None
+    is_aside = False
+    """True while whole parameters are kept, and shards are in their places."""
+    is_compared = False
+    """True if whole parameters that are aside are known to be those of the shards."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.used: dict[Any, tuple[int, int]] = {}
+        """Parameters that got a gradient; see `UnitGuard`."""
+        self._num_writes: int | None = None
+        """Writes to shards before whole parameters were gathered from them in a forward."""
+        self._pending: dict[Any, tuple[PendingGradient, RemovableHandle]] = {}
+        """Members whose shards have a class that notices `zero_grad`."""
+
+    def wait_for_unshard(self) -> None:
+        """FSDP2 calls it before each forward and backward."""
+        super().wait_for_unshard()
+        if self.is_aside:
+            for member in self.fsdp_params:
+                member.to_unsharded()
+            self.is_aside = False
+
+    def note_writes(self) -> None:
+        """Note that a forward gathers the shards as they are now."""
+        self._num_writes = num_writes_of_shards(self)
+
+    def is_written(self) -> bool:
+        """Return True if shards were written since, but for writes that count no version."""
+        before = self._num_writes
+        return before is not None and num_writes_of_shards(self) != before
+
+    def put_aside(self) -> None:
+        """Put shards into the places of whole parameters that are kept."""
+        if self.is_unsharded and not self.is_aside:
+            for member in self.fsdp_params:
+                member._setattr_on_modules(member.sharded_param)
+            self.is_aside, self.is_compared = True, False
+
+    def _to_sharded(self) -> None:
+        super()._to_sharded()
+        self.is_aside = False
+
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
+        """FSDP2 calls it before autograd adds to gradients.
+
+        Raises:
+            ConfigError: Shards were written since the forward, which autograd cannot see.
+        """
+        if not self.is_unsharded and self.is_written():
+            raise ConfigError(
+                "parameters of the sharded model were written between a forward and its backward, "
+                "which would use other weights than the forward: write before the forward, or "
+                "after the backward"
+            )
+        self.forget_cleared()
+        self.unmark()
+        super().pre_backward(default_prefetch, *unused)
+
+    def post_backward(self, *unused: Any) -> None:
+        """FSDP2 calls it to reduce gradients, also of units without a backward."""
+        self.forget_cleared()
+        self.unmark()
+        super().post_backward(*unused)
+
+    def finalize_backward(self) -> None:
+        """FSDP2 calls it at the end of a backward."""
+        super().finalize_backward()
+        self.put_aside()
+        self.mark()
+
+    def mark(self) -> None:
+        """Notice from now on if a gradient that waits is to be forgotten."""
+        if self._pending or not has_unreduced(self):
+            return
+        for member in self.fsdp_params:
+            shard = member.sharded_param
+            is_summed = self._partial_reduce_output is not None and shard.requires_grad
+            kind = BUCKETED.get(type(shard))
+            if kind is not None and (is_summed or _whole_gradient(member) is not None):
+                hook = PendingGradient(self, member)
+                # Not by the method, which takes no hook for what is frozen by now.
+                hooks = shard._post_accumulate_grad_hooks
+                if hooks is None:
+                    hooks = shard._post_accumulate_grad_hooks = OrderedDict()
+                handle = RemovableHandle(hooks)
+                hooks[handle.id] = HeldHook(hook)
+                self._pending[member] = hook, handle
+                change_class(shard, kind)
+
+    def unmark(self) -> None:
+        """Give shards their own class back."""
+        if self._pending:
+            for member, (_, handle) in self._pending.items():
+                handle.remove()
+                change_class(member.sharded_param, DTensor)
+            self._pending.clear()
+
+    def forget(self, member: Any) -> None:
+        """Forget the gradient of one parameter that waits; its shard has none."""
+        member.unsharded_accumulated_grad = None
+        if hasattr(member, "_unsharded_param"):
+            member._unsharded_param.grad = None
+        _, handle = self._pending.pop(member)
+        handle.remove()
+        change_class(member.sharded_param, DTensor)
+        if not self._pending:
+            self._partial_reduce_output = None
+        elif self._partial_reduce_output is not None:
+            self._part_of_sum(member).zero_()
+        self.used.pop(member, None)
+
+    def forget_cleared(self) -> None:
+        """Forget that parameters got a gradient which was cleared since, as by `zero_grad`."""
+        if self.used:
+            for member in self.fsdp_params:
+                if member in self.used and not has_gradient(self, member):
+                    del self.used[member]
+
+    def _part_of_sum(self, member: Any) -> torch.Tensor:
+        """Return the part of what is summed in a slice that is of one parameter."""
+        summed = self._partial_reduce_output
+        assert summed is not None
+        parts = [each for each in self.fsdp_params if each.sharded_param.requires_grad]
+        sizes = [each._sharded_param_data.numel() for each in parts]
+        if member not in parts or sum(sizes) != summed.numel():
+            raise ConfigError(
+                "zero_grad: parameters of the sharded model were frozen or thawed since their "
+                "gradients were summed; forget gradients with drop_gradients() of it on all ranks"
+            )
+        first = sum(sizes[: parts.index(member)])
+        return summed.narrow(0, first, member._sharded_param_data.numel())
+
+
+def _whole_gradient(member: Any) -> torch.Tensor | None:
+    """Return the gradient at a whole parameter."""
+    whole = getattr(member, "_unsharded_param", None)
+    gradient: torch.Tensor | None = member.unsharded_accumulated_grad
+    return gradient if gradient is not None or whole is None else whole.grad
+
+
+def has_reduced_gradient(member: Any) -> bool:
+    """Return True if a shard has a gradient."""
+    return gradient_of(member.sharded_param) is not None
+
+
+def has_gradient(group: Any, member: Any) -> bool:
+    """Return True if there is a gradient of a parameter, reduced or not."""
+    return (
+        gradient_of(member.sharded_param) is not None
+        or _whole_gradient(member) is not None
+        or group._partial_reduce_output is not None
+    )
+
+
+def regathers(state: Any) -> bool:
+    """Return True if a unit frees all whole parameters after its forward."""
+    return all(group._reshard_after_forward for group in state._fsdp_param_groups)
+
+
+def becomes_stale(group: Any) -> bool:
+    """Return True if whole parameters come back from aside and are not those of the shards."""
+    if not group.is_aside or group.is_compared or is_in_backward(group):
+        return False
+    group.is_compared = not is_stale(group)
+    return not group.is_compared
+
+
+def is_stale(group: Any) -> bool:
+    """Return True if this rank's part of whole parameters is not what its shards would give.
+
+    Written shards show so in whatever way they were written. Bits are compared, so NaN is equal.
+
+    Cost: reads this rank's shards, and as much of the whole ones; on a GPU it waits for the device.
+    """
+    size, index = num_shards(group), 0
+    if size > 1:
+        index = group.mesh_info.shard_mesh_rank
+    pairs = []
+    for member in group.fsdp_params:
+        shard = member._sharded_param_data
+        if shard.numel() and len(member.all_gather_outputs) == 1:
+            own = member.all_gather_outputs[0].view(size, -1)[index]
+            pairs.append((_bits(own), _bits(shard.to(own.dtype))))
+    if group.device.type == "cpu":
+        return not all(torch.equal(own, shard) for own, shard in pairs)
+    return bool(pairs) and bool(torch.stack([(a != b).any() for a, b in pairs]).any())
+
+
+_INTEGERS: Mapping[int, torch.dtype] = MappingProxyType(
+    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+)
+
+
+def _bits(flat: torch.Tensor) -> torch.Tensor:
+    """Return integers of the same bits, in as few elements as possible."""
+    return flat.view(torch.int64 if flat.nbytes % 8 == 0 else _INTEGERS[flat.itemsize])
+
+
 def make_unit(
     module: nn.Module, *, mesh: DeviceMesh, precision: MixedPrecisionPolicy, regathers: bool
 ) -> None:
@@ -287,7 +530,11 @@ def call_hooks(whole: nn.Parameter, hooks: Any) -> None:
 
 def has_hooks_after_gradients(parameter: nn.Parameter) -> bool:
     """Return True if `register_post_accumulate_grad_hook` was called at a parameter."""
-    return bool(parameter._post_accumulate_grad_hooks)
+    hooks: Any = parameter._post_accumulate_grad_hooks or {}
+    return not all(
+        isinstance(each, HeldHook) and isinstance(each.hook, PendingGradient | None)
+        for each in hooks.values()
+    )
 
 
 def add_parameters(
@@ -301,7 +548,7 @@ def add_parameters(
 ) -> Any:
     """Shard parameters, wherever below the unit they are registered, as one group of the unit."""
     state = state_of(unit)
-    group = FSDPParamGroup(
+    group = ParameterGroup(
         list(parameters),
         state._modules,  # the same object for all groups of a unit: torch tells units by it
         info,
@@ -440,6 +687,11 @@ def set_microbatch(
         group.reshard_after_backward = reshards
 
 
+def is_in_backward(group: Any) -> bool:
+    """Return True if a group is in a backward."""
+    return group._training_state.name in ("PRE_BACKWARD", "POST_BACKWARD")
+
+
 def is_idle(group: Any) -> bool:
     """Return True if a group is neither in a forward nor in a backward."""
     name: str = group._training_state.name
@@ -470,9 +722,7 @@ def reset(root: nn.Module) -> None:
 def has_unreduced(group: Any) -> bool:
     """Return True if gradients of a group, whole or summed in a slice, wait for a reduction."""
     return group._partial_reduce_output is not None or any(
-        each.unsharded_accumulated_grad is not None
-        or (hasattr(each, "_unsharded_param") and each._unsharded_param.grad is not None)
-        for each in group.fsdp_params
+        _whole_gradient(each) is not None for each in group.fsdp_params
     )
 
 
@@ -548,6 +798,7 @@ def prepare_for_inference(root: nn.Module, states: Iterable[Any]) -> None:
 
 def drop_gradients(group: Any) -> None:
     """Forget the gradients of a group: reduced ones, whole ones, and sums within a slice."""
+    group.unmark()
     group._partial_reduce_output = None
     for each in group.fsdp_params:
         each.sharded_param.grad = None

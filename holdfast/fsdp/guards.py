@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,8 +41,6 @@ class UnitGuard:
         self._prefetch = prefetch
         self._reductions = [_torch.reduction_of(group) for group in self.groups]
         self._gathers = [_torch.gather_of(group) for group in self.groups]
-        self._writes: list[int | None] = [None for _ in self.groups]
-        """Writes to shards before the whole parameters were gathered from them."""
         self.units: Sequence[UnitGuard] = (self,)
         """Guards of all units of the model."""
         self._wholes: list[nn.Parameter] = []
@@ -50,9 +49,14 @@ class UnitGuard:
         """Whole parameters whose gradients are not watched: frozen ones."""
         self._used: dict[Any, tuple[int, int]] = {}
         """Parameters that got a gradient, with the versions of their shards then."""
+        for group in self.groups:
+            group.used = self._used
         # The first is before FSDP2's own hook, the second after it.
         unit.register_forward_pre_hook(self._before_gather, prepend=True)
         unit.register_forward_pre_hook(self._after_gather)
+        if not _torch.regathers(self.state):
+            # After FSDP2's own, which leaves whole parameters until the backward.
+            unit.register_forward_hook(self._after_forward)
 
     def check_settings(self) -> None:
         """Raise ConfigError if the reduction of this unit is not what the layout says."""
@@ -82,15 +86,11 @@ class UnitGuard:
     def check_weights(self) -> None:
         """Raise ConfigError if shards were written while whole weights of them were kept.
 
-        Or if a whole weight was written, see `check_writes`.
+        Writes through `.data`, by NumPy or by other programs count no version, so what was aside is
+        compared with the shards.
         """
-        self.check_writes()
-        for group, before in zip(self.groups, self._writes, strict=True):
-            if (
-                before is not None
-                and _torch.is_whole(group)
-                and _torch.num_writes_of_shards(group) != before
-            ):
+        for group in self.groups:
+            if _torch.is_whole(group) and (group.is_written() or _torch.becomes_stale(group)):
                 raise ConfigError(
                     f"unit '{self._name}': its parameters were changed (a step, a load) while "
                     f"whole copies of the old ones were kept, which the next forward would use. "
@@ -100,18 +100,12 @@ class UnitGuard:
                 )
 
     def check_writes(self) -> None:
-        """Raise ConfigError if a whole weight was written, which is a copy that is thrown away.
-
-        A write through `.data` leaves no trace.
-        """
+        """Raise ConfigError if a whole weight was written, which is a copy that is thrown away."""
         lost = self.lost_write()
         if lost is not None:
             for unit in self.units:  # one refusal tells of all that was written so far
                 unit._whole_versions = _torch.versions(unit._wholes)
-            raise ConfigError(
-                f"{lost}. Write to parameters after a step, after a forward under "
-                f"torch.no_grad(), or after reshard() of the sharded model"
-            )
+            raise ConfigError(f"{lost}. Write to parameters outside of the model's forward")
 
     def lost_write(self) -> str | None:
         """Return what was written to a whole copy since the last refusal."""
@@ -121,8 +115,8 @@ class UnitGuard:
         differ = zip(self._wholes, versions, self._whole_versions, strict=True)
         shape = next(list(whole.shape) for whole, now, then in differ if now != then)
         return (
-            f"unit '{self._name}': a parameter of shape {shape} was written between a forward and "
-            f"its backward or the next step; that changed a whole copy, which is thrown away"
+            f"unit '{self._name}': a parameter of shape {shape} was written by code of the model "
+            f"in a forward or a backward; that changed a whole copy, which is thrown away"
         )
 
     def check_ended(self) -> None:
@@ -151,12 +145,32 @@ class UnitGuard:
 
     def used(self) -> set[nn.Parameter]:
         """Return the parameters, as the optimizer sees them, that got a gradient in this unit."""
+        for group in self.groups:
+            group.forget_cleared()
         return {_torch.sharded(member) for member in self._used}
+
+    def has_gradients(self) -> bool:
+        """Return True if there are gradients of this unit, reduced or not."""
+        return any(
+            _torch.has_gradient(group, member)
+            for group in self.groups
+            for member in _torch.members(group)
+        )
 
     def has_unused_gradients(self) -> bool:
         """Return True if the unit has gradients, and no shard was written since they came."""
-        pending = [each for each in self._used if each.sharded_param.grad is not None]
+        pending = [each for each in self._used if _torch.has_reduced_gradient(each)]
         return bool(pending) and all(_torch.version_of(m) == self._used[m] for m in pending)
+
+    def put_aside(self) -> None:
+        """Put shards in the places of whole parameters that are kept: no code of the model runs."""
+        for group in self.groups:
+            group.put_aside()
+
+    def mark_gradients(self) -> None:
+        """Notice from now on if gradients that are not reduced are to be forgotten."""
+        for group in self.groups:
+            group.mark()
 
     def forget_used(self) -> None:
         """Forget which parameters got a gradient."""
@@ -168,14 +182,30 @@ class UnitGuard:
             if _torch.is_idle(group):
                 group.reshard()
 
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Put shards in the places of parameters that are kept, if the unit is called alone."""
+        del module, args, output
+        if not self._prefetch.is_running:
+            self.put_aside_if_idle()
+
+    def put_aside_if_idle(self) -> None:
+        """Put shards in the parameters' places unless a backward is going on.
+
+        A forward within it is one that recomputes what the backward needs.
+        """
+        for group in self.groups:
+            if not _torch.is_in_backward(group):
+                group.put_aside()
+
     def _before_gather(self, module: nn.Module, args: Any) -> None:
         """Check whole weights before their first use in a forward."""
         del module, args
+        self.check_writes()
         self.check_weights()
         self._prefetch.before(self.state)
-        for number, group in enumerate(self.groups):
+        for group in self.groups:
             if not _torch.is_whole(group):
-                self._writes[number] = _torch.num_writes_of_shards(group)
+                group.note_writes()
 
     def _after_gather(self, module: nn.Module, args: Any) -> None:
         """Watch whole parameters; FSDP2 creates them at their first use."""
@@ -204,9 +234,16 @@ class UnitGuard:
         self._unwatched = frozen
 
     def _note_use(self, member: Any) -> Callable[[torch.Tensor], None]:
+        # Weakly: Python's collector does not see that torch keeps such a hook at its parameter, so
+        # one that leads back to the parameter keeps the model, and its communicators with their
+        # threads and descriptors, to the end of the process.
+        guard_ref, member_ref = weakref.ref(self), weakref.ref(member)
+
         def note(whole: torch.Tensor) -> None:
             del whole
-            self._used[member] = _torch.version_of(member)
+            guard, member = guard_ref(), member_ref()
+            if guard is not None and member is not None:
+                guard._used[member] = _torch.version_of(member)
 
         return note
 

@@ -49,6 +49,11 @@ class Prefetch:
         self.order: tuple[Any, ...] = ()
         """Units in the order by which they are gathered ahead; empty if it is not known."""
 
+    @property
+    def is_running(self) -> bool:
+        """True while a forward of the model runs."""
+        return self._now is not None
+
     def forget(self) -> None:
         """Forget the order, on all ranks after an error: some have not seen the last forward."""
         self._order, self._ahead, self._ended, self.order = [], [], [], ()

@@ -214,6 +214,7 @@ class ShardedModel(MicrobatchTaker):
             model.register_forward_pre_hook(self._before_forward, prepend=True)
             # After FSDP2's own hook, which leaves whole parameters where a backward needs them.
             model.register_forward_hook(self._after_forward)
+            model.register_forward_hook(self._leave_forward, always_call=True)
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Enter around forward and backward of one microbatch; every rank enters the same contexts.
@@ -268,6 +269,9 @@ class ShardedModel(MicrobatchTaker):
             # Without a backward in the last one, gradients of those before it are not reduced.
             self._is_pending = not is_last or any(g.has_unreduced() for g in self._guards)
         finally:
+            for guard in self._guards:
+                guard.put_aside()  # after an error, too
+                guard.mark_gradients()
             self._set(reduces=True, reduces_outer=True, reshards=True)
             self._launched = [*self._log.launches]
 
@@ -354,8 +358,7 @@ class ShardedModel(MicrobatchTaker):
             ConfigError: A whole parameter was written, which is lost; gradients are forgotten.
         """
         try:
-            for guard in self._guards:
-                guard.check_writes()
+            self._check_writes()
         finally:
             self._forget()
 
@@ -391,8 +394,12 @@ class ShardedModel(MicrobatchTaker):
         return None
 
     def reshard(self) -> None:
-        """Free whole parameters that are kept, so that later writes to shards count."""
-        self._check_weights()
+        """Free whole parameters that are kept; the next forward gathers them from the shards.
+
+        Raises:
+            ConfigError: Code of the model has written to a whole parameter, which is lost.
+        """
+        self._check_writes()
         for guard in self._guards:
             guard.reshard()
 
@@ -452,8 +459,9 @@ class ShardedModel(MicrobatchTaker):
             ConfigError: Some are not reduced, or an error ended a microbatch.
         """
         self.check_ended()
-        self._check_weights()  # whatever else is wrong: nothing tells of a lost write later
-        if self._is_pending:
+        self._check_writes()  # whatever else is wrong: nothing tells of a lost write later
+        # They may have been forgotten, as by `zero_grad`.
+        if self._is_pending and any(guard.has_gradients() for guard in self._guards):
             raise ConfigError(
                 "step: gradients of the last microbatch are not reduced; run the last one of each "
                 "step, with its backward, in microbatch(is_last=True)"
@@ -480,9 +488,9 @@ class ShardedModel(MicrobatchTaker):
 
     # ---- inside ----
 
-    def _check_weights(self) -> None:
+    def _check_writes(self) -> None:
         for guard in self._guards:
-            guard.check_weights()
+            guard.check_writes()
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         """Refuse a forward that cannot work before FSDP2 sets itself up for good by it."""
@@ -511,6 +519,12 @@ class ShardedModel(MicrobatchTaker):
         self._prefetch.end()
         if not torch.is_grad_enabled():
             self.reshard()
+
+    def _leave_forward(self, module: nn.Module, args: object, output: object) -> None:
+        """Put shards in the parameters' places after a forward, or an error in it."""
+        del module, args, output
+        for guard in self._guards:
+            guard.put_aside_if_idle()
 
     def check_ended(self) -> None:
         for guard in self._guards:

@@ -16,7 +16,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from holdfast.errors import ConfigError, StorageError
 from holdfast.format.names import list_steps, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import decode_tree, is_plain_dict
+from holdfast.integrations.names import member_of, part_of
 from holdfast.integrations.world import agreed_newest_step, groups_of_world, text_of_coordinator
 from holdfast.parallel import ProcessGroups
 from holdfast.state import Sharded, Union
@@ -58,8 +59,6 @@ PathLike = str | os.PathLike[str]
 
 _OWN = "dcp"
 """The part with what DCP keeps besides tensors: paths, and values as its planner pickles them."""
-_TOP = "top"
-"""The part of entries that a state dict has at its top."""
 _NUMBER = re.compile(r"(\d+)$")
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -198,7 +197,7 @@ def _parts(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
     paths = plan.planner_data or {}
     names = {item.index.fqn: paths.get(item.index.fqn, (item.index.fqn,)) for item in plan.items}
     names = {**{fqn: tuple(path) for fqn, path in paths.items()}, **names}
-    tensors: dict[str, dict[str, object]] = {_part_of(path): {} for path in names.values()}
+    tensors: dict[str, dict[str, object]] = {part_of(path): {} for path in names.values()}
     if _OWN in tensors:
         raise ConfigError(f"HoldfastWriter: a state dict may not have an entry {_OWN!r}")
     pickled: dict[str, torch.Tensor] = {}
@@ -208,7 +207,7 @@ def _parts(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
         if item.type == WriteItemType.BYTE_IO:
             pickled[fqn] = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
             continue
-        members, member = tensors[_part_of(names[fqn])], _member_of(names[fqn])
+        members, member = tensors[part_of(names[fqn])], member_of(names[fqn])
         if member in members or item.tensor_data is None:
             raise ConfigError(
                 f"HoldfastWriter does not support several pieces of one tensor on a rank ({fqn})"
@@ -220,16 +219,6 @@ def _parts(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
     paths = {fqn: list(path) for fqn, path in names.items()}
     own = {"paths": Union(paths), "pickled": Union(pickled)}
     return {**{part: Union(each) for part, each in tensors.items()}, _OWN: own}
-
-
-def _part_of(path: Sequence[Any]) -> str:
-    """Return the part that an entry of a state dict belongs to: the first name on its path."""
-    return str(path[0]) if len(path) > 1 else _TOP
-
-
-def _member_of(path: Sequence[Any]) -> str:
-    """Return the name of an entry within its part."""
-    return ".".join(map(str, path[1:] if len(path) > 1 else path))
 
 
 class HoldfastReader(StorageReader):
@@ -334,7 +323,7 @@ class HoldfastReader(StorageReader):
         paths = {fqn: tuple(path) for fqn, path in stored["paths"].items()}
         pickled = stored["pickled"]
         self._keys = {
-            fqn: f"{_OWN}.pickled.{fqn}" if fqn in pickled else f"{_part_of(p)}.{_member_of(p)}"
+            fqn: f"{_OWN}.pickled.{fqn}" if fqn in pickled else f"{part_of(p)}.{member_of(p)}"
             for fqn, p in paths.items()
         }
         return paths

@@ -9,6 +9,8 @@ parameters do; plain code never notices, and nothing is left of it afterwards.
 from __future__ import annotations
 
 import copy
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -172,40 +174,80 @@ class Hiding:
 
 
 class GradientHook:
-    """Takes the gradient of one parameter as autograd makes it, for one sharded optimizer."""
+    """Knows the gradient of one parameter that is not in `.grad`."""
 
     name: str
-    """The optimizer's."""
+    """The optimizer's, or what keeps the gradient."""
 
     def on_read(self) -> None:
         """Called before `.grad` of a parameter of a bucketed class is read."""
 
     def on_clear(self) -> None:
-        """Called before it is set to None."""
+        """Called before it is set to None, or read by a `zero_grad`, which then does nothing."""
+
+    def on_made(self, parameter: Tensor) -> None:
+        """Called after autograd has put the gradient into `.grad`."""
+
+
+class HeldHook:
+    """What stands at a parameter for its `GradientHook`, and does not keep it.
+
+    Python's collector does not see what torch keeps at a parameter: a hook there from which a
+    reference leads back would keep the model and its communicators, with their threads and
+    descriptors, to the end of the process.
+    """
+
+    def __init__(self, hook: GradientHook) -> None:
+        self._hook = weakref.ref(hook)
+
+    @property
+    def hook(self) -> GradientHook | None:
+        """The hook, or None if what made it is gone."""
+        return self._hook()
+
+    @mark_eager
+    def __call__(self, parameter: Tensor) -> None:
+        """Torch calls it after autograd has put a gradient into `.grad`."""
+        hook = self._hook()
+        if hook is not None:
+            hook.on_made(parameter)
 
 
 def gradient_hook(parameter: Tensor) -> GradientHook | None:
     """Return the hook by which a sharded optimizer takes the gradients of a parameter, or None."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return next((hook for hook in hooks.values() if isinstance(hook, GradientHook)), None)
+    return next((each.hook for each in hooks.values() if isinstance(each, HeldHook)), None)
+
+
+_MACHINERY = ("torch._", "torch.distributed.pipelining", "torch.distributed.fsdp")
+"""Modules of torch that use `.grad` and work whether it is None or not: compilers, schedules."""
+
+
+def _user_of(parameter: Tensor) -> tuple[GradientHook | None, bool]:
+    """Return the hook to call for an access to `.grad`, and True if a `zero_grad` makes it."""
+    frame = sys._getframe(2)  # this function, the property of the class, the code that uses it
+    if str(frame.f_globals.get("__name__", "")).startswith(_MACHINERY):
+        return None, False
+    return gradient_hook(parameter), frame.f_code.co_name == "zero_grad"
 
 
 def _read_gradient(self: Any) -> Tensor | None:
-    hook = gradient_hook(self)
+    hook, is_clearing = _user_of(self)
     if hook is not None:
-        hook.on_read()
+        # It finds None, and would leave the gradient where it is.
+        (hook.on_clear if is_clearing else hook.on_read)()
     return gradient_of(self)
 
 
 def _write_gradient(self: Any, value: Tensor | None) -> None:
-    hook = gradient_hook(self)
+    hook, _ = _user_of(self)
     if value is None and hook is not None:
         hook.on_clear()
     _tensor.grad.__set__(self, value)
 
 
 def _delete_gradient(self: Any) -> None:
-    hook = gradient_hook(self)
+    hook, _ = _user_of(self)
     if hook is not None:
         hook.on_clear()
     _tensor.grad.__delete__(self)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from holdfast._torch import mark_eager
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
 from holdfast.optim.buckets import Bucket
 from holdfast.optim.in_flight import (
     BUCKETED,
     GradientHook,
+    HeldHook,
     change_class,
     forget_gradient,
     gradient_of,
@@ -32,10 +31,6 @@ from holdfast.optim.shard_groups import ShardGroups
 Stage = Literal[1, 2]
 _MAX_IN_FLIGHT = 2
 """Whole gradient buckets under reduction at a time in stage 2, which bounds its memory."""
-
-
-_MACHINERY = ("torch._", "torch.distributed.pipelining")
-"""Modules of torch that read `.grad` and work whether it is None or not: compilers, schedules."""
 
 
 @dataclass(eq=False)
@@ -58,29 +53,19 @@ class Slot(GradientHook):
     kind: type[Tensor] | None = None
     """The parameter's own class while it has a class of `BUCKETED`."""
 
-    @mark_eager
-    def __call__(self, parameter: Tensor) -> None:
+    def on_made(self, parameter: Tensor) -> None:
         """Move the gradient that autograd has put into `.grad` into its bucket."""
         gradient = gradient_of(parameter)
         if gradient is not None:
             self.reducer.on_gradient(self, gradient)
 
     def on_read(self) -> None:
-        """Raise or warn, unless torch's own code reads."""
-        if not _is_machinery():
-            self.reducer.gradient_read(self)
+        """Raise or warn."""
+        self.reducer.gradient_read(self)
 
     def on_clear(self) -> None:
-        """Raise, unless torch's own code clears."""
-        if not _is_machinery():
-            self.reducer.gradient_forgotten(self)
-
-
-def _is_machinery() -> bool:
-    """Return True if torch's own code accesses `.grad`."""
-    # This function, `on_read` or `on_clear`, the property of the class, and the code that uses it.
-    caller = str(sys._getframe(3).f_globals.get("__name__", ""))
-    return caller.startswith(_MACHINERY)
+        """Raise."""
+        self.reducer.gradient_forgotten(self)
 
 
 class GradientReducer:
@@ -138,7 +123,7 @@ class GradientReducer:
         self._is_reduced = False
         self._is_finished = False
         self._handles: list[RemovableHandle] = [
-            cast("Any", slot.parameter).register_post_accumulate_grad_hook(slot)
+            cast("Any", slot.parameter).register_post_accumulate_grad_hook(HeldHook(slot))
             for slot in self.slots
         ]
         self._has_warned = False
@@ -369,7 +354,7 @@ class GradientReducer:
             warnings.warn(self._where_gradients_are(slot), RuntimeWarning, stacklevel=4)
 
     def gradient_forgotten(self, slot: Slot) -> None:
-        """Raise before `.grad` of a marked parameter is set to None, which would forget nothing."""
+        """Raise before `.grad` of a marked parameter is cleared, which would forget nothing."""
         raise ConfigError(self._where_gradients_are(slot))
 
     def _where_gradients_are(self, slot: Slot) -> str:

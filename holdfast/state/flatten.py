@@ -37,6 +37,7 @@ from holdfast.state.markers import (
     OnLayout,
     Padded,
     PerRank,
+    Pieces,
     Replicated,
     Sharded,
     Stored,
@@ -165,13 +166,15 @@ def flatten_state(
         if isinstance(part, TreePart | ModuleState):
             forms = part.forms if isinstance(part, ModuleState) else ()
             flattener.fills_in_place(since=num_before, but_for={f"{name}.{form}" for form in forms})
-    made, tensors, held = flattener.finish()
+    made, tensors, held, addresses = flattener.finish()
     if cache is not None:
         cache.last = made
     return FlatState(
         leaves=made.leaves,
         tensors=tensors,
         held=held,
+        addresses=addresses,
+        forms=made.traits.forms,
         labels=flattener.labels,
         nodes={name: nodes[name] for name in state if name in nodes},
         structure=made.structure,
@@ -350,8 +353,9 @@ class _Flattener:
             self.labels[path] = self._open
         return node
 
-    def finish(self) -> tuple[_Pass, dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the pass, for the next one, and by key each tensor or marker and what it holds.
+    def finish(self) -> tuple[_Pass, dict[str, Any], dict[str, torch.Tensor], list[int]]:
+        """Return the pass, for the next one; by key each tensor or marker, and what it holds; and
+        the address of each of the latter.
 
         Raises:
             PlacementError: For a tensor that cannot be stored, and for two of one key.
@@ -366,20 +370,24 @@ class _Flattener:
                 f"{key}: two tensors of the state have this key (a name with a dot in it, or a "
                 f"number and the same number as text?); rename one"
             )
-        made.traits = Traits(self._objects, held)
         is_same = (made.keys, made.layouts) == (before.keys, before.layouts)
         again: list[str] = []
-        if is_same and made.traits.same_as(before.traits):
+        if is_same and before.traits.are_of(self._objects, held):
+            made.traits = before.traits
             made.leaves, made.structure = before.leaves.copy(), before.structure
         else:
-            again = self._changed(made, before)
+            made.traits = Traits(self._objects, held)
+            if is_same and made.traits.same_as(before.traits):
+                made.traits.expect_again(self._objects, held)
+            else:
+                again = self._changed(made, before)
             if is_same and not again:
                 made.structure = before.structure
             made.leaves = {key: before.leaves.get(key, _NONE) for key in made.keys}
         by_key = dict(zip(made.keys, held, strict=True))
         made.memory = {key: each for key, each in before.memory.items() if key in tensors}
         # Views of a tensor are of the memory that it had.
-        again += [key for key, each in made.memory.items() if memory_key(by_key[key]) != each]
+        again += [key for key, each in made.memory.items() if _memory(tensors[key]) != each]
         self._make_again(again, made, tensors)
         made.filled = list(compress(made.keys, self._is_filled))
         made.addresses = list(compress(addresses, self._is_filled))
@@ -387,7 +395,7 @@ class _Flattener:
         is_known = made.structure is before.structure and made.filled == before.filled
         if not is_known or made.addresses != before.addresses:
             _refuse_shared_memory({key: by_key[key] for key in made.filled})
-        return made, tensors, by_key
+        return made, tensors, by_key, addresses
 
     @staticmethod
     def _changed(made: _Pass, before: _Pass) -> list[str]:
@@ -423,7 +431,7 @@ class _Flattener:
             if name is not None and _is_whole(leaf, obj):
                 leaf = alike[name] = leaf._replace(locals=())
             else:
-                made.memory[key] = memory_key(held_tensor(obj))
+                made.memory[key] = _memory(obj)
             made.leaves[key] = leaf
 
     def _tie(self) -> tuple[list[torch.Tensor], list[int]]:
@@ -521,16 +529,24 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
+def _memory(obj: Any) -> object:
+    """Return where the views of a leaf lie."""
+    if isinstance(obj, Pieces):
+        return tuple(map(memory_key, obj.locals))
+    return memory_key(held_tensor(obj))
+
+
 def _identity(obj: Any) -> object:
     """Return what two tensors share if they are one: memory, form and placement.
 
-    None for a run of a flat bucket, which is the same only as the same object: runs are empty on
-    some ranks, and then alike. Empty shards are the same only as the same tensor: in a bucket they
-    start at one offset, although other ranks have elements of both. Tensors without elements have
-    no memory; two of them are one if their storages are, on all ranks alike.
+    None for pieces, of which there are several, and for a run of a flat bucket, which are the same
+    only as the same object: runs are empty on some ranks, and then alike. Empty shards are the same
+    only as the same tensor: in a bucket they start at one offset, although other ranks have
+    elements of both. Tensors without elements have no memory; two of them are one if their storages
+    are, on all ranks alike.
     """
     inner = obj.value if isinstance(obj, Padded) else obj
-    if isinstance(inner, FlatShard):
+    if isinstance(inner, FlatShard | Pieces):
         return None
     local = held_tensor(inner)
     is_shard = isinstance(inner, Sharded) or (isinstance(inner, DTensor) and inner.numel() > 0)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -26,6 +27,7 @@ from holdfast.arrays.intervals import (
     num_positions,
     shard_intervals,
 )
+from holdfast.arrays.types import IntArray
 from holdfast.errors import LayoutError, PlacementError
 from holdfast.format.manifest import IRREGULAR, WHOLE, CutInfo, PlacementInfo
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
@@ -33,12 +35,14 @@ from holdfast.state.markers import (
     FlatShard,
     Marked,
     Padded,
+    Pieces,
     Replicated,
     Sharded,
     axis_names,
     check_real_shape,
 )
 from holdfast.state.tensor_elements import dtype_name
+from holdfast.state.tensor_memory import Forms, TensorMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +90,35 @@ class FlatState:
     """Part name -> encoded tree, in which each tensor is a reference to its key."""
     labels: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Key -> where coordinates of this rank stand in it, as position and length, in order."""
+    addresses: Sequence[int] = ()
+    """Of each of these, the address of its first element; 0 if it has none."""
+    forms: Forms | None = None
+    """Theirs, the object of the pass before if they are the same; None if they are not known."""
     structure: object = field(default_factory=object)
     """The object of the pass before if all leaves claim the same, in the same order."""
 
     def local(self, key: str, number: int) -> torch.Tensor:
         """Return the tensor of one box of a leaf, as it is now."""
         return self.locals([(key, number)])[0]
+
+    def memory(self, positions: IntArray) -> TensorMemory | None:
+        """Return where some tensors of `held` are, by what is known already.
+
+        Args:
+            positions: (n,) their positions in it.
+
+        Returns:
+            None if not enough is known.
+        """
+        if self.forms is None:
+            return None
+        held = list(self.held.values())
+        return TensorMemory(
+            list(map(held.__getitem__, positions.tolist())),
+            address=np.array(self.addresses, dtype=np.int64)[positions],
+            is_plain=self.forms.is_plain[positions],
+            forms=self.forms,
+        )
 
     def locals(self, places: Iterable[tuple[str, int]]) -> list[torch.Tensor]:
         """Return the tensor of a box of a leaf, as it is now, for each key and number of a box."""
@@ -103,7 +130,10 @@ class FlatState:
 
 
 def held_tensor(obj: Any) -> torch.Tensor:
-    """Return what a tensor or marker holds on this rank; nothing waits, and nothing is recorded."""
+    """Return what a tensor or marker holds on this rank; nothing waits, and nothing is recorded.
+
+    Of `Pieces` it is the first one.
+    """
     if isinstance(obj, DTensor):
         return local_tensor(obj)
     return obj if isinstance(obj, torch.Tensor) else held_tensor(obj.local)
@@ -198,6 +228,8 @@ def _unpadded_leaf(obj: torch.Tensor | Marked, site: _Site) -> TensorLeaf:
         return _sharded_leaf(obj, site)
     if isinstance(obj, FlatShard):
         return _flat_leaf(obj, site)
+    if isinstance(obj, Pieces):
+        return _pieces_leaf(obj, site)
     replica_set = None
     if isinstance(obj, Replicated):
         stage = tuple(sorted(site.layout.group("tp-cp-dp", site.rank)))
@@ -312,6 +344,17 @@ def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
         placed = boxes_of(tuple(cut_intervals(dim, first, last) for dim, first, last in ends))
         pieces.extend((whole, block[where]) for whole, where in placed)
     return site.leaf(flat.dtype, like.shape, pieces, replica_set, placement)
+
+
+def _pieces_leaf(obj: Pieces, site: _Site) -> TensorLeaf:
+    """Return the leaf of boxes that nothing declares."""
+    for local in obj.locals:
+        _refuse_unreadable(local, site.key)
+    pieces = [
+        (Box(offset, tuple(local.shape)), local.detach())
+        for offset, local in zip(obj.offsets, obj.locals, strict=True)
+    ]
+    return site.leaf(obj.local.dtype, obj.shape, pieces, None, IRREGULAR)
 
 
 def _flat_replica_set(whole: ReplicaSet, over: str, site: _Site) -> ReplicaSet:

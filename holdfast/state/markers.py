@@ -157,6 +157,51 @@ class FlatShard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """The boxes of one global tensor that this rank holds, each a tensor of its own.
+
+    Nothing declares who else holds them: boxes that several ranks hold are compared at every save,
+    as plain tensors are. All ranks cut the tensor into the same boxes, or into disjoint ones.
+
+    Args:
+        locals: A tensor for each box, of its shape and all of one dtype; any strides, any device.
+        offsets: Where each box starts, one index for each dim.
+        shape: The global shape.
+
+    Raises:
+        PlacementError: For no box at all, other dtypes or numbers of dims, a box out of bounds.
+    """
+
+    locals: tuple[torch.Tensor, ...]
+    offsets: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check that every box is one of the tensor."""
+        object.__setattr__(self, "locals", tuple(self.locals))
+        object.__setattr__(self, "offsets", tuple(tuple(map(int, o)) for o in self.offsets))
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        if not self.locals or len({each.dtype for each in self.locals}) > 1:
+            raise PlacementError("Pieces: give one piece at least, and all of one dtype")
+        if len(self.locals) != len(self.offsets):
+            raise PlacementError("Pieces: give one offset for each piece")
+        for local, offset in zip(self.locals, self.offsets, strict=True):
+            if not len(local.shape) == len(offset) == len(self.shape) or any(
+                start < 0 or start + size > whole
+                for start, size, whole in zip(offset, local.shape, self.shape, strict=True)
+            ):
+                raise PlacementError(
+                    f"Pieces: a piece of shape {list(local.shape)} at {list(offset)} does not lie "
+                    f"inside of {list(self.shape)}"
+                )
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The first piece."""
+        return self.locals[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Replicated:
     """A tensor that every rank of its pipeline stage holds whole: declared, so not compared.
 
@@ -427,8 +472,8 @@ class Fresh:
     is_required: bool = True
 
 
-Marked = Sharded | FlatShard | Replicated | Padded
-"""Markers that wrap the local tensor of one global tensor."""
+Marked = Sharded | FlatShard | Pieces | Replicated | Padded
+"""Markers that wrap the local tensor, or tensors, of one global tensor."""
 
 
 def global_shape(target: torch.Tensor | Marked) -> tuple[int, ...]:

@@ -8,11 +8,10 @@ been read, `Matcher.build` makes the loaded trees.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import chain, repeat
-from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -54,6 +53,7 @@ from holdfast.state.markers import (
     Padded,
     PerRank,
     PerRankValues,
+    Pieces,
     Stored,
     Transient,
     Union,
@@ -69,6 +69,7 @@ from holdfast.state.stored import (
     used_paths,
 )
 from holdfast.state.tensor_elements import TORCH_TO_NAME, refused_cast, tensor_array, torch_dtype
+from holdfast.state.tensor_memory import TensorMemory
 from holdfast.state.traits import PLAIN, PLAIN_FORMS, held_tensors
 
 
@@ -128,40 +129,24 @@ class MatchResult:
     """Stored entries of this rank's coordinate that nothing here can take."""
 
 
-class LocalMemory:
-    """The memory of the local tensors of some requests, as columns in order: looked at once.
+class LocalMemory(TensorMemory):
+    """The memory of the local tensors of some requests, in order.
 
     Args:
         requests: What a load fills, in order.
 
     Attributes:
-        tensors: (n) the local tensors.
-        request: (n,) the position of the request of each.
-        address: (n,) of the first element.
-        nbytes: (n,) of its elements.
-        is_plain: (n,) whether it is contiguous host memory, neither conjugated nor negated.
+        request: (n,) the position of the request of each tensor.
     """
 
     def __init__(self, requests: Sequence[TensorRequest]) -> None:
-        self.tensors = tensors = [local for entry in requests for local in entry.locals]
+        super().__init__([local for entry in requests for local in entry.locals])
         counts = np.fromiter((len(entry.locals) for entry in requests), np.int64, len(requests))
-        n = len(tensors)
         self.request = np.repeat(np.arange(len(requests)), counts)
-        columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
-        # A few at a time, so that a tensor is in the cache for all questions.
-        for first in range(0, n, _NUM_CACHED):
-            some = tensors[first : first + _NUM_CACHED]
-            for column, question in zip(columns, _QUESTIONS, strict=True):
-                column += map(question, some)
-        address, nbytes, is_cpu, is_contiguous, is_conj, is_neg = columns
-        self.address = np.array(address, dtype=np.int64)
-        self.nbytes = np.array(nbytes, dtype=np.int64)
-        self.is_plain = np.array(is_cpu, dtype=np.bool_) & np.array(is_contiguous, dtype=np.bool_)
-        self.is_plain &= ~(np.array(is_conj, dtype=np.bool_) | np.array(is_neg, dtype=np.bool_))
 
     def is_disjoint(self) -> bool:
         """Return True if all are plain and no two have a byte in common; False may mean either."""
-        if not self.is_plain.all():
+        if not self.is_all_plain:
             return False
         order = np.argsort(self.address, kind="stable")
         order = order[self.nbytes[order] > 0]
@@ -171,17 +156,6 @@ class LocalMemory:
 
 _MIN_COLUMNAR = 16
 """With fewer entries, a dict is matched entry by entry as fast."""
-_NUM_CACHED = 256
-"""Of so many tensors the objects stay in the cache of a core."""
-_QUESTIONS: tuple[Callable[[Any], Any], ...] = (
-    torch.Tensor.data_ptr,
-    attrgetter("nbytes"),
-    attrgetter("is_cpu"),
-    torch.Tensor.is_contiguous,
-    torch.Tensor.is_conj,
-    torch.Tensor.is_neg,
-)
-
 PLAIN_VALUES = frozenset({type(None), bool, int, float, str, bytes})
 """Types of values that JSON or a tag has, so that no codec is asked for them."""
 LocalTarget = tuple[str, tuple[int, ...], tuple[Box, ...] | None, tuple[torch.Tensor, ...]]
@@ -279,7 +253,7 @@ class Matcher:
             return template
         if isinstance(template, Marked):
             self._targets.clear_padding(template)
-            return template.local
+            return unmarked(template)
         if isinstance(template, Stored):
             return self._decode(node, path, all_ranks=template.all_ranks)
         if isinstance(template, Union):
@@ -878,6 +852,8 @@ class RegisteredTypes:
 
 def unmarked(template: object) -> object:
     """Return a template for which nothing is stored as plain tensors and values."""
+    if isinstance(template, Pieces):
+        return list(template.locals)
     if isinstance(template, Marked):
         return template.local
     if isinstance(template, Union):

@@ -40,6 +40,7 @@ from holdfast.state.markers import (
     Marked,
     Padded,
     PerRank,
+    Pieces,
     Replicated,
     Sharded,
     Stored,
@@ -339,8 +340,11 @@ def zeros_like_target(target: torch.Tensor | Marked, dtype: torch.dtype) -> torc
     """Return new memory placed as a tensor or marker is, of a dtype."""
     if isinstance(target, Padded):
         value = zeros_like_target(target.value, dtype)
-        assert not isinstance(value, Padded)
+        assert not isinstance(value, Padded | Pieces)
         return Padded(value, target.shape)
+    if isinstance(target, Pieces):
+        zeros = [torch.zeros_like(each.detach(), dtype=dtype) for each in target.locals]
+        return replace(target, locals=tuple(zeros))
     if isinstance(target, Sharded | FlatShard | Replicated):
         return replace(target, local=torch.zeros_like(target.local.detach(), dtype=dtype))
     return torch.zeros_like(target.detach(), dtype=dtype, requires_grad=False)

@@ -7,7 +7,8 @@ columns differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter, is_
 from typing import Any
@@ -18,9 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from holdfast._torch import DTENSOR_FORMS, DTENSOR_SPECS, local_tensor, local_tensors, spec_of
+from holdfast._torch import (
+    DTENSOR_FORMS,
+    DTENSOR_SPECS,
+    form_check,
+    local_tensor,
+    local_tensors,
+    spec_of,
+)
 from holdfast.state.leaves import held_tensor
-from holdfast.state.markers import FlatShard, Padded, Sharded
+from holdfast.state.markers import FlatShard, Padded, Pieces, Sharded
+from holdfast.state.tensor_memory import Forms
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
 """Types that neither wait nor answer for their tensors."""
@@ -58,6 +67,11 @@ class Traits:
         distinct = set(kinds)
         self._other_meshes: dict[int, DeviceMesh] = {}
         self._all: list[object] | None = None
+        self._kinds = kinds
+        self._are_alike: Callable[[Sequence[torch.Tensor]], bool] | None = None
+        self.forms: Forms | None = None
+        """Of what the objects hold; None before `expect_again`, and if some are no plain tensors.
+        """
         # Which objects are of each kind; None for all.
         self._is_plain = _selector(kinds, distinct, PLAIN)
         self._is_dtensor = _selector(kinds, distinct, _DTENSOR)
@@ -71,14 +85,50 @@ class Traits:
         self._local_kinds = list(map(type, _chosen(held, self._is_dtensor)))
         self._others: list[object] = []
         if len(self._plain) + len(self._forms) < len(kinds):
-            known = map(any, zip(_flags(self._is_plain, kinds), _flags(self._is_dtensor, kinds),
-                                 strict=True))  # fmt: skip
-            self._others = [
-                traits_of(each, self._other_meshes)
-                for each, is_known in zip(objects, known, strict=True)
-                if not is_known
-            ]
+            self._others = self._of_others(objects)
         self._num = len(kinds)
+
+    def _of_others(self, objects: Sequence[Any]) -> list[object]:
+        """Return the traits of all objects that are neither plain tensors nor DTensors."""
+        is_plain, is_dtensor = (_flags(s, objects) for s in (self._is_plain, self._is_dtensor))
+        return [
+            traits_of(each, self._other_meshes)
+            for each, *is_known in zip(objects, is_plain, is_dtensor, strict=True)
+            if not any(is_known)
+        ]
+
+    def expect_again(self, objects: Sequence[Any], held: Sequence[torch.Tensor]) -> None:
+        """Prepare `are_of` for the passes to come; the arguments are those of the constructor.
+
+        Cost: as much as reading the traits, so for traits that were the same twice.
+        """
+        if set(map(type, held)) <= PLAIN:
+            dtensors = _chosen(objects, self._is_dtensor)
+            self._are_alike = form_check(dtensors) if dtensors else operator.not_
+            self.forms = Forms(held)
+
+    def are_of(self, objects: Sequence[Any], held: Sequence[torch.Tensor]) -> bool:
+        """Return True if other objects have these traits; False may mean either.
+
+        Every tensor is looked at, by a few calls for all of them: what torch says of it by `Forms`,
+        meshes and placements by identity, as in `same_as`.
+        """
+        if self.forms is None or self._are_alike is None or len(objects) != self._num:
+            return False
+        if list(map(type, objects)) != self._kinds:
+            return False
+        dtensors = _chosen(objects, self._is_dtensor)
+        return (
+            self._are_alike(dtensors)
+            and self.forms.are_of(held)
+            and all(
+                all(map(is_, map(question, dtensors), last))
+                for question, last in zip(
+                    DTENSOR_SPECS, (self._meshes, self._placements), strict=True
+                )
+            )
+            and (not self._others or self._of_others(objects) == self._others)
+        )
 
     def same_as(self, last: Traits) -> bool:
         """Return True if all traits are those of another pass; False may mean either.
@@ -166,6 +216,8 @@ def traits_of(obj: Any, meshes: dict[int, DeviceMesh]) -> object:
     if isinstance(obj, FlatShard):
         like = traits_of(obj.like, meshes)
         return "flat", traits_of(obj.local, meshes), like, obj.start, obj.over
+    if isinstance(obj, Pieces):
+        return "pieces", tuple(traits_of(p, meshes) for p in obj.locals), obj.shape, obj.offsets
     if isinstance(obj, Padded):
         return "padded", traits_of(obj.value, meshes), obj.shape
     return "replicated", traits_of(obj.local, meshes)

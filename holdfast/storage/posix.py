@@ -14,10 +14,12 @@ import builtins
 import copy
 import ctypes
 import errno
+import fcntl
 import os
 import secrets
 import shutil
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,6 +52,8 @@ _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _ABSENT = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 _MAX_HELD_DIRS = 8
+_LOCAL_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "f2fs", "tmpfs", "xfs", "zfs"})
+"""File systems that no two hosts mount at once; overlayfs is left out, whose layers may be NFS."""
 _MAX_CALL_NBYTES = 1 << 30  # one call moves at most 0x7ffff000 bytes on Linux
 _Observe = Callable[[str, str, int, int], None]
 
@@ -240,6 +244,42 @@ class PosixStorage:
                         _sync_dir_fd(fd)
             with self._dir(names):
                 return
+
+    @contextmanager
+    def locking(self, path: str) -> Iterator[Callable[[], None]]:
+        """In the body, or until what it yields is called, share a lock on a directory.
+
+        The kernel keeps it whatever name the directory gets, and ends it with this process; a child
+        that was forked meanwhile keeps it, too. Where a directory cannot be locked it does nothing.
+        """
+        fds = []
+        with suppress(OSError, StorageError), self._dir(split_path(path)) as directory:
+            fds.append(os.open(".", _DIR_FLAGS, dir_fd=directory))
+            fcntl.fcntl(fds[0], fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK))
+
+        def release() -> None:
+            while fds:
+                os.close(fds.pop())
+
+        try:
+            yield release
+        finally:
+            release()
+
+    def is_locked(self, path: str) -> bool | None:
+        """Return True if any process has locked a directory; False if none of any host has.
+
+        None if the kernel cannot know that, because the file system may be in use on other hosts.
+        Never waits, and takes no lock that a process could meet.
+        """
+        try:
+            with self._dir(split_path(path)) as directory:
+                answer = fcntl.fcntl(directory, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK))
+                if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
+                    return True
+                return False if _is_of_this_host(os.fstat(directory).st_dev) else None
+        except (OSError, StorageError):
+            return None
 
     def sync_dir(self, path: str) -> None:
         """See `Storage.sync_dir`; does nothing if the file system cannot sync directories."""
@@ -855,6 +895,22 @@ def allocate(fd: int, nbytes: int) -> bool:
         if code != errno.EINTR:
             return _refused(code)
     return True
+
+
+def _lock(kind: int) -> bytes:
+    """Return the C structure of a lock on a whole file that belongs to an open file."""
+    return struct.pack("hhxxxxqqixxxx", kind, os.SEEK_SET, 0, 0, 0)
+
+
+def _is_of_this_host(device: int) -> bool:
+    """Return True if a file system is one that only one kernel mounts at a time."""
+    number = _device(device)
+    with suppress(OSError), open("/proc/self/mountinfo") as file:
+        for line in file:
+            mount, _, system = line.partition(" - ")
+            if mount.split()[2] == number:
+                return system.split()[0] in _LOCAL_SYSTEMS
+    return False
 
 
 def _libc_function(name: str, *argtypes: type) -> Callable[..., int] | None:

@@ -8,6 +8,7 @@ number `reads_at_once`; without them these functions do what any store can.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -82,6 +83,29 @@ def for_each(storage: Storage, function: Callable[[A], B], items: Sequence[A]) -
         return [function(item) for item in items]
     with ThreadPoolExecutor(at_once, thread_name_prefix="holdfast-ask") as pool:
         return list(pool.map(function, items))
+
+
+def sizes_below(storage: Storage, directory: str) -> dict[str, int] | None:
+    """Return the size of every file below a directory by its path in it; None if it takes a look
+    at each file to know them."""
+    look = getattr(storage, "file_sizes", None)
+    sizes: dict[str, int] | None = look(directory) if look is not None else None
+    return sizes
+
+
+def remove_files(storage: Storage, paths: Sequence[str]) -> None:
+    """Remove files that are there, not durably; in one request, if a storage can."""
+    remove = getattr(storage, "remove_files", None)
+    if remove is not None:
+        remove(paths)
+        return
+    for path in paths:
+        storage.remove_tree(path, durable=False)
+
+
+def requests_of(storage: Storage) -> Counter[str]:
+    """Return the requests so far by kind, of a storage that counts them; else nothing."""
+    return Counter(getattr(storage, "requests", None) or {})
 
 
 def pause_of(storage: Storage) -> float:

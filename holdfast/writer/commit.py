@@ -6,7 +6,7 @@ Plan, data files and done-records are on storage. So a commit needs no other pro
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -25,7 +25,7 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.digest import digest128
-from holdfast.format.envelopes.torch_dist import extra_files
+from holdfast.format.envelopes.torch_dist import MetadataMemo, extra_files
 from holdfast.format.fingerprint import Partial, combine
 from holdfast.format.index import ChunkIndex, encode_index, validate_index
 from holdfast.format.manifest import (
@@ -51,7 +51,7 @@ from holdfast.format.summaries import annotate
 from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
-from holdfast.storage.reading import for_each
+from holdfast.storage.reading import for_each, remove_files, requests_of, sizes_below
 from holdfast.writer.records import (
     DONE_DIR,
     CommitPlan,
@@ -65,7 +65,16 @@ from holdfast.writer.records import (
 _LOG = logging.getLogger("holdfast")
 
 
-def commit_save(storage: Storage, directory: str, *, plan: EncodedPlan, header: SaveHeader) -> None:
+def commit_save(
+    storage: Storage,
+    directory: str,
+    *,
+    plan: EncodedPlan,
+    header: SaveHeader,
+    sizes: Mapping[str, int] | None = None,
+    own: DoneRecord | None = None,
+    before: Counter[str] | None = None,
+) -> None:
     """Check that every planned byte is accounted for, then give the checkpoint its name.
 
     A failure after the rename (of the pointer, or of removing the replaced version) is logged as a
@@ -77,6 +86,11 @@ def commit_save(storage: Storage, directory: str, *, plan: EncodedPlan, header: 
         directory: Directory of the save in progress, with the done-records of all ranks.
         plan: Plan of all ranks; every record states its digest.
         header: Header of the save.
+        sizes: Sizes of the files in the directory as a look at it has shown, where one look shows
+            all of them.
+        own: The done-record of this process, which need not be read back.
+        before: The storage's requests before this process's share of the save; None for a repair,
+            which does not know them.
 
     Raises:
         PlanError: Values or replicas differ between ranks; the message names key and ranks.
@@ -90,14 +104,19 @@ def commit_save(storage: Storage, directory: str, *, plan: EncodedPlan, header: 
     final = step_dir(header.step)
     # Phase 1: prove that all bytes are there and complete the directory.
     try:
-        manifest = _complete(storage, directory, plan, header)
+        manifest, records = _complete(storage, directory, plan, header, sizes, own)
     except StorageError:
         if storage.exists(directory) or save_id_of(storage, final) != header.save_id:
             raise
         # Otherwise a repair took this save for abandoned and has finished it.
     else:
         # Phase 2: give it its name. From here on the checkpoint exists.
-        annotate(storage, directory, manifest)
+        requests: Counter[str] = Counter()
+        if before is not None:
+            for record in records:
+                requests += Counter(record.requests if record is not own else {})
+            requests += requests_of(storage) - before
+        annotate(storage, directory, manifest, requests=requests)
         publish(storage, directory, final, header)
     # Phase 3: the pointer, for people and other tools only: a failure is not one of the save.
     try:
@@ -112,17 +131,30 @@ def commit_save(storage: Storage, directory: str, *, plan: EncodedPlan, header: 
         )
 
 
-def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveHeader) -> Manifest:
+def _complete(
+    storage: Storage,
+    directory: str,
+    plan: EncodedPlan,
+    header: SaveHeader,
+    sizes: Mapping[str, int] | None,
+    own: DoneRecord | None,
+) -> tuple[Manifest, list[DoneRecord]]:
     """Make the directory a complete, durable checkpoint that lacks only its name."""
+    if sizes is None:
+        sizes = sizes_below(storage, directory)
+    # On a disk every record is read back: what counts is what is there.
+    known = {own.position: own} if own is not None and sizes is not None else {}
     # First, prove that the records of all ranks fit the plan; assemble index and manifest.
     try:
         with collector_paused():
             records = for_each(
                 storage,
-                lambda position: _read_done(storage, directory, position, plan, header),
+                lambda position: (
+                    known.get(position) or _read_done(storage, directory, position, plan, header)
+                ),
                 range(len(plan.plan.ranks)),
             )
-            index_bytes, manifest, extras = assemble(plan.plan, records, header)
+            index_bytes, manifest, extras = assemble(plan.plan, records, header, memo=plan.memo)
             manifest_bytes = encode_manifest(manifest)
     except HoldfastError:
         raise
@@ -132,17 +164,9 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
             f"{error!r}; save again"
         ) from error
     # Second, compare the sizes of the data files with what their writers reported.
-    paths = [f"{directory}/{info.name}" for info in manifest.files]
-    for info, path, nbytes in zip(
-        manifest.files, paths, for_each(storage, storage.size, paths), strict=True
-    ):
-        if nbytes != info.nbytes:
-            raise StorageError(
-                f"{storage.describe(path)} has {nbytes} bytes, its writer (rank {info.writer}) "
-                f"reported {info.nbytes}; save again"
-            )
+    _compare_sizes(storage, directory, manifest, sizes)
     # Third, write index and manifest, and what other programs begin with.
-    present = storage.list(directory)
+    present = storage.list(directory) if sizes is None else [*sizes]
     for name in (*extras, INDEX, MANIFEST):
         if name in present:  # of an earlier, killed commit
             storage.remove_tree(f"{directory}/{name}", durable=False)
@@ -150,15 +174,41 @@ def _complete(storage: Storage, directory: str, plan: EncodedPlan, header: SaveH
     for name, data in ((INDEX, index_bytes), (MANIFEST, manifest_bytes)):
         _write_synced(storage, directory, {name: data})
     # Fourth, remove the notes of the save, which a reader would report as stray files.
-    unnamed = [name for name in present if name.startswith((".tmp-", ".trash-"))]
-    for name in ("plan", DONE_DIR, *unnamed):  # the latter are of an earlier, killed commit
-        storage.remove_tree(f"{directory}/{name}", durable=False)
+    if sizes is None:
+        unnamed = [name for name in present if name.startswith((".tmp-", ".trash-"))]
+        for name in ("plan", DONE_DIR, *unnamed):  # the latter are of an earlier, killed commit
+            storage.remove_tree(f"{directory}/{name}", durable=False)
+    else:
+        kept = {*manifest.file_sizes, *extras, INDEX, MANIFEST}
+        remove_files(storage, [f"{directory}/{name}" for name in present if name not in kept])
     # Fifth, sync the names inside. The rename must not be durable before them: after a crash, a
     # directory with its final name would lack files.
     if plan.plan.writers:
         storage.sync_dir(f"{directory}/data")
     storage.sync_dir(directory)
-    return manifest
+    return manifest, records
+
+
+def _compare_sizes(
+    storage: Storage, directory: str, manifest: Manifest, sizes: Mapping[str, int] | None
+) -> None:
+    """Raise StorageError unless every data file has the size that its writer reported."""
+    if sizes is not None and any(sizes.get(info.name) != info.nbytes for info in manifest.files):
+        # A listing of many pages may have shown a record, and not yet the file before it.
+        sizes = sizes_below(storage, directory)
+    names = [info.name for info in manifest.files]
+    for info, nbytes in zip(
+        manifest.files,
+        for_each(storage, lambda name: storage.size(f"{directory}/{name}"), names)
+        if sizes is None
+        else [sizes.get(name, 0) for name in names],
+        strict=True,
+    ):
+        if nbytes != info.nbytes:
+            raise StorageError(
+                f"{storage.describe(f'{directory}/{info.name}')} has {nbytes} bytes, its writer "
+                f"(rank {info.writer}) reported {info.nbytes}; save again"
+            )
 
 
 def _write_synced(storage: Storage, directory: str, files: Mapping[str, bytes]) -> None:
@@ -183,7 +233,11 @@ def _write_synced(storage: Storage, directory: str, files: Mapping[str, bytes]) 
 
 
 def assemble(
-    plan: CommitPlan, records: list[DoneRecord], header: SaveHeader
+    plan: CommitPlan,
+    records: list[DoneRecord],
+    header: SaveHeader,
+    *,
+    memo: MetadataMemo | None = None,
 ) -> tuple[bytes, Manifest, dict[str, bytes]]:
     """Build index and manifest from the records and prove them against the plan.
 
@@ -191,6 +245,7 @@ def assemble(
         plan: Plan of all ranks.
         records: Records of all ranks, in the order of the plan.
         header: Header of the save.
+        memo: What saves by this plan have in common.
 
     Returns:
         The index, the manifest, and by name the files for other programs, which are in it.
@@ -212,7 +267,7 @@ def assemble(
     _compare_copies(index, manifest, header)
     extras: dict[str, bytes] = {}
     if plan.envelope == "torch_dist":
-        extras = _extra_files(index, manifest)
+        extras = _extra_files(index, manifest, memo)
         infos = [
             ExtraInfo(name=name, nbytes=len(data), digest=digest128(data))
             for name, data in extras.items()
@@ -221,10 +276,12 @@ def assemble(
     return index_bytes, manifest, extras
 
 
-def _extra_files(index: ChunkIndex, manifest: Manifest) -> dict[str, bytes]:
+def _extra_files(
+    index: ChunkIndex, manifest: Manifest, memo: MetadataMemo | None
+) -> dict[str, bytes]:
     """Make the files for PyTorch and Megatron; log what they cannot have."""
     made = extra_files(
-        index, manifest.tensors, manifest.parts, [file.name for file in manifest.files]
+        index, manifest.tensors, manifest.parts, [file.name for file in manifest.files], memo
     )
     if made.notes:
         _LOG.info(

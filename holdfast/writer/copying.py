@@ -101,6 +101,7 @@ def copy_checkpoint(
                 f"{target.describe(place)}: another process copies this checkpoint there, or did "
                 f"until some seconds ago: wait for it, or try again in {_ALIVE_S:.0f} s"
             )
+        target.make_dir(place, durable=False)
         with heartbeat(target, place, position=0), source.pin(directory) as held:
             sent = _Copy(files, held, directory, target, place, on_progress).run()
             if verify and (damages := verify_snapshot(target, place)):

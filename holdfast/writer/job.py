@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
@@ -27,7 +28,7 @@ from holdfast.format.names import parse_saving_dir, step_dir
 from holdfast.format.root_identity import require_root
 from holdfast.format.versions import LEASES_DIR, repeated
 from holdfast.storage import PosixStorage, Storage
-from holdfast.storage.reading import pause_of
+from holdfast.storage.reading import pause_of, requests_of, sizes_below
 from holdfast.writer.checksums import CRC_NBYTES, Put, checksums
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import (
@@ -296,16 +297,22 @@ def perform_job(
     """
     began = time.monotonic()
     deadline = began + job.deadline_s
+    before = requests_of(storage)
     # Before anything is written, a heartbeat included.
     if not getattr(storage, "is_one_place", False):
         require_root(storage, job.root)
-    with (
-        storage.holding_dirs() if isinstance(storage, PosixStorage) else nullcontext(),
-        heartbeat(storage, job.directory, position=job.position) as is_written,
-    ):
+    with ExitStack() as stack:
+        if isinstance(storage, PosixStorage):
+            stack.enter_context(storage.holding_dirs())
+        for name in ("plan", DONE_DIR, "data"):  # the heartbeat locks their directory
+            storage.make_dir(f"{job.directory}/{name}", durable=False)
+        is_written = stack.enter_context(heartbeat(storage, job.directory, position=job.position))
         # Phase 1: write this rank's bytes and its done-record.
-        _prepare_directory(storage, job, plan)
-        write_share(storage, job, image, gate=gate, put=put, on_progress=on_progress)
+        if plan is not None:
+            _write_plan(storage, job, plan)
+        own = write_share(
+            storage, job, image, gate=gate, put=put, on_progress=on_progress, before=before
+        )
         written = time.monotonic()
         if on_written is not None:
             on_written()
@@ -313,7 +320,7 @@ def perform_job(
         if plan is not None:
             if gate is not None:
                 gate.wait_for_commit()
-            _commit_when_complete(storage, job, plan, deadline)
+            _commit_when_complete(storage, job, plan, deadline, own, before)
         elif gate is None:
             is_written.set()
             wait_for_commit(storage, job, deadline)
@@ -323,24 +330,25 @@ def perform_job(
         began=began,
         write_s=written - began,
         commit_s=time.monotonic() - written,
+        requests=dict(requests_of(storage) - before),
     )
 
 
-def _prepare_directory(storage: Storage, job: WriteJob, plan: EncodedPlan | None) -> None:
-    """Make the save's directories; the committer also writes plan and header, for a repair.
+def _write_plan(storage: Storage, job: WriteJob, plan: EncodedPlan) -> None:
+    """Write plan and header on the rank that commits, for a repair.
 
     Nothing here is synced: the commit makes durable what the checkpoint keeps of it. If the machine
     stops and the rest is lost, the save is abandoned.
+
+    Where a write is a request there is no first heartbeat: the age of the directory is one.
     """
-    for name in ("plan", DONE_DIR, "data"):
-        storage.make_dir(f"{job.directory}/{name}", durable=False)
-    if plan is not None:
+    if not pause_of(storage):
         # The first heartbeat: its content is this clock's time, its own time is the storage's.
         now = f"{time.time():.3f}".encode()
         storage.replace_file(f"{job.directory}/{ALIVE_FILE}", now, durable=False)
-        storage.write_file(f"{job.directory}/{PLAN_FILE}", plan.data, durable=False)
-        header = seal(msgspec.msgpack.encode(job.header))
-        storage.write_file(f"{job.directory}/{HEADER_FILE}", header, durable=False)
+    storage.write_file(f"{job.directory}/{PLAN_FILE}", plan.data, durable=False)
+    header = seal(msgspec.msgpack.encode(job.header))
+    storage.write_file(f"{job.directory}/{HEADER_FILE}", header, durable=False)
 
 
 def write_share(
@@ -351,8 +359,9 @@ def write_share(
     gate: JobGate | None = None,
     put: Put | None = None,
     on_progress: Callable[[int], object] | None = None,
-) -> None:
-    """Write and sync a rank's data file, then publish its done-record.
+    before: Counter[str] | None = None,
+) -> DoneRecord:
+    """Write and sync a rank's data file, then publish its done-record and return it.
 
     Nothing here is visible as a checkpoint, whatever happens.
 
@@ -364,6 +373,7 @@ def write_share(
             image is in place.
         put: As of `perform_job`.
         on_progress: Called with the bytes passed to storage so far.
+        before: The storage's requests before the job; None for none.
 
     Raises:
         StorageError: A write failed; the message names the path.
@@ -379,6 +389,7 @@ def write_share(
             hashing = pool.submit(ImageHasher(job, image).finish)
             _write_image(storage, job, image, gate=None, put=put, on_progress=on_progress)
         checks, digests = job.checks, hashing.result()
+    sent = requests_of(storage) - (before or Counter())
     record = DoneRecord(
         position=job.position,
         plan_digest=job.plan_digest,
@@ -394,11 +405,14 @@ def write_share(
         checks=checks,
         lanes=column(digests.lanes),
         values=job.values,
+        # And the record itself, which is one more.
+        requests=dict(sent + Counter(put=1)) if sent else {},
     )
     # After the sync of the data, and not synced itself: if the machine stops and the record is
     # lost, the save is abandoned; if it is there, so are the bytes that it vouches for.
     data = seal(msgspec.msgpack.encode(record))
     storage.write_file(f"{job.directory}/{done_file(job.position)}", data, durable=False)
+    return record
 
 
 def _write_image(
@@ -448,19 +462,31 @@ def _envelope_digest(job: WriteJob, image: memoryview) -> str:
 
 
 def _commit_when_complete(
-    storage: Storage, job: WriteJob, plan: EncodedPlan, deadline: float
+    storage: Storage,
+    job: WriteJob,
+    plan: EncodedPlan,
+    deadline: float,
+    own: DoneRecord,
+    before: Counter[str],
 ) -> None:
-    """Wait for every rank's done-record, then commit."""
+    """Wait for every rank's done-record, then commit; `before` are the requests before the job."""
     ranks = plan.plan.ranks
     began = time.monotonic()
     while True:
-        names = storage.list(f"{job.directory}/{DONE_DIR}")
+        sizes = sizes_below(storage, job.directory)
+        if sizes is None:
+            names = storage.list(f"{job.directory}/{DONE_DIR}")
+        else:
+            names = [path[len(DONE_DIR) + 1 :] for path in sizes if path.startswith(f"{DONE_DIR}/")]
         failed = [name for name in names if name.endswith(".failed")]
         if failed:
             raise read_failure(storage, f"{job.directory}/{DONE_DIR}/{failed[0]}")
         missing = missing_ranks(names, ranks)
         if not missing:
-            return commit_save(storage, job.directory, plan=plan, header=job.header)
+            return commit_save(
+                storage, job.directory, plan=plan, header=job.header, sizes=sizes, own=own,
+                before=before,
+            )  # fmt: skip
         now = time.monotonic()
         if now > deadline:
             raise DeadlineError(
@@ -476,6 +502,8 @@ def _commit_when_complete(
 def heartbeat(storage: Storage, directory: str, *, position: int) -> Iterator[threading.Event]:
     """In the body, a thread renews this rank's heartbeat on storage every two seconds.
 
+    On a POSIX file system the directory of the save, which must be there, is locked as long.
+
     Nothing is written in the first two seconds, while the directory itself is young enough. A
     storage that refuses a heartbeat is asked again at the next one.
 
@@ -486,8 +514,8 @@ def heartbeat(storage: Storage, directory: str, *, position: int) -> Iterator[th
 
     Yields:
         An event for the body to set when this rank has written its share. From then on the rank
-        has a heartbeat only until the committer has its own: if the committer dies, a repair need
-        not wait for the heartbeats of ranks that themselves only wait for the committer.
+        has a heartbeat only until the committer has begun, which then has its own: if the committer
+        dies, a repair need not wait for the heartbeats of ranks that only wait for it.
     """
     step, save_id = parse_saving_dir(directory) or (0, "")
     path = heartbeat_file(step, save_id, position)
@@ -503,17 +531,24 @@ def heartbeat(storage: Storage, directory: str, *, position: int) -> Iterator[th
         nonlocal is_made, is_over
         if is_over:
             return
-        if is_written.is_set() and storage.exists(f"{directory}/{ALIVE_FILE}"):
+        if is_written.is_set() and storage.exists(f"{directory}/{PLAN_FILE}"):
             is_over = True
+            if release is not None:
+                release()
             clear()
             return
         storage.make_dir(LEASES_DIR, durable=False)
         is_made = True
         storage.replace_file(path, f"{time.time():.3f}".encode(), durable=False)
 
-    try:
-        with repeated(beat, every_s=HEARTBEAT_S, name="holdfast-heartbeat"):
-            yield is_written
-    finally:
-        if not is_over:
-            clear()
+    with ExitStack() as stack:
+        release: Callable[[], None] | None = None
+        if isinstance(storage, PosixStorage):
+            # At once and for this host: whether the save has a writer. Heartbeats tell the others.
+            release = stack.enter_context(storage.locking(directory))
+        try:
+            with repeated(beat, every_s=HEARTBEAT_S, name="holdfast-heartbeat"):
+                yield is_written
+        finally:
+            if not is_over:
+                clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,7 @@ from holdfast.format.names import (
     unclaimed,
 )
 from holdfast.format.versions import readers_of, retire, save_id_of
-from holdfast.storage import Storage
+from holdfast.storage import PosixStorage, Storage
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import discard_save
 from holdfast.writer.records import (
@@ -44,7 +44,28 @@ _PAUSE_S = 0.1
 ALIVE_S = 30.0
 """Seconds without a heartbeat of any process, after which a save counts as abandoned."""
 
+_STARTING_S = 0.5
+"""Seconds that a process may take from the directory of a save to its lock on it."""
+
 Fate = Literal["finished", "removed", "alive", "read", "kept"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Patience:
+    """How long a save may be silent and still counts as alive; 0 for a save that no one writes."""
+
+    alive_s: float
+    unlocked_s: float
+    """If the kernel knows that no process has it locked."""
+
+    def reason(self, storage: Storage, name: str) -> str:
+        """Return why a save counts as alive; empty if it does not."""
+        is_locked = storage.is_locked(name) if isinstance(storage, PosixStorage) else None
+        if is_locked and self.alive_s > 0:
+            return "a process has it locked"
+        quiet_s = silent_s(storage, name)
+        limit_s = self.unlocked_s if is_locked is False else self.alive_s
+        return f"last heartbeat {quiet_s:.0f} s ago" if quiet_s < limit_s else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +98,9 @@ def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False)
     while jobs save, load and remove here.
     """
     leftovers = []
+    patience = _Patience(alive_s=alive_s, unlocked_s=alive_s)
     for name in storage.list(""):
-        leftovers += _look(storage, name, alive_s=alive_s, dry_run=dry_run)
+        leftovers += _look(storage, name, patience, dry_run=dry_run)
     if not dry_run:
         clear_heartbeats(storage)
     leftovers += _collect(storage, dry_run=dry_run)
@@ -102,35 +124,50 @@ def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> N
     """Wait for writers that outlived their run, and commit the saves that they left complete.
 
     Returns at once if nothing is being written, and after `timeout_s` at the latest. Removes
-    nothing, because `alive_s` is short here. A read-only storage is left as it is.
+    nothing, because it waits only shortly. A read-only storage is left as it is.
+
+    Args:
+        storage: The directory of checkpoints.
+        alive_s: Where the kernel does not know whether a save has a writer, one that is silent for
+            so long has none. Where it knows, only a save that may just be starting is waited for.
+        timeout_s: The limit of the whole wait.
     """
     deadline = time.monotonic() + timeout_s
+    patience = _Patience(alive_s=alive_s, unlocked_s=min(alive_s, _STARTING_S))
+    has_finished = False
     while True:
         leftovers = [
             each
             for name in storage.list("")
-            for each in _look(storage, name, alive_s=alive_s, dry_run=True)
             if not name.startswith(".tmp-")
+            for each in _look(storage, name, patience, dry_run=True)
         ]
-        if not any(each.fate == "alive" for each in leftovers):
+        if any(each.fate == "alive" for each in leftovers):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_PAUSE_S)
+            continue
+        # Another process may do the same: then its lock is seen in the next look, and waited for.
+        done = [
+            result.fate
+            for each in leftovers
+            if each.fate == "finished"
+            for result in _look(storage, each.name, patience, dry_run=False)
+        ]
+        has_finished = has_finished or "finished" in done
+        if not {"finished", "alive"}.intersection(done) or time.monotonic() > deadline:
             break
-        if time.monotonic() > deadline:
-            return
-        time.sleep(_PAUSE_S)
-    complete = [each.name for each in leftovers if each.fate == "finished"]
-    for name in complete:
-        _look(storage, name, alive_s=alive_s, dry_run=False)
-    if complete:
+    if has_finished:
         _treat_pointer(storage, dry_run=False)
 
 
-def _look(storage: Storage, name: str, *, alive_s: float, dry_run: bool) -> list[Leftover]:
+def _look(storage: Storage, name: str, patience: _Patience, *, dry_run: bool) -> list[Leftover]:
     """Treat one name under the root; the result is empty if it is not a leftover."""
     if name.startswith(".tmp-"):
-        return _treat_file(storage, name, alive_s=alive_s, dry_run=dry_run)
+        return _treat_file(storage, name, alive_s=patience.alive_s, dry_run=dry_run)
     step = parse_aside_dir(name)
     if step is not None and storage.is_dir(name):
-        return [_put_back(storage, name, step, alive_s=alive_s, dry_run=dry_run)]
+        return [_put_back(storage, name, step, patience, dry_run=dry_run)]
     if name.startswith((".trash-", ".old-")):
         return [_remove(storage, name, None, "half removed", dry_run)]
     step = parse_replaced_dir(name)
@@ -138,12 +175,12 @@ def _look(storage: Storage, name: str, *, alive_s: float, dry_run: bool) -> list
         return [_retire(storage, name, step, "replaced", dry_run)]
     parsed = parse_saving_dir(name)
     if parsed is not None and storage.is_dir(name):
-        return [_treat(storage, name, *parsed, alive_s=alive_s, dry_run=dry_run)]
+        return [_treat(storage, name, *parsed, patience, dry_run=dry_run)]
     return []
 
 
 def _treat(
-    storage: Storage, name: str, step: int, save_id: str, *, alive_s: float, dry_run: bool
+    storage: Storage, name: str, step: int, save_id: str, patience: _Patience, *, dry_run: bool
 ) -> Leftover:
     """Finish, remove or leave one save in progress."""
     try:
@@ -151,11 +188,10 @@ def _treat(
             return _retire(storage, name, step, "its save is committed", dry_run)
         if storage.exists(f"{name}/{FAILED_FILE}"):
             return _remove(storage, name, step, "its save failed", dry_run)
-        quiet_s = silent_s(storage, name)
+        alive = patience.reason(storage, name)
         why = _why_not(storage, name, step)
-        if quiet_s < alive_s:
-            why_alive = f"{why or 'complete'}, last heartbeat {quiet_s:.0f} s ago"
-            return Leftover(name=name, step=step, fate="alive", why=why_alive)
+        if alive:
+            return Leftover(name=name, step=step, fate="alive", why=f"{why or 'complete'}, {alive}")
         if why:
             return _remove(storage, name, step, f"abandoned: {why}", dry_run)
         if dry_run:
@@ -189,7 +225,9 @@ def _retire(storage: Storage, name: str, step: int, why: str, dry_run: bool) -> 
     return Leftover(name=name, step=step, fate="removed", why=why)
 
 
-def _put_back(storage: Storage, name: str, step: int, *, alive_s: float, dry_run: bool) -> Leftover:
+def _put_back(
+    storage: Storage, name: str, step: int, patience: _Patience, *, dry_run: bool
+) -> Leftover:
     """Give a version its name back that an interrupted replacement or removal took from it.
 
     If the file system cannot exchange names, a replacement is several renames. Between two of them
@@ -203,8 +241,8 @@ def _put_back(storage: Storage, name: str, step: int, *, alive_s: float, dry_run
             parsed = parse_saving_dir(other)
             if parsed is None or parsed[0] != step:
                 continue
-            if (quiet_s := silent_s(storage, other)) < alive_s:
-                why = f"{other} is to replace it, last heartbeat {quiet_s:.0f} s ago"
+            if alive := patience.reason(storage, other):
+                why = f"{other} is to replace it, {alive}"
                 return Leftover(name=name, step=step, fate="alive", why=why)
         if not dry_run:
             storage.rename_dir(name, final)
@@ -245,7 +283,13 @@ def _finish(storage: Storage, name: str, step: int) -> Leftover:
     no other repair finishes it at the same time.
     """
     claimed = claimed_dir(name, secrets.token_hex(4))
-    storage.rename_dir(name, claimed, durable=False)
+    with storage.locking(name) if isinstance(storage, PosixStorage) else nullcontext():
+        storage.rename_dir(name, claimed, durable=False)
+        return _commit_claimed(storage, name, claimed, step)
+
+
+def _commit_claimed(storage: Storage, name: str, claimed: str, step: int) -> Leftover:
+    """Commit a save under the name by which this process has claimed it."""
     try:
         data = read_record(storage, f"{claimed}/{PLAN_FILE}")
         plan = decode_plan(data, where=storage.describe(f"{claimed}/{PLAN_FILE}"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -22,6 +22,7 @@ from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import CorruptionError, ErrorRecord, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.envelopes.torch_dist import MetadataMemo
 from holdfast.format.manifest import Envelope, LayoutInfo, PlacementInfo
 from holdfast.format.names import parse_saving_dir, step_dir, unclaimed
 from holdfast.format.versions import DEFAULT_LEASE_S, LEASES_DIR, renewed_ago_s
@@ -142,11 +143,12 @@ class _PlanWire(_PlanTables, frozen=True, kw_only=True, eq=False, omit_defaults=
 
 @dataclass(frozen=True, slots=True)
 class EncodedPlan:
-    """A plan, its bytes from `encode_plan`, and their digest."""
+    """A plan, its bytes from `encode_plan`, their digest, and what saves by it have in common."""
 
     plan: CommitPlan
     data: bytes
     digest: str
+    memo: MetadataMemo = field(default_factory=MetadataMemo, compare=False)
 
 
 def encode_plan(plan: CommitPlan) -> EncodedPlan:
@@ -286,7 +288,8 @@ class KeepImage(msgspec.Struct, frozen=True, tag=True):
 class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a save as one rank's writer saw it; `error` is None for success.
 
-    `began` is when the job started, by `time.monotonic`, which trainer and writer share.
+    `began` is when the job started, by `time.monotonic`, which trainer and writer share. `requests`
+    are those of the job, by kind, if the storage counts them.
     """
 
     save_id: str
@@ -295,6 +298,7 @@ class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True):
     began: float = 0.0
     write_s: float = 0.0
     commit_s: float = 0.0
+    requests: dict[str, int] = {}
 
 
 class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -307,6 +311,7 @@ class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
         digests: uint64 column: one digest for each block.
         checks, values: As in `WriteJob`.
         lanes: uint64 column: two words of fingerprint per row; or empty.
+        requests: What this rank has asked of storage until then, by kind, if that is counted.
     """
 
     position: int
@@ -323,6 +328,7 @@ class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
     checks: bytes
     lanes: bytes
     values: bytes
+    requests: dict[str, int] = {}
 
 
 def seal(payload: bytes) -> bytes:

@@ -191,7 +191,7 @@ def test_tiny_tensors_end_to_end_with_a_baseline(
     assert "-100%" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_quick_run_measures_every_case_and_every_bar(tmp_path: Path) -> None:
     """Holdfast and DCP bring back what was saved, in all arms, or the run ends with an error."""
     out = tmp_path / "out"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import random
+import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -12,9 +14,11 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-Fault = Literal["", "500 before", "500 after", "cut before", "cut after", "slow down", "delay"]
+Fault = Literal[
+    "", "500 before", "500 after", "cut before", "cut after", "reset after", "slow down", "delay"
+]
 FAULTS: tuple[Fault, ...] = (
-    "500 before", "500 after", "cut before", "cut after", "slow down", "delay",
+    "500 before", "500 after", "cut before", "cut after", "reset after", "slow down", "delay",
 )  # fmt: skip
 """Before: the server never sees the request. After: it does, and its answer is lost."""
 _DELAY_S = 0.05
@@ -53,7 +57,11 @@ class FaultProxy:
         status, headers, data = self._forward(handler, body)
         if fault == "500 after":
             return self._refuse(handler, 500)
-        if fault == "cut after":
+        if fault == "reset after":
+            # Closed with bytes that were not sent: the client's system sees a reset.
+            linger = struct.pack("ii", 1, 0)
+            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        if fault in ("cut after", "reset after"):
             return self._cut(handler)
         handler.send_response_only(status)
         for name, value in headers:

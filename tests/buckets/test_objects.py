@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import Checkpointer, ProcessGroups
+from holdfast.checkpoint import RankLog
+from holdfast.cli.main import main
 from holdfast.errors import ConfigError, StorageError
 from holdfast.storage import Storage
 from tests.storage.contract import StorageContract
@@ -96,6 +99,16 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"holdfast\[cloud\]"):
         ObjectStorage("s3://bucket/run")
+
+
+def test_what_needs_a_directory_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    url = "memory://refused/run"
+    with pytest.raises(ConfigError, match=r"keep_image_s=60.*memory://refused/run"):
+        Checkpointer(url, keep_image_s=60)
+    with pytest.raises(ConfigError, match="rank log needs a directory, not s3://b/run"):
+        RankLog(Path("s3://b/run"), groups=ProcessGroups.single())
+    assert main(["faults", url]) == 2
+    assert f"{url}: reports of faults are kept in directories" in capsys.readouterr().err
 
 
 def test_a_directory_never_imports_it(tmp_path: Path) -> None:

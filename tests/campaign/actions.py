@@ -14,6 +14,8 @@ EvaluationMode = Literal["no_grad", "inference_mode"]
 MODES: tuple[EvaluationMode, ...] = ("no_grad", "inference_mode")
 WriteKind = Literal["in place", "data", "load_state_dict"]
 WRITES: tuple[WriteKind, ...] = ("in place", "data", "load_state_dict")
+DropKind = Literal["drop_gradients", "optimizer.zero_grad", "model.zero_grad"]
+DROPS: tuple[DropKind, ...] = ("drop_gradients", "optimizer.zero_grad", "model.zero_grad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +81,12 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Drop:
-    """Forget all gradients."""
+    """Forget all gradients: by Holdfast's optimizer or model, torch's optimizer, or the module.
 
-    how: Literal["drop_gradients", "zero_grad"] = "drop_gradients"
+    A sharded optimizer is a torch optimizer, too.
+    """
+
+    how: DropKind = "drop_gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +122,6 @@ class Limits:
     num_failing: int
     """Ranks that may fail while others do not."""
     faults: tuple[Fault, ...] = FAULTS
-    writes_inside: tuple[WriteKind, ...] = WRITES
-    """Kinds of writes between the first forward of a step and its end."""
     modes: tuple[EvaluationMode, ...] = MODES
     knows_kinds: bool = False
     """True if regular steps come before an error on some ranks, and it is in a known kind.
@@ -220,28 +223,26 @@ def _between(chance: random.Random, limits: Limits) -> Action:
         return Freeze(block=chance.randrange(2))
     if kind == "thaw":
         return Thaw(block=chance.randrange(2) if chance.random() < 0.25 else None)
-    return _anywhere(chance, kind, limits, writes=WRITES)
+    return _anywhere(chance, kind, limits)
 
 
 def _inside(chance: random.Random, limits: Limits) -> Action:
     """Draw what is done between two microbatches, or between the last one and the step."""
     kind = chance.choice(("evaluate", "write", "write", "swap", "save", "load", "drop", "look"))
-    return _anywhere(chance, kind, limits, writes=limits.writes_inside)
+    return _anywhere(chance, kind, limits)
 
 
-def _anywhere(
-    chance: random.Random, kind: str, limits: Limits, *, writes: tuple[WriteKind, ...]
-) -> Action:
+def _anywhere(chance: random.Random, kind: str, limits: Limits) -> Action:
     if kind == "evaluate":
         return Evaluate(mode=chance.choice(limits.modes))
     if kind == "write":
         return Write(
-            how=chance.choice(writes),
+            how=chance.choice(WRITES),
             factor=chance.choice((0.5, 0.9, -1.1)),
             block=chance.choice((None, 0, 1)),
         )
     if kind == "drop":
-        return Drop(how=chance.choice(("drop_gradients", "zero_grad")))
+        return Drop(how=chance.choice(DROPS))
     others: dict[str, Action] = {"swap": Swap(), "save": Save(), "load": Load(), "look": Look()}
     return others[kind]
 

@@ -17,7 +17,6 @@ import torch
 from holdfast import Layout, LayoutError
 from tests.campaign.actions import (
     MODES,
-    WRITES,
     Action,
     Limits,
     draw_actions,
@@ -134,8 +133,6 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
 def _limits(kind: Kind, *, num_failing: int) -> Limits:
     return Limits(
         num_failing=num_failing,
-        # What is written through `.data` to a whole copy leaves no trace, see `UnitGuard`.
-        writes_inside=("in place", "load_state_dict") if kind == "fsdp" else WRITES,
         modes=MODES,
         knows_kinds=kind == "fsdp",
     )

@@ -28,7 +28,7 @@ from tests.campaign.actions import (
 from tests.campaign.models import generate
 from tests.campaign.programs import OPTIMIZERS, Program, Way
 from tests.campaign.ways import (
-    LOST_WRITE,
+    STALE,
     THAWED,
     Values,
     evaluate,
@@ -53,9 +53,9 @@ class Situation:
     is_open: bool = False
     """True unless the last one of the microbatches had a backward."""
     has_run: bool = False
-    """True after a forward that may have a backward."""
+    """True after a forward that may have a backward, until whole copies are surely freed."""
     is_written: bool = False
-    """True if parameters were written after such a forward, and no step has worked since."""
+    """True if parameters were written after such a forward, which may keep whole copies."""
     is_thawed: bool = False
     """True if something is trained that was frozen at the start."""
 
@@ -111,16 +111,15 @@ class Twin:
                 self._note_write()
                 self._load()
             case Drop():
-                self._drop()
+                self._drop(frees=action.how == "drop_gradients")
         return {}
 
     def fail(self, action: Action, text: str) -> None:
         """Follow what the ranks do after an error that has this text: see `Trained.recover`."""
-        if not isinstance(action, Save | Load) or LOST_WRITE.search(text):
+        if not isinstance(action, Save | Load):
             self._drop()
-        if LOST_WRITE.search(text):
+        if isinstance(action, Swap) and STALE.search(text):
             self._load()
-            self.situation.is_written = True  # another unit may raise the same
         if THAWED.search(text):
             self._set_trainable(Thaw())
 
@@ -173,7 +172,7 @@ class Twin:
         for p, main in zip(self._all, self._mains, strict=True):
             if p is not main:
                 p.copy_(main)
-        self._has_loaded_mains = self.situation.is_written = False
+        self._has_loaded_mains = False
         self._drop()
         is_as_built = all(p.requires_grad == was for p, was in self._at_start.items())
         return {
@@ -184,11 +183,14 @@ class Twin:
             "skipped": False,
         }
 
-    def _drop(self) -> None:
+    def _drop(self, *, frees: bool = True) -> None:
         self._optimizer.zero_grad()
         self._sums.clear()
         before = self.situation
-        self.situation = Situation(is_thawed=before.is_thawed, is_written=before.is_written)
+        self.situation = Situation(is_thawed=before.is_thawed)
+        if not frees:
+            self.situation.has_run = before.has_run
+            self.situation.is_written = before.is_written
 
     def _set_trainable(self, action: Freeze | Thaw) -> None:
         set_trainable(self.model, action, at_start=self._at_start)

@@ -49,7 +49,7 @@ class Refusal:
     """Returns True if the error's cause is there."""
 
 
-_LOST_WRITE = r"was written between|were changed \(a step, a load\) while"
+_STALE = r"were changed \(a step, a load\) while"
 REFUSALS = (
     Refusal(
         name="no gradient",
@@ -76,16 +76,22 @@ REFUSALS = (
         fits=lambda now: now.is_reduced,
     ),
     Refusal(
-        name="lost write",
-        actions=(Microbatch, Step, Drop, Evaluate, Swap, Save, Load),
-        text=_LOST_WRITE,
+        name="written in a step",
+        actions=(Microbatch, Evaluate, Swap),
+        text=_STALE,
         fits=lambda now: now.is_written,
     ),
     Refusal(
-        name="lost write",
+        name="written in a step",
         actions=(Swap,),  # writes, too
-        text=_LOST_WRITE,
+        text=_STALE,
         fits=lambda now: now.has_run,
+    ),
+    Refusal(
+        name="in buckets",
+        actions=(Drop,),
+        text=r"forget gradients with zero_grad\(\) of the optimizer",
+        fits=lambda now: now.has_gradients or now.is_reduced,
     ),
     Refusal(
         name="thawed",

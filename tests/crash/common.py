@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from holdfast import Checkpointer, PosixStorage, Sharded, Stored
 from holdfast.checkpoint.plan.kept_plans import PLANS_DIR
 from holdfast.format.names import LATEST, list_steps, step_dir
+from holdfast.format.reader import Snapshot
 from holdfast.format.root_identity import ROOT_ID
 from holdfast.format.verifier import verify_snapshot
 from holdfast.format.versions import LEASES_DIR
@@ -48,13 +50,33 @@ def version_of(root: Path, step: int) -> int:
         assert torch.equal(tensors[name], tensor), f"step {step}: {name} is not of {version}"
     damages = verify_snapshot(PosixStorage(root), step_dir(step))
     assert damages == [], damages
+    with Snapshot.open(PosixStorage(root), step_dir(step)) as snapshot:
+        is_torch = any(file.envelope == "torch_dist" for file in snapshot.manifest.files)
+    assert (root / step_dir(step) / ".metadata").exists() == is_torch
+    if is_torch:
+        assert version_in_torch(root / step_dir(step)) == version
+    return version
+
+
+def version_in_torch(place: Path) -> int:
+    """Load a step by PyTorch's own reader and prove that it is one version, bitwise."""
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in whole(0).items()}
+    state = {"t": tensors, "v": {"version": -1, "list": []}}
+    dcp.load(state, checkpoint_id=place, no_dist=True)
+    version = state["v"]["version"]
+    assert isinstance(version, int)
+    assert state["v"]["list"] == [1, 2.5, None]
+    for name, tensor in whole(version).items():
+        assert torch.equal(tensors[name], tensor), f"{place}: {name} is not of {version}"
     return version
 
 
 def versions(root: Path) -> dict[int, int]:
-    """Step -> version of everything committed; each is whole."""
+    """Step -> version of everything committed; each is whole, for PyTorch's reader, too."""
     if not root.is_dir():
         return {}
+    named = {path.parent.name for path in root.glob("iter_*/.metadata")}
+    assert named <= {step_dir(step) for step in list_steps(PosixStorage(root))}
     return {step: version_of(root, step) for step in list_steps(PosixStorage(root))}
 
 

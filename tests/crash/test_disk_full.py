@@ -113,8 +113,15 @@ def test_disk_out_of_names(mounts: Mounts) -> None:
     assert error is None
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize(("act", "cause"), [(FULL, "No space left"), (BROKEN, "Input/output")])
+@pytest.mark.parametrize(
+    ("act", "cause", "mode"),
+    [
+        (FULL, "No space left", "sync"),
+        (FULL, "No space left", "async"),
+        (BROKEN, "Input/output", "sync"),
+        pytest.param(BROKEN, "Input/output", "async", marks=pytest.mark.slow),
+    ],
+)
 def test_every_call_that_fails(fast_dir: Path, mode: str, act: Act, cause: str) -> None:
     """E2, P2: each call that changes storage fails once, with a full disk or a broken device."""
     at, failures, reached = 0, 0, True

@@ -43,13 +43,10 @@ class _CudaIsCpu(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def megatron_on_cpu(**sizes: int) -> Iterator[None]:
-    """Answer for CUDA, and set up Megatron's groups.
-
-    Args:
-        sizes: Arguments of `initialize_model_parallel`, such as `tensor_model_parallel_size`.
-    """
-    from megatron.core import parallel_state, tensor_parallel
+def cuda_on_cpu() -> Iterator[None]:
+    """Answer for CUDA alone: who uses it sets up Megatron's groups."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.moe import moe_utils
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_CudaIsCpu())
@@ -61,13 +58,31 @@ def megatron_on_cpu(**sizes: int) -> Iterator[None]:
             "torch.Tensor.type": _type_as_on_gpu,
         }.items():
             stack.enter_context(mock.patch(target, value))
-        parallel_state.initialize_model_parallel(**sizes)
-        stack.callback(parallel_state.destroy_model_parallel)
+        if not hasattr(
+            moe_utils, "te_general_gemm"
+        ):  # without Transformer Engine it is not defined
+            stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         tensor_parallel.random.initialize_rng_tracker()
-        with mock.patch.object(
-            tensor_parallel.random.get_cuda_rng_tracker(), "fork", _fork_nothing
-        ):
+        tracker = tensor_parallel.random.get_cuda_rng_tracker()
+        stack.enter_context(mock.patch.object(tracker, "fork", _fork_nothing))
+        yield
+
+
+@contextlib.contextmanager
+def megatron_on_cpu(**sizes: int) -> Iterator[None]:
+    """Answer for CUDA, and set up Megatron's groups.
+
+    Args:
+        sizes: Arguments of `initialize_model_parallel`, such as `tensor_model_parallel_size`.
+    """
+    from megatron.core import parallel_state
+
+    with cuda_on_cpu():
+        parallel_state.initialize_model_parallel(**sizes)
+        try:
             yield
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 @contextlib.contextmanager

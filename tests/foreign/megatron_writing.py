@@ -76,6 +76,31 @@ def whole_tensors(path: Path) -> dict[str, Tensor]:
     return whole
 
 
+def load_and_write(context: RankContext, path: str, to: str) -> None:
+    """Load the part `model` of a checkpoint of ours in a model of tensor parallelism alone.
+
+    What the model then holds is written again, with the pieces of each rank.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
+    with megatron_on_cpu(tensor_model_parallel_size=2):
+        model = _gpt(context, is_sparse=False, is_bf16=False).module
+        tensors = {
+            name: each
+            for name, each in model.sharded_state_dict().items()
+            if not isinstance(each, ShardedObject)
+        }
+        add_prefix_for_sharding(tensors, "model.")
+        found = dist_checkpointing.load({"model": tensors}, path)
+        assert found["opt_param_scheduler"] == {"num_steps": 7}
+        left = model.load_state_dict(found["model"], strict=False)
+        assert not left.unexpected_keys
+        assert all(name.endswith("._extra_state") for name in left.missing_keys)
+        save(context, Path(to), {"model": model.sharded_state_dict()})
+
+
 # ---- by hand ----
 
 

@@ -33,10 +33,12 @@ from holdfast.arrays.boxes import Box
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.foreign import dcp_output
 from holdfast.foreign.catalog import Catalog
+from holdfast.foreign.convert import reopen_foreign
 from holdfast.foreign.formats import open_catalog
 from holdfast.foreign.output import Output, write_output
 from holdfast.format.values import node_bytes
 from holdfast.state.optimizer_state import OptimizerState
+from holdfast.storage import PosixStorage, Storage
 from tests.foreign.catalogs import TRAINED_DTYPES, Boxes, catalog_of, equal_bits, sample, whole
 from tests.harness import RankContext, run_ranks
 
@@ -44,7 +46,7 @@ from tests.harness import RankContext, run_ranks
 def write(tree: dict[str, Any], path: Path, *, boxes: Boxes = whole, **options: Any) -> Output:
     catalog = catalog_of(tree, boxes=boxes)
     output = dcp_output.layout(catalog, **options)
-    write_output(catalog, output, path, reopen=open_catalog)
+    write_output(catalog, output, PosixStorage(path.parent), path.name, reopen=reopen_foreign)
     return output
 
 
@@ -325,15 +327,16 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
         catalog, tensors={**catalog.tensors, "model.w": replace(held, chunks=held.chunks[1:])}
     )
     with pytest.raises(CorruptionError, match="in no chunk"):
-        write_output(broken, output, tmp_path / "out" / "dcp", reopen=open_catalog)
+        write_output(broken, output, PosixStorage(tmp_path / "out"), "dcp", reopen=reopen_foreign)
     assert list((tmp_path / "out").iterdir()) == []
 
-    def changed(path: Path) -> Catalog:
+    def changed(storage: Storage, name: str) -> Catalog:
+        path = tmp_path / "out" / name
         data = bytearray((path / "__0_0.distcp").read_bytes())
         data[output.files[0].extents[1].start] ^= 1
         (path / "__0_0.distcp").write_bytes(data)
         return open_catalog(path)
 
     with pytest.raises(CorruptionError, match="does not read back"):
-        write_output(catalog, output, tmp_path / "out" / "dcp", reopen=changed)
+        write_output(catalog, output, PosixStorage(tmp_path / "out"), "dcp", reopen=changed)
     assert list((tmp_path / "out").iterdir()) == []

@@ -37,6 +37,7 @@ from tests.foreign.megatron_writing import (
     LR,
     STEPS,
     flat_state,
+    load_and_write,
     whole_tensors,
     write_all,
 )
@@ -287,6 +288,21 @@ def test_a_trained_megatron_model_and_its_optimizer(
         else:
             assert torch.equal(values["model"][name].to(torch.bfloat16), tensor.bfloat16()), key
     assert num_compared == 3 * len(values["model"])
+
+
+def test_megatron_opens_what_it_wrote_and_we_saved(written: Path, tmp_path: Path) -> None:
+    """X6: TP2 x PP2 of Megatron, through a save of ours, in a model of TP2 of Megatron."""
+    source = written / "dense" / "fully_reshardable"
+    weights = Checkpointer(tmp_path / "never").load_all(source=source).values["model"]
+    with Checkpointer(tmp_path / "ours", ckpt_format="torch_dist") as checkpointer:
+        checkpointer.save(1, {"model": weights, "opt_param_scheduler": {"num_steps": 7}})
+    ours, again = tmp_path / "ours" / "iter_0000001", tmp_path / "again"
+    run_ranks(2, load_and_write, str(ours), str(again), fresh=True)
+    expected = {k: v for k, v in whole_tensors(source).items() if not k.startswith("optimizer.")}
+    found = whole_tensors(again)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("kind", ["dense/dp_reshardable", "sparse/dp_reshardable"])

@@ -15,12 +15,14 @@ from torch import nn
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.foreign import torch_save_output
 from holdfast.foreign.catalog import Catalog, Chunk, FileBytes
+from holdfast.foreign.convert import reopen_foreign
 from holdfast.foreign.formats import open_catalog
 from holdfast.foreign.output import Output, write_output
 from holdfast.foreign.torch_save import open_torch_save
 from holdfast.format.envelopes.torch_archive import ALIGNMENT, layout_archive, tensor_value
 from holdfast.format.values import per_rank_node
 from holdfast.state.optimizer_state import OptimizerState
+from holdfast.storage import PosixStorage, Storage
 from tests.foreign.catalogs import TRAINED_DTYPES, catalog_of, equal_bits, sample
 from tests.foreign.making import MemorySource
 
@@ -28,7 +30,7 @@ from tests.foreign.making import MemorySource
 def write(tree: dict[str, Any], path: Path, **options: Any) -> Output:
     catalog = catalog_of(tree)
     output = torch_save_output.layout(catalog, **options)
-    write_output(catalog, output, path, reopen=open_catalog)
+    write_output(catalog, output, PosixStorage(path.parent), path.name, reopen=reopen_foreign)
     assert zipfile.ZipFile(path).testzip() is None
     return output
 
@@ -136,7 +138,7 @@ def test_what_is_not_written_is_noted(tmp_path: Path) -> None:
         "model.q is a deque: torch.load reads the file with weights_only=False",
         "the user's metadata is left out: user",
     ]
-    write_output(catalog, output, tmp_path / "a.pt", reopen=open_catalog)
+    write_output(catalog, output, PosixStorage(tmp_path), "a.pt", reopen=reopen_foreign)
     loaded = torch.load(tmp_path / "a.pt", weights_only=False)
     assert type(loaded["model"]["q"]) is deque
     with pytest.raises(ConfigError, match="part 'x' is not there"):
@@ -151,17 +153,20 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
     for bad in (replace(held, chunks=()), short):
         broken = replace(catalog, tensors={**catalog.tensors, "model.w": bad})
         with pytest.raises((CorruptionError, StorageError)):
-            write_output(broken, output, tmp_path / "out" / "a.pt", reopen=open_catalog)
+            write_output(
+                broken, output, PosixStorage(tmp_path / "out"), "a.pt", reopen=reopen_foreign
+            )
         assert list((tmp_path / "out").iterdir()) == []
 
-    def changed(path: Path) -> Catalog:
+    def changed(storage: Storage, name: str) -> Catalog:
+        path = tmp_path / "out" / name
         data = bytearray(path.read_bytes())
         data[output.files[0].extents[0].start] ^= 1
         path.write_bytes(data)
         return open_catalog(path)
 
     with pytest.raises(CorruptionError, match="does not read back"):
-        write_output(catalog, output, tmp_path / "out" / "a.pt", reopen=changed)
+        write_output(catalog, output, PosixStorage(tmp_path / "out"), "a.pt", reopen=changed)
     assert list((tmp_path / "out").iterdir()) == []
 
 

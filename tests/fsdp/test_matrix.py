@@ -109,7 +109,7 @@ def check_holds(job: Job, expected: dict[str, Tensor], where: object) -> None:
     bitwise(found, expected, where)
 
 
-QUICK = ["dp4 optim_grads_params", "dp4 ep2 optim", "hybrid ep2", "tp2 ep2", "permuted", "zero1"]
+QUICK = ["dp4 optim_grads_params", "hybrid ep2", "tp2 ep2", "zero1"]
 
 
 def check_ways(tmp_path: Path, names: list[str]) -> None:

@@ -21,6 +21,7 @@ from holdfast.checkpoint.save.staging import (
 )
 from holdfast.format.index import ImageEntry, layout_image
 from holdfast.state.tensor_elements import TORCH_TO_NAME
+from holdfast.state.tensor_memory import TensorMemory
 from holdfast.writer.memory import SharedMemory
 
 pytestmark = [
@@ -145,7 +146,7 @@ def test_staging_memory_is_page_locked_and_copies_into_it_are_asynchronous() -> 
     assert not mark.query(), "the copy held the caller, as copies to pageable memory do"
     copier.finish()
     assert mark.query()
-    stage(staging, sources, ["t0", "t1"], copiers)
+    stage(staging, TensorMemory(sources), ["t0", "t1"], copiers)
     for i, source in enumerate(sources):
         assert torch.equal(staging.destinations[i], source.cpu())
         assert staging.row_digest(i) == content_digest(source)

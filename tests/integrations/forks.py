@@ -34,9 +34,14 @@ class Ended:
 
 
 class ForkServer:
-    """Forks ranks from a process that has imported `modules`."""
+    """Forks ranks from a process that has imported `modules`.
 
-    def __init__(self, *modules: str) -> None:
+    Args:
+        modules: their names.
+        python: that of another environment than this one.
+    """
+
+    def __init__(self, *modules: str, python: Path = Path(sys.executable)) -> None:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -47,7 +52,7 @@ class ForkServer:
             "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *modules],
+            [str(python), "-m", __name__, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -187,9 +187,10 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     ends = server.run(early, tmp_path / "a", 1, directory=tmp_path)
     assert "gradients are being accumulated, and would be lost" in ends[0].output
     server.run(PROGRAM, tmp_path / "b", 3, directory=tmp_path, prelude=KILL.format(at=3, rank=0))
-    first = SHARDED.replace("fsdp_version=2", "fsdp_version=1").replace('"no_wrap"', "None")
-    first = first.replace("accelerator.prepare(model, ", "model, *accelerator.prepare(")
-    ends = server.run(first, tmp_path / "c", 1, directory=tmp_path)
+    first = SHARDED.replace(
+        "checkpoints =", "plugin.fsdp_version = 1\nsharded(accelerator)\ncheckpoints ="
+    )
+    ends = server.run(first, tmp_path / "c", 1, directory=tmp_path, num_ranks=2)
     assert "does not support FSDP of version 1" in ends[0].output
     other = re.sub("batch_size=2", "batch_size=3", PROGRAM)
     ends = server.run(other, tmp_path / "b", 3, directory=tmp_path)

@@ -65,7 +65,9 @@ def _move(context: RankContext, root: str, names: list[str]) -> None:
             checkpointer.save(5, _parts(groups, modules))
 
 
-@pytest.mark.parametrize("first", ["encoder first", "language first"])
+@pytest.mark.parametrize(
+    "first", ["encoder first", pytest.param("language first", marks=pytest.mark.slow)]
+)
 def test_modules_move_between_any_placements(tmp_path: Path, first: str) -> None:
     """M2, M3, M7: the same bytes and values under every placement, whichever rank is 0."""
     names = [first, *(name for name in PLACEMENTS if name != first)]

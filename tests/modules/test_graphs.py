@@ -88,17 +88,24 @@ def _check(tmp_path: Path, seeds: list[int], *, num_ranks: int, first: int) -> N
         assert_same_checkpoints(one, other)
 
 
-@pytest.mark.parametrize(("num_ranks", "first"), [(4, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "first"), [(4, 0), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
 def test_any_graph_trains_as_one_process_and_moves(
     tmp_path: Path, num_ranks: int, first: int
 ) -> None:
     _check(
-        tmp_path, list(range(10 * num_ranks, 10 * num_ranks + 6)), num_ranks=num_ranks, first=first
+        tmp_path, list(range(10 * num_ranks, 10 * num_ranks + 4)), num_ranks=num_ranks, first=first
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        *(pytest.param(block, marks=pytest.mark.nightly) for block in (1, 2)),
+    ],
+)
 def test_many_graphs_on_eight_ranks(tmp_path: Path, block: int) -> None:
     seeds = list(range(1000 + 10 * block, 1000 + 10 * block + 8))
     _check(tmp_path, seeds, num_ranks=8, first=0)

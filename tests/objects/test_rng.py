@@ -194,7 +194,7 @@ def value_at(at: dict[str, int], leave_out: str = "") -> int:
     )
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=50)
 @given(
     saved=grids,
     loaded=grids,

@@ -73,6 +73,11 @@ def shards(alone: Alone) -> list[torch.Tensor]:
     ]
 
 
+def _mark(kind: str) -> tuple[pytest.MarkDecorator, ...]:
+    """All steppers are of one engine: here those that wait in another way than the others."""
+    return () if kind in ("sharded", "fsdp", "modules") else (pytest.mark.slow,)
+
+
 def fail_late(*_: object) -> None:
     time.sleep(LATE_S)
     raise OSError("boom")
@@ -80,7 +85,11 @@ def fail_late(*_: object) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "phase"),
-    [*((kind, "usage") for kind in KINDS), ("sharded", "update"), ("reduced", "update")],
+    [
+        *(pytest.param(kind, "usage", marks=_mark(kind)) for kind in KINDS),
+        pytest.param("sharded", "update", marks=pytest.mark.slow),
+        ("reduced", "update"),
+    ],
 )
 def test_an_error_after_the_deadline_is_raised_and_no_rank_waits(kind: str, phase: str) -> None:
     """M15: the others name the late rank and leave; it reports its own error, not theirs alone."""
@@ -131,7 +140,7 @@ def late_within(context: RankContext, kind: str) -> bool:
         return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=_mark(kind)) for kind in KINDS])
 def test_a_rank_late_by_less_than_the_data_limit_harms_nothing(kind: str) -> None:
     """I7: in the forward, in measuring, in the update; agreement of a step waits for it, too."""
     assert run_ranks(2, late_within, kind).results == [True, True]
@@ -151,8 +160,15 @@ def late_by_more(context: RankContext, kind: str, lateness: float) -> tuple[str,
         return type(error).__name__, error.details.get("missing_ranks"), str(error)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "fsdp"])
-@pytest.mark.parametrize("lateness", [1.5 * DEADLINE_S, LATE_S])
+@pytest.mark.parametrize(
+    ("kind", "lateness"),
+    [
+        ("sharded", 1.5 * DEADLINE_S),
+        ("fsdp", 1.5 * DEADLINE_S),
+        ("fsdp", LATE_S),
+        pytest.param("sharded", LATE_S, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_later_than_the_data_limit_is_named(kind: str, lateness: float) -> None:
     """I7: as missing if the others have left, and if it comes while they agree.
 

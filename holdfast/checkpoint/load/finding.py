@@ -26,7 +26,8 @@ _NUM_TRIES = 8
 """Times to look again for a checkpoint that is replaced or removed meanwhile."""
 _MAX_NAMED = 10
 _ALIVE_S = 5.0
-"""Writers write a heartbeat every two seconds; a writer that is silent for so long has ended."""
+"""Writers write a heartbeat every two seconds; one that is silent for so long has ended, where the
+kernel does not know it at once."""
 _FIRST = "load: find"
 """The phase of the first collective of every load, so that ranks can compare what they load."""
 
@@ -97,6 +98,15 @@ class Finder:
             files = CheckpointFiles.from_records(storage, step_dir(chosen), records=records)
             stack.callback(files.close)
         return chosen, files, [host for _, host, _ in proposals]
+
+    def wait_for_writers(self) -> None:
+        """Wait for writers that outlived an earlier run, and finish what they left complete.
+
+        Once per run; no collectives.
+        """
+        if self._settle_s > 0 and self._storage.is_dir(""):
+            wait_for_writers(self._storage, alive_s=_ALIVE_S, timeout_s=self._settle_s)
+            self._settle_s = 0.0
 
     def was_replaced(self) -> bool:
         """Return True if the version found last has been replaced since.
@@ -181,10 +191,7 @@ class Finder:
     def _choose(self, step: int | None) -> int:
         """Return the step to load, None for the newest; StorageError if no checkpoint exists."""
         storage = self._storage
-        # Once per run: what a crashed writer left may be a checkpoint to finish.
-        if self._settle_s > 0 and storage.is_dir(""):
-            wait_for_writers(storage, alive_s=_ALIVE_S, timeout_s=self._settle_s)
-            self._settle_s = 0.0
+        self.wait_for_writers()
         try:
             steps = list_steps(storage)
         except StorageError:

@@ -67,6 +67,7 @@ from holdfast.state.shared_memory import files_mapped_twice, shared_memory
 from holdfast.state.stored import StoredPart
 from holdfast.state.unfinished import refuse_unfinished
 from holdfast.storage import Storage
+from holdfast.storage.reading import requests_of
 from holdfast.writer.kept_images import KeptImages
 
 _MAX_CANDIDATES = 10_000
@@ -109,6 +110,10 @@ class Loader:
                 return self._load_newest_good(state, options)
             with ExitStack() as stack:
                 return self._load(state, options.step, options, stack, set())
+
+    def wait_for_writers(self) -> None:
+        """Wait for writers that have outlived an earlier run; see `Finder.wait_for_writers`."""
+        self._finder.wait_for_writers()
 
     def forget(self) -> None:
         """Forget which checkpoint was loaded last: the next load is another loader's."""
@@ -196,7 +201,7 @@ class Loader:
                 this one's are added if it is damaged.
         """
         start = time.perf_counter()
-        control = self._groups.control
+        control, before = self._groups.control, requests_of(self._storage)
         chosen, files, hosts = self._finder.find(step, stack, self._settings(options))
         if self._takes_images:
             kept = KeptImages(files.records.manifest)
@@ -213,6 +218,7 @@ class Loader:
         executor, unexpected, dropped = self._agree_on_reads(
             files, hosts, result, memory, parts, options
         )
+        executor.requests_before = before
         job = self._fill(executor, files, result, written)
         values = self._restore(matcher, parts)
         warn_of_kept(result, control.rank)
@@ -246,6 +252,7 @@ class Loader:
             nbytes_by_file=files.nbytes_by_file(),
             job=job,
             replaced=tuple(files.stats.fallbacks),
+            requests=dict(requests_of(self._storage) - before),
             seconds=time.perf_counter() - start,
         )
 

@@ -7,16 +7,19 @@ import logging
 import os
 import struct
 import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, enumerate_ranges, pad_shapes, union_nbytes
+from holdfast.arrays.memory import copy_ranges, join_ranges
 from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.load.choose_exchange import Choose, host_numbers
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
@@ -33,6 +36,7 @@ from holdfast.format.stored_copies import choose_copies
 from holdfast.parallel import Control
 from holdfast.state.matcher import LocalMemory, TensorRequest
 from holdfast.state.tensor_elements import TORCH_TO_NAME
+from holdfast.storage.reading import requests_of
 
 _COUNTERS = struct.Struct("<5Q")
 _MAX_THREADS = 8
@@ -62,9 +66,9 @@ class _Kept:
     """Byte of the joint read at which the run starts, or the whole piece without one."""
     at: list[int]
     """Byte of the box where the run goes."""
-    nbytes: list[int]
+    nbytes: IntArray
     """Of the run."""
-    address: list[int]
+    address: IntArray
     """Where it goes in plain memory; -1 if a `Target` takes it."""
     num_others: IntArray
     """(n + 1,) how many rows before each a `Target` takes."""
@@ -85,6 +89,7 @@ class LoadExecutor:
 
     Attributes:
         boxes: What this rank requests.
+        requests_before: The storage's requests before the load, by kind.
     """
 
     def __init__(
@@ -107,6 +112,7 @@ class LoadExecutor:
         self._memory = memory
         self._verify = verify and files.has_digests
         self._num_threads = num_threads
+        self.requests_before: Counter[str] = Counter()
         self._has_failed = threading.Event()
         self._local = threading.local()
         self._written: list[tuple[int, int]] = []
@@ -197,10 +203,16 @@ class LoadExecutor:
             stats.opens,
             stats.nbytes_from_images,
         )
+        sent = requests_of(self._files.storage) - self.requests_before
+        counters += msgspec.msgpack.encode(dict(sent))
         reports = self._control.agree(error, phase="load: read", payload=counters)
         needed, read, received, opens, from_images = zip(
-            *map(_COUNTERS.unpack, reports), strict=True
+            *map(_COUNTERS.unpack_from, reports), strict=True
         )
+        requests: Counter[str] = Counter()
+        for report in reports:
+            by_kind = msgspec.msgpack.decode(report[_COUNTERS.size :], type=dict[str, int])
+            requests += Counter(by_kind)
         return JobReading(
             nbytes_unique=self._nbytes_unique,
             nbytes_needed=sum(needed),
@@ -209,6 +221,7 @@ class LoadExecutor:
             num_opens=sum(opens),
             max_nbytes_read=max(read),
             nbytes_from_images=sum(from_images),
+            requests=dict(requests),
         )
 
     def touched(self) -> list[str]:
@@ -339,8 +352,8 @@ class LoadExecutor:
             is_run=is_run.tolist(),
             start=start,
             at=at.tolist(),
-            nbytes=size.tolist(),
-            address=place.tolist(),
+            nbytes=size,
+            address=place,
             num_others=np.concatenate([[0], np.cumsum(place < 0)]),
         )
 
@@ -437,9 +450,8 @@ class LoadExecutor:
         if last != first + 1:
             return None, None
         kept = self._kept
-        box, at, size, address = (
-            column[first] for column in (kept.box, kept.at, kept.nbytes, kept.address)
-        )
+        box, at = kept.box[first], kept.at[first]
+        size, address = int(kept.nbytes[first]), int(kept.address[first])
         if not kept.is_run[first] or size != nbytes:
             return None, None
         if address >= 0:
@@ -453,14 +465,14 @@ class LoadExecutor:
         base = ctypes.addressof(ctypes.c_char.from_buffer(data)) if len(data) else 0
         overlaps, kept = self._plan.overlaps, self._kept
         self._written.append((first, last))
-        starts = kept.start[first:last]
-        columns = [
-            kept.address[first:last], (base + starts).tolist(), kept.nbytes[first:last]
+        columns: list[Any] = [
+            kept.address[first:last], base + kept.start[first:last], kept.nbytes[first:last]
         ]  # fmt: skip
         # The plan has checked every bound.
         if kept.num_others[first] == kept.num_others[last]:
-            deque(map(ctypes.memmove, *columns), maxlen=0)
+            copy_ranges(*join_ranges(*columns))
             return
+        columns = [each.tolist() for each in columns]
         columns += [
             each[first:last] for each in (kept.piece, kept.overlap, kept.box, kept.is_run, kept.at)
         ]

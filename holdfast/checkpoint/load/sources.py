@@ -15,9 +15,10 @@ from holdfast.foreign.convert import open_any
 from holdfast.foreign.formats import open_catalog
 from holdfast.foreign.name_map import NameMap
 from holdfast.foreign.name_map_presets import name_map_of
+from holdfast.foreign.own_format import find_in_bucket
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import MANIFEST, list_steps, parse_step_dir, step_dir
-from holdfast.storage import PosixStorage, Storage, is_url, open_storage
+from holdfast.storage import PosixStorage, Storage, is_url
 from holdfast.storage.places import as_url
 
 LoadSource: TypeAlias = str | os.PathLike[str] | Storage | Catalog
@@ -60,7 +61,7 @@ def open_source(
     if not isinstance(source, str | os.PathLike):
         return source, step
     if is_url(source):
-        return _place_in_bucket(as_url(source).rstrip("/"), step)
+        return _in_bucket(as_url(source).rstrip("/"), step, on_drift)
     path = Path(source)
     if path.is_dir():
         storage = PosixStorage(path)
@@ -91,18 +92,16 @@ def _catalog_of(source: LoadSource, stack: ExitStack, step: int | None) -> Catal
         return source
     if not isinstance(source, str | os.PathLike):
         raise ConfigError("a name map needs the path of a checkpoint, or its description")
-    return stack.enter_context(open_any(Path(source), step=step))
+    return stack.enter_context(open_any(source, step=step))
 
 
-def _place_in_bucket(url: str, step: int | None) -> tuple[Storage, int | None]:
-    """Return the root of checkpoints at a URL, and the step that the URL or the caller names."""
-    above, _, name = url.rpartition("/")
-    own = parse_step_dir(name)
-    if own is None:
-        return open_storage(url), step
-    if step not in (None, own):
-        raise ConfigError(f"{url} is the checkpoint of step {own}, not of step {step}")
-    return open_storage(above), own
+def _in_bucket(url: str, step: int | None, on_drift: OnDrift) -> tuple[Storage, int | None]:
+    """Return the root of checkpoints at a URL and the step in it, or what is foreign there."""
+    own = find_in_bucket(url, step)
+    if own is not None:
+        storage, directory = own
+        return storage, parse_step_dir(directory)
+    return _shown(open_catalog(url), on_drift), step
 
 
 def _one_checkpoint(path: Path, step: int | None) -> tuple[Storage, int]:

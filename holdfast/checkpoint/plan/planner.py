@@ -14,9 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
+import numpy as np
 
 from holdfast.arrays.packed_ints import squeeze, unsqueeze
+from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.plan.claims import (
+    ClaimedRows,
     claims_message,
     claims_of,
     decode_claims,
@@ -42,6 +45,7 @@ from holdfast.format.stored_copies import CopyPolicy
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.state.flatten import LeafCache, flatten_state
+from holdfast.state.leaves import FlatState
 from holdfast.storage import Storage
 from holdfast.writer.records import EncodedPlan, encode_plan
 
@@ -130,6 +134,7 @@ class Planner:
             flat=flat,
             table=table,
             rows=rows,
+            held=_whole_ones(flat, rows),
             encoded=encoded,
             names=digest128(table.names),
             signature=signature(encoded, choices=self._choices),
@@ -310,3 +315,11 @@ class Planner:
             kept=kept,
             envelope=self._envelope,
         )
+
+
+def _whole_ones(flat: FlatState, rows: ClaimedRows) -> IntArray:
+    """Return for each row of the claims the position of its tensor; -1 if it is a part of it."""
+    positions = {key: i for i, key in enumerate(flat.held)}
+    return np.array(
+        [-1 if flat.leaves[key].locals else positions[key] for key, _ in rows], dtype=np.int64
+    )

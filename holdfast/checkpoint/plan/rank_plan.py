@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.plan.claims import ClaimedRows, RankClaims
 from holdfast.checkpoint.plan.make_plan import RankShare
 from holdfast.errors import PlanError
@@ -16,6 +18,7 @@ from holdfast.format.manifest import Envelope
 from holdfast.format.names import data_file
 from holdfast.state.leaves import FlatState
 from holdfast.state.tensor_elements import TORCH_TO_NAME
+from holdfast.state.tensor_memory import TensorMemory
 from holdfast.writer.records import EncodedPlan, PlannedFile, RowBox, column
 
 
@@ -28,6 +31,8 @@ class LocalState:
     """The claims of the rank."""
     rows: ClaimedRows
     """The place of the tensor of each row of `table`."""
+    held: IntArray
+    """(n,) of each row of `table`: position in `flat.held` of what it is the whole of, or -1."""
     encoded: bytes
     """The table's bytes."""
     names: str
@@ -86,7 +91,7 @@ class RankPlan:
         """What all ranks have to agree on before its use: that they hold the same plan."""
         return f"{self.plan_digest} {self.kept}"
 
-    def sources(self, local: LocalState) -> list[torch.Tensor]:
+    def sources(self, local: LocalState) -> TensorMemory:
         """The tensor to write for each row, in plan order; views, nothing is copied.
 
         The state is compared with the one the plan was made for, whatever the signatures are.
@@ -99,10 +104,15 @@ class RankPlan:
             if local.names != self.tensors:
                 what = "the state's keys, dtypes, shapes or layouts"
             raise PlanError(f"{what} are not those that this save was planned for")
+        held = local.held[np.array(self.rows, dtype=np.int64)]
+        if not self.cuts and (held >= 0).all():
+            known = local.flat.memory(held)
+            if known is not None:
+                return known
         sources = local.flat.locals([local.rows[row] for row in self.rows])
         for index, where in self.cuts:
             sources[index] = sources[index][where]
-        return sources
+        return TensorMemory(sources)
 
 
 def rank_plan(

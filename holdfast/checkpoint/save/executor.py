@@ -30,6 +30,7 @@ from holdfast.checkpoint.save.staging import (
 )
 from holdfast.errors import ErrorRecord, StorageError
 from holdfast.parallel import ProcessGroups
+from holdfast.state.tensor_memory import TensorMemory
 from holdfast.storage import Storage
 from holdfast.version import __version__
 from holdfast.writer.client import Ticket, Writer
@@ -90,7 +91,7 @@ class SaveExecutor:
             if request.stage == "lazily":
                 # Watched first: what is written from here on is noticed.
                 check_sources(staging, sources, plan.names)
-                rows = lazy.choose(state, plan, local, sources, _others(plan))
+                rows = lazy.choose(state, plan, local, sources.tensors, _others(plan))
             stage(staging, sources, plan.names, self._copiers, but_for=rows.copied)
         ticket = self._ticket(agreed, plan, request, after=after)
         others = self._digests_of_others(plan, local, phases, but_for=rows.compared)
@@ -253,7 +254,7 @@ class SaveExecutor:
         self,
         buffer: StagingBuffer,
         plan: RankPlan,
-        sources: Sequence[torch.Tensor],
+        sources: TensorMemory,
         phases: Phases,
     ) -> Staging:
         """The buffer laid out as the image of this plan; page-locked if a device copies to it."""
@@ -261,7 +262,7 @@ class SaveExecutor:
         if staging is None or buffer.plan_digest != plan.plan_digest:
             buffer.staging = staging = None
             with phases.timed("lay out"):
-                staging = prepare_staging(buffer.memory, plan.image, sources)
+                staging = prepare_staging(buffer.memory, plan.image, sources.tensors)
             buffer.staging, buffer.plan_digest = staging, plan.plan_digest
         if any(device.type == "cuda" for device in devices_of(sources)):
             buffer.memory.lock(lock_pages, unlock_pages)

@@ -322,7 +322,7 @@ class Handshake:
         final = step_dir(request.step)
         if not self._root.id:
             self._storage.make_dir("")
-        if self._storage.exists(final) and not request.overwrite:
+        if not request.overwrite and self._storage.exists(final):
             raise StorageError(
                 f"{self._storage.describe(final)} exists already; to replace it save with "
                 f"overwrite=True"

@@ -332,7 +332,7 @@ def _late(
         return None
     return LateSource(
         name=key,
-        tensor=source,
+        tensor=source.detach(),  # of the memory that it has now
         pages=whole_pages((start, start + nbytes)),
         storage=(storage.data_ptr(), storage.nbytes()),
     )

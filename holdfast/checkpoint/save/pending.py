@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -221,6 +222,7 @@ class InFlightSave:
             report,
             seconds={**report.seconds, "write": outcome.write_s, "commit": outcome.commit_s},
             starts={**report.starts, "write": start, "commit": start + outcome.write_s},
+            requests=dict(Counter(report.requests) + Counter(outcome.requests)),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from holdfast.checkpoint.options import SaveRequest, SaverOptions
@@ -26,13 +27,14 @@ from holdfast.checkpoint.save.pending import (
 from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.collector import collector_paused
-from holdfast.errors import ErrorRecord, HoldfastError, StorageError
+from holdfast.errors import ConfigError, ErrorRecord, HoldfastError, StorageError
 from holdfast.format.root_identity import RootIdentity
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.storage import Storage
+from holdfast.storage.reading import requests_of
 from holdfast.writer.client import Ticket, Writer, start_writer
 from holdfast.writer.outcomes import discard_save, publish_failure
 from holdfast.writer.records import SaveOutcome
@@ -61,6 +63,12 @@ class Saver:
         )
         self._lazy = LazyStaging()
         self._writer: Writer | None = None
+        if options.keep_image_s > 0 and hasattr(storage, "address"):
+            # A keeper is forked from the writer, and a client with threads does not survive that.
+            raise ConfigError(
+                f"keep_image_s={options.keep_image_s:g}: images are kept of checkpoints in a "
+                f"directory, not of those in a bucket ({storage.describe('')}): leave it out"
+            )
         self._keeps_images = options.keep_image_s > 0 and can_seal() and storage.is_shareable()
         if options.keep_image_s > 0 and not self._keeps_images:
             logging.getLogger("holdfast").warning(
@@ -129,6 +137,7 @@ class Saver:
         self.wait_staged()
         phases = Phases()
         # A save makes many objects and no cycles, and so does its job, in a thread of its own.
+        before = requests_of(self._storage)
         with collector_paused(), phases.timed("total"):
             writer = self._keeping_writer()
             agreed = self._handshake.agree(request, state, phases)
@@ -141,7 +150,7 @@ class Saver:
             with phases.timed("retain"):
                 self._after_commit(plan)
         self._counts["nbytes"] += report.nbytes
-        return report
+        return replace(report, requests=dict(requests_of(self._storage) - before))
 
     def _undo_save(self) -> None:
         """A synchronous save failed on all ranks: nothing of it is left here or on storage."""
@@ -167,12 +176,14 @@ class Saver:
         through storage, see `_rescue`. The job is submitted last of all.
         """
         self.wait_staged()
-        phases = Phases()
+        phases, before = Phases(), requests_of(self._storage)
         self._submitted = None
         with collector_paused(), phases.timed("stall"):
             writer = self._live_writer()
             agreed = self._handshake.agree(request, state, phases, in_flight=len(self._buffers) - 1)
             report = agreed.report(request.step, self._storage, phases)
+            sent = dict(requests_of(self._storage) - before)
+            report = replace(report, requests=sent)
             pending = InFlightSave(
                 step=request.step, save_id=agreed.save_id, report=report, began=phases.began
             )

@@ -19,16 +19,20 @@ import torch
 import xxhash
 
 from holdfast._torch import copy_each
+from holdfast.arrays.memory import copy_ranges, join_ranges
 from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.save.pending import InFlightSave
 from holdfast.errors import PlanError
 from holdfast.format.index import Image
+from holdfast.state.tensor_memory import TensorMemory
 from holdfast.writer.memory import SharedMemory
 
 SLICE_NBYTES = 16 << 20
 """Bytes that are enqueued on a device at once if staging and writing run concurrently."""
 PIECE_NBYTES = 1 << 20
 """Bytes that are copied on the host before they are hashed: the cache of a core holds as many."""
+_LARGE_NBYTES = 128 << 10
+"""Up to here torch copies a tensor in one thread."""
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
 
 
@@ -96,24 +100,22 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor, first: int, stop: int
     ctypes.memmove(target.data_ptr() + first, source.data_ptr() + first, stop - first)
 
 
-def _copy_rows(staging: Staging, sources: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
-    """Copy rows of host tensors; those that are neighbours here and in the image as one.
+def _copy_rows(staging: Staging, sources: TensorMemory, rows: Sequence[int]) -> None:
+    """Copy rows of host tensors; small ones that are neighbours here and in the image as one.
 
-    Parameters and moments that are views of one buffer lie so.
+    Parameters and moments that are views of one buffer lie so. A large tensor is torch's to copy,
+    which uses more threads; of a small one, its call costs more than the copy.
     """
-    own = [sources[row] for row in rows]
-    address = np.fromiter((each.data_ptr() for each in own), np.int64, len(own))
-    start, nbytes = staging.starts[[*rows]], staging.row_nbytes[[*rows]]
-    is_joined = (address[1:] == (address + nbytes)[:-1]) & (start[1:] == (start + nbytes)[:-1])
-    if 2 * np.count_nonzero(is_joined) < len(own) or not all(map(is_plain, own)):
-        copy_now([staging.destinations[row] for row in rows], own)
-        return
-    target = staging.address + start
-    first = np.concatenate([[0], np.flatnonzero(~is_joined) + 1])
-    total = np.add.reduceat(nbytes, first)
-    for at, length in zip(first.tolist(), total.tolist(), strict=True):
-        if length:  # a tensor without elements has no address
-            ctypes.memmove(int(target[at]), int(address[at]), length)
+    number = np.array(rows, dtype=np.int64)
+    nbytes = staging.row_nbytes[number]
+    by_torch = ~sources.is_plain[number] | (nbytes > _LARGE_NBYTES)
+    if by_torch.any():
+        chosen = number[by_torch].tolist()
+        targets = [staging.destinations[row] for row in chosen]
+        copy_now(targets, [sources.tensors[row] for row in chosen])
+        number, nbytes = number[~by_torch], nbytes[~by_torch]
+    target = staging.address + staging.starts[number]
+    copy_ranges(*join_ranges(target, sources.address[number], nbytes))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -157,7 +159,7 @@ ImageSlice = tuple[tuple[int, ...], int]
 """Consecutive rows of an image, in plan numbering, and the byte at which they end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Staging:
     """The places of a rank's rows in its staging buffer, kept as long as the plan.
 
@@ -166,25 +168,27 @@ class Staging:
         view: the buffer's bytes.
         address: of the first of them.
         destinations: of each row, a view of the buffer with its dtype and shape.
-        forms: shape and dtype of each row.
+        planned: shape and dtype of each row.
         starts: byte at which each row starts.
         row_nbytes: of each row.
         slices: all rows in the order of the image, in slices of at least `SLICE_NBYTES`; a row is
             never cut.
         pieces: the same, in slices of at least `PIECE_NBYTES`.
         whole: all of them as one.
+        forms: those of the sources that were checked last, see `TensorMemory`.
     """
 
     image: Image
     view: memoryview
     address: int
     destinations: tuple[torch.Tensor, ...]
-    forms: list[tuple[torch.Size, torch.dtype]]
+    planned: list[tuple[torch.Size, torch.dtype]]
     starts: IntArray
     row_nbytes: IntArray
     slices: tuple[ImageSlice, ...]
     pieces: tuple[ImageSlice, ...]
     whole: ImageSlice
+    forms: object = None
 
     def row_digest(self, row: int) -> int:
         """XXH3-64 of a staged row's bytes, equal to `content_digest` of its source."""
@@ -244,7 +248,7 @@ def prepare_staging(
         view=view,
         address=ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0,
         destinations=tuple(destinations),
-        forms=[(source.shape, source.dtype) for source in sources],
+        planned=[(source.shape, source.dtype) for source in sources],
         starts=image.starts,
         row_nbytes=nbytes,
         slices=slices,
@@ -267,9 +271,13 @@ def _cut_slices(starts: IntArray, nbytes: IntArray, end: int, limit: int) -> tup
     return tuple(slices)
 
 
-def check_sources(staging: Staging, sources: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+def check_sources(staging: Staging, memory: TensorMemory, names: Sequence[str]) -> None:
     """Raise PlanError naming the first source whose shape or dtype is not the planned one."""
-    if [(source.shape, source.dtype) for source in sources] == staging.forms:
+    sources = memory.tensors
+    if memory.forms is not None and memory.forms is staging.forms:
+        return
+    if [(source.shape, source.dtype) for source in sources] == staging.planned:
+        staging.forms = memory.forms
         return
     if len(sources) != len(staging.destinations):
         raise PlanError(
@@ -286,7 +294,7 @@ def check_sources(staging: Staging, sources: Sequence[torch.Tensor], names: Sequ
 
 def stage(
     staging: Staging,
-    sources: Sequence[torch.Tensor],
+    sources: TensorMemory,
     names: Sequence[str],
     copiers: Copiers,
     *,
@@ -309,25 +317,23 @@ def stage(
     return int(staging.row_nbytes.sum())
 
 
-def stage_by_slices(
-    staging: Staging, sources: Sequence[torch.Tensor], copiers: Copiers
-) -> Iterator[int]:
+def stage_by_slices(staging: Staging, sources: TensorMemory, copiers: Copiers) -> Iterator[int]:
     """Stage without the check of `stage`; yield the byte up to which the image is staged, often.
 
     On the host that is after each MiB or so, which the caller then finds in the cache. Of devices,
     the copies of every slice are enqueued before the first one that is not in place is waited
     for. The sources may be changed only when the iterator has ended.
     """
-    if all(source.is_cpu for source in sources):
+    if is_of_host(sources):
         return _copied_closely(staging, sources)
     return _copied(staging, sources, staging.slices, copiers)
 
 
-def _copied_closely(staging: Staging, sources: Sequence[torch.Tensor]) -> Iterator[int]:
+def _copied_closely(staging: Staging, sources: TensorMemory) -> Iterator[int]:
     """Copy piece after piece in this thread, large contiguous rows MiB by MiB."""
     for rows, end in staging.pieces:
         last = rows[-1]
-        is_cut = int(staging.row_nbytes[last]) > PIECE_NBYTES and is_plain(sources[last])
+        is_cut = int(staging.row_nbytes[last]) > PIECE_NBYTES and bool(sources.is_plain[last])
         whole = rows[:-1] if is_cut else rows
         if whole:
             _copy_rows(staging, sources, whole)
@@ -335,14 +341,14 @@ def _copied_closely(staging: Staging, sources: Sequence[torch.Tensor]) -> Iterat
             start, nbytes = int(staging.starts[last]), int(staging.row_nbytes[last])
             for first in range(0, nbytes, PIECE_NBYTES):
                 stop = min(first + PIECE_NBYTES, nbytes)
-                copy_bytes(staging.destinations[last], sources[last], first, stop)
+                copy_bytes(staging.destinations[last], sources.tensors[last], first, stop)
                 yield start + stop
         yield end
 
 
 def _copied(
     staging: Staging,
-    sources: Sequence[torch.Tensor],
+    sources: TensorMemory,
     slices: Sequence[ImageSlice],
     copiers: Copiers,
 ) -> Iterator[int]:
@@ -366,17 +372,22 @@ def _copied(
             copier.finish()
 
 
-def devices_of(sources: Sequence[torch.Tensor]) -> list[torch.device]:
+def is_of_host(sources: TensorMemory) -> bool:
+    """Return True if no tensor is on a device."""
+    return sources.is_all_plain or all(source.is_cpu for source in sources.tensors)
+
+
+def devices_of(sources: TensorMemory) -> list[torch.device]:
     """The devices that tensors are on, each once, in order."""
-    if all(source.is_cpu for source in sources):  # the common case, four times as fast
-        return [torch.device("cpu")] if sources else []
-    return list(dict.fromkeys(source.device for source in sources))
+    if is_of_host(sources):  # the common case
+        return [torch.device("cpu")] if len(sources) else []
+    return list(dict.fromkeys(source.device for source in sources.tensors))
 
 
 @torch.no_grad()
 def _enqueue(
     staging: Staging,
-    sources: Sequence[torch.Tensor],
+    sources: TensorMemory,
     rows: Sequence[int],
     copiers: Mapping[torch.device, CudaCopier | None],
 ) -> list[Any]:
@@ -386,7 +397,7 @@ def _enqueue(
         by_device = {device: list(rows) for device in copiers}
     else:
         for row in rows:
-            by_device.setdefault(sources[row].device, []).append(row)
+            by_device.setdefault(sources.tensors[row].device, []).append(row)
     events = []
     for device, own_rows in by_device.items():
         if not own_rows:
@@ -396,7 +407,7 @@ def _enqueue(
             _copy_rows(staging, sources, own_rows)
             continue
         targets = [staging.destinations[row] for row in own_rows]
-        own = [sources[row] for row in own_rows]
+        own = [sources.tensors[row] for row in own_rows]
         if copier is None:
             copy_now(targets, own)
         else:

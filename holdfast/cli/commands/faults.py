@@ -18,7 +18,8 @@ from holdfast.errors import ConfigError, HoldfastError, clean
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import MANIFEST, RANK_LOG_DIR, list_steps, step_dir
 from holdfast.format.rerun_report import REPORT_NAME, read_events
-from holdfast.storage import PosixStorage
+from holdfast.storage import PosixStorage, is_url
+from holdfast.storage.places import as_url
 
 MACHINE = "rerun"
 """The machine's directory below a run's, as the reference trainer and the documents have it."""
@@ -86,6 +87,11 @@ def _locate(directory: Path) -> tuple[Path, Path]:
     Raises:
         ConfigError: the directory is neither a machine's nor a run's.
     """
+    if is_url(directory):
+        raise ConfigError(
+            f"{as_url(directory)}: reports of faults are kept in directories, not in buckets: name "
+            f"the directory that the run's rerun machine writes to"
+        )
     storage = open_root(directory)
     if storage.exists(REPORT_NAME):
         return directory / REPORT_NAME, directory.resolve().parent

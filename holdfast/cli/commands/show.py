@@ -33,6 +33,7 @@ from holdfast.cli.support.value_tree import value_tree
 from holdfast.errors import ConfigError, CorruptionError, clean
 from holdfast.format.manifest import Manifest
 from holdfast.format.reader import Snapshot
+from holdfast.format.summaries import requests_in_words
 from holdfast.format.values import count_values, tensor_keys
 
 
@@ -158,6 +159,7 @@ def _as_json(opened: OpenCheckpoint, args: Args, rows: list[TensorRow]) -> dict[
             "num_rows": manifest.index.num_rows,
         },
         "metadata": manifest.metadata,
+        "requests": dict(opened.requests),
         "parts": list(manifest.parts),
         "tensors": [_row_json(row) for row in rows],
     }
@@ -242,6 +244,8 @@ def _print_summary(console: Console, opened: OpenCheckpoint, manifest: Manifest)
         if not opened.foreign
     ]
     lines += [("left out", sentence) for sentence in opened.left_out]
+    if opened.requests:
+        lines.append(("its save", f"{requests_in_words(opened.requests)} of all ranks"))
     if manifest.metadata:
         lines.append(("metadata", metadata_in_words(manifest.metadata)))
     for name, text in lines:

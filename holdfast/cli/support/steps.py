@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -14,9 +14,11 @@ from holdfast.cli.support.messages import counted
 from holdfast.errors import ConfigError, StorageError
 from holdfast.foreign.formats import detect_format, open_catalog
 from holdfast.foreign.location import Location
+from holdfast.foreign.own_format import find_in_bucket
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
+from holdfast.format.summaries import requests_of_save
 from holdfast.format.versions import Lease, read_lease, save_id_of
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage
 from holdfast.storage.places import as_url
@@ -164,26 +166,24 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
 
 def _find_in_bucket(url: str, step: int | None) -> StoredCheckpoint:
     """The checkpoint meant by a URL: of a place that holds checkpoints, or of one step in it."""
-    above, _, name = url.rpartition("/")
-    own = parse_step_dir(name)
-    if own is not None and step not in (None, own):
-        raise ConfigError(f"{url} is one checkpoint; --step {step} needs the place above")
-    root, step = (url, step) if own is None else (above, own)
-    storage = open_storage(root)
-    steps = list_steps(storage)
-    if not steps or (step is not None and step not in steps):
-        known = ", ".join(map(str, steps[-8:])) or "none"
-        what = "checkpoint" if step is None else f"step {step}"
-        raise ConfigError(f"{root} has no committed {what}; it has {known}")
-    directory = step_dir(steps[-1] if step is None else step)
-    return StoredCheckpoint(storage=storage, directory=directory, label=f"{root}/{directory}")
+    own = find_in_bucket(url, step)
+    if own is not None:
+        storage, directory = own
+        return StoredCheckpoint(
+            storage=storage, directory=directory, label=storage.describe(directory)
+        )
+    foreign = _find_foreign(url, step=step)
+    if foreign is None:
+        raise ConfigError(f"{url} has no committed checkpoint, nor one in a format that is known")
+    return foreign
 
 
-def _find_foreign(path: Path, *, step: int | None) -> StoredCheckpoint | None:
+def _find_foreign(path: Path | str, *, step: int | None) -> StoredCheckpoint | None:
     """The checkpoint in a foreign format at a path; None if it is in none that is known."""
-    if step is not None and path.is_dir() and (path / step_dir(step)).is_dir():
-        path = path / step_dir(step)  # of a run in a foreign format
     location = Location.of(path)
+    if step is not None and location.file is None:
+        # of a run in a foreign format
+        location = location.inside(step_dir(step)) or location
     if detect_format(location) is None:
         return None
     storage = CatalogStorage(open_catalog(location))
@@ -219,6 +219,8 @@ class OpenCheckpoint:
     """Name of its format, if it is not our own."""
     left_out: Sequence[str] = ()
     """What a foreign checkpoint has that is not shown, one sentence each."""
+    requests: Mapping[str, int] = field(default_factory=dict)
+    """By kind, what its save asked of storage, where that is counted."""
 
 
 @contextmanager
@@ -243,6 +245,7 @@ def open_checkpoint(path: Path, *, step: int | None = None) -> Iterator[OpenChec
             label=checkpoint.label,
             foreign=checkpoint.foreign,
             left_out=storage.catalog.left_out if isinstance(storage, CatalogStorage) else (),
+            requests=requests_of_save(storage, checkpoint.directory, step=snapshot.manifest.step),
         )
 
 

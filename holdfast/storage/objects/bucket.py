@@ -77,8 +77,9 @@ class BucketClient:
             which is good enough for a single writer only.
 
     Attributes:
-        requests: Requests so far, by kind. A request that obstore repeats inside an upload counts
-            once.
+        requests: Requests so far, by kind: "get", "head", "put", "list", "delete"; of uploads in
+            parts "upload" and "complete", one each, and "part". A request that obstore repeats
+            inside an upload counts once.
     """
 
     def __init__(
@@ -192,14 +193,25 @@ class BucketClient:
             RequestFailed: The store failed, after obstore's own retries. The upload was aborted if
                 the store could be asked to.
         """
+        sent = 0
+
+        def counted() -> Iterator[bytes | memoryview]:
+            nonlocal sent
+            for piece in pieces:
+                sent += len(piece)
+                yield piece
+
         problem = self._try(
             "upload",
             key,
             lambda: self._obstore.put(
-                self._uploads, self._key(key), iter(pieces), use_multipart=True,
+                self._uploads, self._key(key), counted(), use_multipart=True,
                 chunk_size=part_nbytes, max_concurrency=at_once,
             ),
         )  # fmt: skip
+        with self._lock:
+            self.requests["part"] += -(-sent // part_nbytes)
+            self.requests["complete"] += 1
         if isinstance(problem, Failure):
             raise RequestFailed(problem)
 

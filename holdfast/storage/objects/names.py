@@ -28,6 +28,7 @@ number is there for as long as a look at the source needs it.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ import msgspec
 
 from holdfast.errors import CorruptionError
 from holdfast.storage.objects._obstore import Failure
-from holdfast.storage.objects.bucket import BucketClient, ObjectListing, RequestFailed, Tag
+from holdfast.storage.objects.bucket import BucketClient, Meta, ObjectListing, RequestFailed, Tag
 
 INNER = ".store"
 """The prefix of what only this room knows: data, the summary of names, the clock."""
@@ -48,6 +49,8 @@ _MIN_NBYTES = 64
 """A name of at least so many bytes stands for a directory; a smaller one is free. So a listing
 shows which names stand for something."""
 _NUM_TRIES = 50
+_NUM_SUMMARY_TRIES = 4
+_MAX_SEEN = 16
 _NUM_THREADS = 16
 _MAX_SUMMARY_NBYTES = 1 << 22
 _MAX_NAMES = 1000
@@ -117,11 +120,15 @@ class Names:
         # By name and version. A version is never changed, so this is never wrong. By the name, too:
         # in some stores two objects written at one instant have versions that look alike.
         self._known: dict[str, NameRecord] = {}
-        self._notes: dict[str, str] = {}
+        self._notes: dict[str, tuple[str, tuple[str, ...]]] = {}
+        # Names with a dot as this process last wrote or saw them. One that another process has
+        # changed since only costs a put whose condition does not hold, and is then read again.
+        self._seen: dict[str, NameEntry] = {}
+        self._summary: tuple[dict[str, NameRecord], Tag] | None = None
 
-    def annotate(self, name: str, note: str) -> None:
-        """Give a directory a note, which goes into its name when this process next moves it."""
-        self._notes[name] = note
+    def annotate(self, name: str, note: str, files: Sequence[str]) -> None:
+        """Give a directory a note and say which files it has, for its name's next move."""
+        self._notes[name] = note, tuple(sorted(files))
 
     def look(self, name: str) -> NameRecord | None:
         """Return what a name stands for now; None for nothing. One request, rarely more."""
@@ -150,11 +157,13 @@ class Names:
         record = NameRecord(prefix=f"{secrets.token_hex(4)}-{name[:200]}", nonce=_nonce())
         put = self._bucket.put_if(name + SUFFIX, msgspec.json.encode(record), tag=None)
         if put.tag is not None:
+            self._see(name, NameEntry(record, put.tag))
             return record
         if put.present is not None:
             # Most often: another rank of the same save was first.
             there = _decode(bytes(put.present[0]), name)
             if there is not None and there.move is None:
+                self._see(name, NameEntry(there, put.present[1].tag))
                 return there
         for _ in range(_NUM_TRIES):
             present = self.look(name)
@@ -174,9 +183,11 @@ class Names:
             FileNotFoundError: The source stands for nothing.
             FileExistsError: The target stands for something.
         """
-        for _ in range(_NUM_TRIES):
+        for number in range(_NUM_TRIES):
             own = self._own(source)
-            there = self._get(target)
+            # At first as if the target were absent, as it nearly always is: the condition of the
+            # put says whether that is so.
+            there = self._get(target) if number else None
             if there is not None and there.record is not None:
                 if self.look(target) is not None:
                     raise FileExistsError(target)
@@ -207,8 +218,24 @@ class Names:
 
     def forget(self, name: str) -> None:
         """Delete a free name that is used only once."""
-        if name.startswith("."):
-            self._bucket.delete([name + SUFFIX])
+        self._bucket.delete(self.keys_to_forget(name))
+
+    def keys_to_forget(self, name: str) -> list[str]:
+        """Return what is to be deleted of a free name: nothing if it is not used only once."""
+        return [name + SUFFIX] if name.startswith(".") else []
+
+    def seen(self, name: str) -> NameRecord | None:
+        """Return what a name with a dot stood for when this process last wrote or saw it."""
+        entry = self._seen.get(name)
+        return entry.record if entry is not None else None
+
+    def _see(self, name: str, entry: NameEntry) -> None:
+        """Remember a name that this process may change next."""
+        record = entry.record
+        if name.startswith(".") and record is not None and not (record.move or record.came):
+            self._seen[name] = entry
+            while len(self._seen) > _MAX_SEEN:  # of saves that another rank commits
+                self._seen.pop(next(iter(self._seen)), None)
 
     def data_key(self, record: NameRecord, *names: str) -> str:
         """Return the key of a file in a directory; without names the prefix of all of them."""
@@ -292,16 +319,15 @@ class Names:
             return False
         record = msgspec.structs.replace(plain, came=Came(id=move.id, source=source))
         if not target.startswith("."):
-            record = msgspec.structs.replace(
-                record,
-                files=self._files(plain),
-                note=self._notes.pop(source, plain.note),
-            )
+            note, files = self._notes.get(source, (plain.note, None))
+            files = self._files(plain) if files is None else files
+            record = msgspec.structs.replace(record, files=files, note=note)
         made = self._swap(target, there, record)
         if made is None:
             self._swap(source, locked, plain)
             return False
         # The move is made: what fails from here on is for the next that looks.
+        self._notes.pop(source, None)
         with suppress(RequestFailed):
             self._tidy(source, locked)
         if made.record is not None and not target.startswith("."):
@@ -317,6 +343,8 @@ class Names:
 
         A move that another process has begun is completed if it was made, else prevented.
         """
+        if (seen := self._seen.pop(name, None)) is not None:
+            return seen
         for _ in range(_NUM_TRIES):
             entry = self._get(name)
             if entry is None or entry.record is None:
@@ -386,35 +414,43 @@ class Names:
             return None
         if record is not None:
             self._known[f"{name} {_version(tag)}"] = record
+            self._see(name, NameEntry(record, tag))
         return NameEntry(record, tag)
 
-    def _read_summary(self) -> dict[str, NameRecord]:
+    def _read_summary(self) -> tuple[dict[str, NameRecord], Tag | None]:
         """Learn the names in the summary; an unreadable one is of no use and no harm."""
         answer = self._bucket.get(_SUMMARY)
-        if answer is None or answer[1].nbytes > _MAX_SUMMARY_NBYTES:
-            return {}
-        try:
-            stored = msgspec.json.decode(answer[0], type=dict[str, NameRecord])
-        except msgspec.DecodeError:
-            return {}
+        return ({}, None) if answer is None else self._learn(*answer)
+
+    def _learn(self, data: memoryview, meta: Meta) -> tuple[dict[str, NameRecord], Tag | None]:
+        stored: dict[str, NameRecord] = {}
+        if meta.nbytes <= _MAX_SUMMARY_NBYTES:
+            with suppress(msgspec.DecodeError):
+                stored = msgspec.json.decode(data, type=dict[str, NameRecord])
         self._known |= stored
-        return stored
+        return stored, meta.tag
 
     def _write_summary(self, name: str, made: NameEntry) -> None:
         """Add a name to the summary, from which a list of many steps takes few requests.
 
-        Two processes at once may lose one of their names: a list then reads it alone.
+        One put, if this process wrote it last; after some tries the name is left out, and a list
+        then reads it alone.
         """
         assert made.record is not None
         try:
-            stored = self._read_summary()
-            stored[f"{name} {_version(made.tag)}"] = made.record
-            data = msgspec.json.encode(stored)
-            while stored and (len(data) > _MAX_SUMMARY_NBYTES or len(stored) > _MAX_NAMES):
-                for tag in list(stored)[: 1 + len(stored) // 10]:  # the oldest
-                    del stored[tag]
+            stored, before = self._summary or self._read_summary()
+            for _ in range(_NUM_SUMMARY_TRIES):
+                stored = stored | {f"{name} {_version(made.tag)}": made.record}
                 data = msgspec.json.encode(stored)
-            self._bucket.put(_SUMMARY, data)
+                while stored and (len(data) > _MAX_SUMMARY_NBYTES or len(stored) > _MAX_NAMES):
+                    for tag in list(stored)[: 1 + len(stored) // 10]:  # the oldest
+                        del stored[tag]
+                    data = msgspec.json.encode(stored)
+                put = self._bucket.put_if(_SUMMARY, data, tag=before)
+                self._summary = (stored, put.tag) if put.tag is not None else None
+                if put.tag is not None:
+                    return
+                stored, before = ({}, None) if put.present is None else self._learn(*put.present)
         except RequestFailed:
             return  # the move was made, and this is only a help
 

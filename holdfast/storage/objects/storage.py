@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import builtins
 import copy
+import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +43,9 @@ T = TypeVar("T")
 
 FIXED_DIRS = frozenset({"tags", ".reading", ".plans", "events"})
 """Directories that are never renamed: their files are objects under their own names."""
+_DIRS_ONLY = re.compile(r"iter_[0-9]{7,18}|\.(saving|old|replaced)-.+", re.DOTALL)
+"""Names at the root that only directories have. So it takes no request to know that none of them
+is a file's."""
 _CLOCK = f"{INNER}/clock"
 _PROBE = f"{INNER}/probe"
 _CLOCK_S = 600.0
@@ -134,6 +139,7 @@ class ObjectStorage:
         self._pinned: tuple[str, NameRecord] | None = None
         self._resolved: dict[str, tuple[NameRecord, float]] = {}
         self._clock: tuple[float, float] | None = None
+        self._updated: dict[str, tuple[bytes, Tag]] = {}
 
     @property
     def url(self) -> str:
@@ -245,9 +251,27 @@ class ObjectStorage:
             notes={name: record.note for name, record in records.items() if record.note},
         )
 
-    def annotate(self, path: str, note: str) -> None:
-        """Give a directory a short text, kept with its name from the next `rename_dir` on."""
-        self._names.annotate(path, note)
+    def annotate(self, path: str, note: str, files: Sequence[str]) -> None:
+        """Give a directory a short text, kept with its name from the next `rename_dir` on.
+
+        `files` are the names in it, which need not be listed then.
+        """
+        self._names.annotate(path, note, files)
+
+    def note(self, path: str) -> str:
+        """Return the text that a directory got by `annotate`; empty for none. One request."""
+        record = self._do("examine", path, lambda: self._names.look(path))
+        return record.note if record is not None else ""
+
+    def file_sizes(self, path: str) -> dict[str, int]:
+        """Return the size of every file below a directory, by its path in it.
+
+        One request for each thousand files.
+        """
+        record = self._resolve(split_path(path)[0], "list", path)
+        key = self._names.data_key(record, *split_path(path)[1:])
+        objects = self._do("list", path, lambda: self._bucket.list_all(key))
+        return {name[len(key) + 1 :]: meta.nbytes for name, meta in objects.items()}
 
     @contextmanager
     def pin(self, path: str) -> Iterator[ObjectStorage]:
@@ -271,6 +295,38 @@ class ObjectStorage:
     def replace_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """See `Storage.replace_file`; durable in any case."""
         self.write_file(path, data)
+
+    def update_file(self, path: str, make: Callable[[], bytes | None]) -> bool:
+        """Replace a small file by what `make` returns, unless another process does meanwhile.
+
+        Then `make` is called again: so the file has what was made after the last look at it.
+        Return False if nothing was written: `make` returned None, or the content is there. One put,
+        if this process wrote it last and nothing has changed it. Files of equal content are equal.
+        """
+        key = self._new_key(path, "write")
+        known = self._updated.pop(path, None)
+        if known is None:
+            known = self._do("read", path, lambda: self._content(key))
+        while True:
+            if (data := make()) is None:
+                return False
+            if known is not None and known[0] == data:
+                # What this process remembers may be of long ago.
+                now = self._do("read", path, lambda: self._content(key))
+                if now == known:
+                    self._updated[path] = known
+                    return False
+                known = now
+            tag = known[1] if known is not None else None
+            put = self._do("write", path, partial(self._bucket.put_if, key, data, tag=tag))
+            if put.tag is not None:
+                self._updated[path] = data, put.tag
+                return True
+            known = (bytes(put.present[0]), put.present[1].tag) if put.present else None
+
+    def _content(self, key: str) -> tuple[bytes, Tag] | None:
+        answer = self._bucket.get(key)
+        return (bytes(answer[0]), answer[1].tag) if answer is not None else None
 
     @contextmanager
     def create(self, path: str, *, nbytes: int) -> Iterator[Sink]:
@@ -308,7 +364,7 @@ class ObjectStorage:
     def sync_dir(self, path: str) -> None:
         """See `Storage.sync_dir`: every put is durable, so this only looks whether it is there."""
         names = split_path(path)
-        if names and not self._is_in_fixed(names):
+        if names and not self._is_in_fixed(names) and names[0] not in self._resolved:
             self._resolve(names[0], "sync", path)
 
     def rename_dir(self, src: str, dst: str, *, durable: bool = True) -> None:
@@ -336,6 +392,9 @@ class ObjectStorage:
             self._do(action, first, lambda: self._names.exchange(first, second))
         finally:
             self._forget(first, second)
+        for name in (first, second):
+            if (record := self._names.seen(name)) is not None:
+                self._remember(name, record)
 
     def remove_tree(
         self, path: str, *, durable: bool = True, only_if: Callable[[str], bool] | None = None
@@ -351,7 +410,8 @@ class ObjectStorage:
             record = self._resolve(names[0], "remove", path)
             self._delete_below(path, self._names.data_key(record, *names[1:]))
             return
-        if self._do("remove", path, lambda: self._names.entry(path)) is None:
+        is_seen = self._names.seen(path) is not None
+        if not is_seen and self._do("remove", path, lambda: self._names.entry(path)) is None:
             meta = self._do("remove", path, lambda: self._bucket.head(path))
             if meta is None:
                 raise absent("remove", self.describe(path))
@@ -361,6 +421,12 @@ class ObjectStorage:
             return
         if only_if is None:
             self._remove_dir(path)
+
+    def remove_files(self, paths: Sequence[str]) -> None:
+        """Remove files, many with each request; those that are absent are no error."""
+        keys = [self._file_key(path, "remove") for path in paths]
+        if keys:
+            self._do("remove", paths[0], lambda: self._bucket.delete(keys))
 
     def collect_garbage(self, *, dry_run: bool = False) -> builtins.list[str]:
         """Complete what dead processes left of renames and removals; return what was removed.
@@ -423,6 +489,8 @@ class ObjectStorage:
                 return time.time()
             # A name with a dot inside is nearly always a file's.
             looks = [self._dir_changed, self._file_changed] if is_dir else [self._file_changed]
+            if _DIRS_ONLY.fullmatch(path):
+                looks.remove(self._file_changed)
             for look in reversed(looks) if "." in path[1:] else looks:
                 if (changed := look(path)) is not None:
                     return changed
@@ -482,6 +550,8 @@ class ObjectStorage:
             raise StorageError(f"{self.url}: the root itself cannot be renamed or replaced")
         if names[0] == INNER or (len(names) == 1 and path.endswith(SUFFIX)):
             raise StorageError(f"{self.describe(path)}: names like this are the store's own")
+        if len(names) == 1 and _DIRS_ONLY.fullmatch(path):
+            raise StorageError(f"{self.describe(path)}: only a directory has a name like this")
         return self._file_key(path, action)
 
     def _is_in_fixed(self, names: Sequence[str]) -> bool:
@@ -559,8 +629,9 @@ class ObjectStorage:
         record = self._do("remove", name, lambda: self._names.withdraw(name))
         key = self._names.data_key(record)
         objects = self._do("remove", name, lambda: self._bucket.list_all(key))
-        self._do("remove", name, lambda: self._bucket.delete([*objects]))
-        self._do("remove", name, lambda: self._names.forget(name))
+        # The name last: while it is there, a reader of a listing knows of the directory.
+        keys = [*objects, *self._names.keys_to_forget(name)]
+        self._do("remove", name, lambda: self._bucket.delete(keys))
 
     def _delete_below(self, path: str, key: str) -> None:
         """Delete a file, or all files of a directory inside another."""

@@ -77,7 +77,8 @@ def test_damaged_files_are_named_on_all_ranks(tmp_path: Path) -> None:
             assert "model." in message or "moments." in message or "own" in message
 
 
-def test_every_flipped_byte_of_a_small_checkpoint_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_flipped_byte_of_a_small_checkpoint_is_found(tmp_path: Path, apart: int) -> None:
     """Each byte of each file, one at a time: the load raises, or returns the true values."""
     checkpointer = Checkpointer(tmp_path)
     state = {"t": {"x": torch.arange(5), "y": torch.ones(2, 2).bfloat16()}, "v": {"lr": 0.25}}
@@ -87,7 +88,7 @@ def test_every_flipped_byte_of_a_small_checkpoint_is_found(tmp_path: Path) -> No
     for name, content in files_of(directory).items():
         path = directory / name
         header_end = 4096 if name.startswith("data/") else len(content)
-        for position in range(len(content)):
+        for position in range(0, len(content), apart):
             if name.startswith("data/") and 300 < position < header_end - 4:
                 continue  # the header's padding: covered by `verify`, no load reads it
             path.write_bytes(
@@ -105,7 +106,7 @@ def test_every_flipped_byte_of_a_small_checkpoint_is_found(tmp_path: Path) -> No
             assert isinstance(tensors, dict)
             assert torch.equal(tensors["x"], torch.arange(5))
         path.write_bytes(content)
-    assert checked > 1000
+    assert checked > 1000 / apart
 
 
 def _disagreements(context: RankContext, root: str) -> list[str]:

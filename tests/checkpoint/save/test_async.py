@@ -276,7 +276,7 @@ def test_repair_finishes_what_is_complete_and_removes_the_rest(tmp_path: Path) -
         with pytest.raises(HoldfastError, match="Stop"):
             Checkpointer(tmp_path).save(3, _filled(3.0))
     assert job is not None
-    assert Checkpointer(tmp_path).latest() == 1
+    assert max(Checkpointer(tmp_path).steps()) == 1  # `latest` would finish it
     assert [(f.step, f.fate) for f in repair(storage, alive_s=0)] == [(3, "finished")]
     loaded = Checkpointer(tmp_path).load({"t": Stored()})
     assert loaded.step == 3

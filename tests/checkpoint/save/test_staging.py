@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import Checkpointer, HoldfastError, PlanError, PosixStorage, StorageError, Stored
+from holdfast.arrays.memory import copy_ranges
+from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.save.staging import (
     PIECE_NBYTES,
     Copiers,
@@ -35,6 +37,7 @@ from holdfast.checkpoint.save.staging import (
 )
 from holdfast.format.index import ImageEntry, layout_image
 from holdfast.state.tensor_elements import TORCH_TO_NAME
+from holdfast.state.tensor_memory import TensorMemory
 from holdfast.writer.job import JobGate
 from holdfast.writer.memory import SharedMemory
 
@@ -82,11 +85,13 @@ def test_every_kind_of_tensor_is_staged_bitwise() -> None:
     for by_slices in (False, True):
         staging, names = lay_out(SharedMemory(), sources)
         if by_slices:
-            ends = list(stage_by_slices(staging, sources, {}))
+            ends = list(stage_by_slices(staging, TensorMemory(sources), {}))
             assert ends == [end for _, end in staging.pieces]
             assert len(ends) > 3
         else:
-            assert stage(staging, sources, names, {}) == sum(s.nbytes for s in sources)
+            assert stage(staging, TensorMemory(sources), names, {}) == sum(
+                s.nbytes for s in sources
+            )
         assert_staged(staging, sources)
 
 
@@ -118,10 +123,10 @@ def test_neighbours_in_memory_are_staged_bitwise(
     memory = SharedMemory()
     staging, names = lay_out(memory, sources)
     if by_slices:
-        for _ in stage_by_slices(staging, sources, {}):
+        for _ in stage_by_slices(staging, TensorMemory(sources), {}):
             pass
     else:
-        stage(staging, sources, names, {})
+        stage(staging, TensorMemory(sources), names, {})
     staged = [bytes(staging.view[s:e]) for s, e in bounds_of(staging)]
     assert staged == [each.resolve_conj().contiguous().numpy().tobytes() for each in sources]
     memory.close()
@@ -134,20 +139,50 @@ def bounds_of(staging: Staging) -> list[tuple[int, int]]:
 
 def test_neighbours_are_copied_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
-    memmove = ctypes.memmove
 
-    def note(target: int, source: int, nbytes: int) -> None:
-        moved.append(nbytes)
-        memmove(target, source, nbytes)
+    def note(target: IntArray, source: IntArray, nbytes: IntArray) -> None:
+        moved.extend(nbytes.tolist())
+        copy_ranges(target, source, nbytes)
 
-    monkeypatch.setattr(ctypes, "memmove", note)
+    monkeypatch.setattr("holdfast.checkpoint.save.staging.copy_ranges", note)
     flat = torch.randn(2000)
     sources = [*flat[:1000].split(10), *flat[1001:].split(10)]
     memory = SharedMemory()
     staging, names = lay_out(memory, sources, slice_nbytes=1 << 20)
-    stage(staging, sources, names, {})
+    stage(staging, TensorMemory(sources), names, {})
     assert moved == [4000, 3996]
+    assert_staged(staging, sources)
     memory.close()
+
+
+@pytest.mark.parametrize("change", ["strides", "conjugate", "memory", "trained", "nothing"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_known_of_tensors_is_not_believed_when_they_change(
+    change: str, is_async: bool, tmp_path: Path
+) -> None:
+    """Saves of one structure know form and address of each tensor; what is stored is what is."""
+    tensors = {f"t{i}": torch.full((6, 6), complex(i, i)) for i in range(30)}
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(5):
+            if step == 3:
+                victim, other = tensors["t7"], torch.randn(6, 6, dtype=torch.complex64)
+                if change == "strides":
+                    victim.data = other.t()
+                elif change == "conjugate":
+                    tensors["t7"] = other.conj()
+                elif change == "memory":
+                    victim.data = other
+                elif change == "trained":
+                    victim.requires_grad_()
+            for each in tensors.values():
+                each.data += 1
+            if is_async:
+                checkpointer.save_async(step, {"p": tensors}).result()
+            else:
+                checkpointer.save(step, {"p": tensors})
+            stored = checkpointer.load_all(step=step).values["p"]
+            for name, each in tensors.items():
+                assert torch.equal(stored[name], each.detach().resolve_conj()), (step, name)
 
 
 def test_large_tensors_are_staged_mib_by_mib() -> None:
@@ -166,7 +201,7 @@ def test_large_tensors_are_staged_mib_by_mib() -> None:
     expected, _ = lay_out(SharedMemory(), sources)
     copy_now(expected.destinations, sources)
     done, ends = len(staging.image.header), []
-    for end in stage_by_slices(staging, sources, {}):
+    for end in stage_by_slices(staging, TensorMemory(sources), {}):
         assert staging.view[done:end] == expected.view[done:end]
         done = end
         ends.append(end)
@@ -201,9 +236,9 @@ def test_what_differs_from_the_plan_is_named_before_anything_is_copied() -> None
     staging, names = lay_out(SharedMemory(), sources)
     for wrong in ([torch.ones(4), torch.ones(3, 2)], [torch.ones(4), torch.ones(2, 3).double()]):
         with pytest.raises(PlanError, match=r"t1: planned as torch\.float32 \[2, 3\]"):
-            stage(staging, wrong, names, {})
+            stage(staging, TensorMemory(wrong), names, {})
     with pytest.raises(PlanError, match="2 chunks for this rank, the state 1"):
-        stage(staging, sources[:1], names, {})
+        stage(staging, TensorMemory(sources[:1]), names, {})
     assert not staging.destinations[0].any()
 
 
@@ -267,7 +302,7 @@ def test_sources_of_several_devices_go_to_their_places() -> None:
     sources = [torch.arange(16.0) if i % 2 else torch.empty(16, device="meta") for i in range(6)]
     copiers, slow = slow_copiers()
     staging, names = lay_out(SharedMemory(), sources)
-    stage(staging, sources, names, copiers)
+    stage(staging, TensorMemory(sources), names, copiers)
     assert slow.said == ["begin", "copy 3", "waited", "finish"]
     for i, target in enumerate(staging.destinations):
         assert torch.equal(target, torch.arange(16.0) if i % 2 else torch.full((16,), 7.0))
@@ -280,7 +315,7 @@ def test_a_slice_is_reported_only_when_its_bytes_are_in_place() -> None:
     copiers, slow = slow_copiers()
     staging, _ = lay_out(SharedMemory(), sources)
     seen = 0
-    for end in stage_by_slices(staging, sources, copiers):
+    for end in stage_by_slices(staging, TensorMemory(sources), copiers):
         assert slow.said[:5] == ["begin", "copy 1", "copy 1", "copy 1", "copy 1"]
         begin = len(staging.image.header)
         there = np.frombuffer(staging.view[begin:end], dtype=np.float32)
@@ -298,7 +333,7 @@ def test_a_device_that_fails_is_left_quiet() -> None:
     slow.fails_at = 2
     staging, _ = lay_out(SharedMemory(), sources)
     with pytest.raises(RuntimeError, match="the device failed"):
-        list(stage_by_slices(staging, sources, copiers))
+        list(stage_by_slices(staging, TensorMemory(sources), copiers))
     assert slow.said == ["begin", "copy 1", "copy 1", "finish", "waited", "waited"]
 
 
@@ -560,7 +595,9 @@ def test_nothing_is_written_of_a_state_that_is_not_the_planned_one(
     checkpointer = Checkpointer(storage)
     state = {"t": {"x": torch.ones(4)}}
     checkpointer.save(1, state)
-    monkeypatch.setattr(RankPlan, "sources", lambda self, local: [torch.ones(4).double()])
+    monkeypatch.setattr(
+        RankPlan, "sources", lambda self, local: TensorMemory([torch.ones(4).double()])
+    )
     storage.seen.clear()
 
     def save() -> None:

@@ -269,6 +269,25 @@ def test_what_torch_cannot_have_stays_with_us(
     assert torch.load(tmp_path / "all.pt", weights_only=True)["m"]["a.b"] == 1
 
 
+def test_metadata_follows_what_differs_between_saves_of_one_plan(tmp_path: Path) -> None:
+    """Values grow and shrink, chunks stay: PyTorch finds each save's own."""
+    with Checkpointer(tmp_path, ckpt_format="torch_dist") as checkpointer:
+        for step, text in enumerate(["a", "b", "c" * 500, "d"], start=1):
+            state = {"t": {"x": torch.full((3, 4), float(step))}, "v": {"text": text, "n": step}}
+            checkpointer.save(step, state)
+        # Other names of as many values, and another tensor of the same size.
+        checkpointer.save(5, {"t": {"y": torch.full((4, 3), 5.0)}, "v": {"other": "d", "n": 5}})
+    for step, text in enumerate(["a", "b", "c" * 500, "d"], start=1):
+        target: Tree = {"t": {"x": torch.zeros(3, 4)}, "v": {"text": "", "n": 0}}
+        dcp.load(target, checkpoint_id=_whole(tmp_path, step), no_dist=True)
+        assert target["v"] == {"text": text, "n": step}
+        assert torch.equal(target["t"]["x"], torch.full((3, 4), float(step)))
+    dcp_to_torch_save(_whole(tmp_path, 5), tmp_path / "all.pt")
+    last = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert last["v"] == {"other": "d", "n": 5}
+    assert torch.equal(last["t"]["y"], torch.full((4, 3), 5.0))
+
+
 def test_a_format_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ckpt_format"):
         Checkpointer(tmp_path, ckpt_format="zarr")  # type: ignore[arg-type]

@@ -122,7 +122,11 @@ def random_spec(dice: random.Random, span: list[int]) -> Spec:
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(10), *(pytest.param(range(i, i + 30), marks=pytest.mark.slow) for i in (10, 40))],
+    [
+        range(6),
+        pytest.param(range(6, 30), marks=pytest.mark.slow),
+        pytest.param(range(30, 70), marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_generated_mixes_equal_one_process(seeds: range) -> None:

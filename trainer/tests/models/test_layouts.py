@@ -177,7 +177,7 @@ def check(
 
 
 def test_some_products_of_axes_train_like_one_process() -> None:
-    cases = (ON_FOUR[0], *ON_FOUR[2:4])
+    cases = ON_FOUR[2:4]
     check(4, cases, "sgd", dtype=torch.float32, bound=1e-6)
 
 
@@ -187,9 +187,18 @@ def test_all_axes_together_train_like_one_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR), (6, ON_SIX), (8, ON_EIGHT)]
+    ("num_ranks", "cases", "optimizers"),
+    [
+        # Gradients know nothing of their optimizer: the second one is compared on few ranks.
+        (2, ON_TWO, ("sgd", "adamw")),
+        (4, ON_FOUR, ("sgd",)),
+        (6, ON_SIX, ("sgd", "adamw")),
+        (8, ON_EIGHT, ("sgd",)),
+    ],
 )
-def test_every_layout_trains_like_one_process(num_ranks: int, cases: tuple[Case, ...]) -> None:
+def test_every_layout_trains_like_one_process(
+    num_ranks: int, cases: tuple[Case, ...], optimizers: tuple[str, ...]
+) -> None:
     # In float32 a wrong factor of 1e-7 could hide in the rounding; in float64 it cannot. The
     # products of axes above, and test_numerics, train in float32.
-    check(num_ranks, cases, "sgd", "adamw", dtype=torch.float64, bound=1e-12)
+    check(num_ranks, cases, *optimizers, dtype=torch.float64, bound=1e-12)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,17 +13,15 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 from tests.buckets.server import new_bucket, s3_server
+from trainer.tests.launches import SMALL, run_on_ranks
 
 
-def test_a_run_saves_to_a_bucket_and_continues_from_it() -> None:
+def test_a_run_saves_to_a_bucket_and_continues_from_it(unlaunched: Path) -> None:
     with s3_server() as endpoint:
         url = f"s3://{new_bucket(endpoint)}/run"
         for steps in (2, 4):
-            words = ["train", "dense", "--steps", str(steps), "--save-interval", "2"]
-            run = subprocess.run(
-                [sys.executable, "-m", "holdfast.cli.main", *words, "--save", url, "--load", url],
-                capture_output=True, text=True, timeout=120,
-            )  # fmt: skip
-            assert run.returncode == 0, run.stdout + run.stderr
+            words = [*SMALL, "--data", "text", "--steps", str(steps), "--save-interval", "2"]
+            run = run_on_ranks(2, [*words, "--save", url, "--load", url], directory=unlaunched)
+            assert run.codes == [0, 0], run.printed
             assert list_steps(open_storage(url)) == list(range(2, steps + 1, 2))
-        assert "loaded" in run.stdout
+        assert "loaded" in run.printed

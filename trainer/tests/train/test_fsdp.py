@@ -28,7 +28,7 @@ MODEL = (
     "--num-layers 2 --feeds de --model-dim 32 --num-heads 4 --num-experts 4 --expert-dim 16 "
     "--seq-len 16 --global-batch-size 8 --micro-batch-size 2 --lr 1e-2 --steps 10 --deterministic "
 )
-NUM_STEPS = 5
+NUM_STEPS = 3
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 LAYOUTS = (
     "",
@@ -111,8 +111,10 @@ def test_it_trains_as_one_process(workplace: Path) -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shift", [0, 2])
+@pytest.mark.parametrize(
+    "shift",
+    [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.nightly)],
+)
 def test_every_layout_trains_as_one_process_under_two_strategies(
     workplace: Path, shift: int
 ) -> None:

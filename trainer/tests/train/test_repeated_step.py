@@ -39,6 +39,9 @@ RUNS = (
     (4, "--num-layers 2 --mixers sa --state-dim 4 --cp 2 --zero 1 --precision bf16"),
 )
 
+# Each has its optimizer's sharding, its schedule and its precision in common with others.
+ALIKE = (RUNS[1], RUNS[3], RUNS[5], RUNS[7], RUNS[11])
+
 
 def generators() -> tuple[object, ...]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -108,7 +111,13 @@ def once_and_again(rank: RankContext, directory: str, words: str) -> None:
         assert len(set(values)) == 1
 
 
-@pytest.mark.parametrize(("num_ranks", "words"), RUNS, ids=[words for _, words in RUNS])
+@pytest.mark.parametrize(
+    ("num_ranks", "words"),
+    [
+        pytest.param(*run, id=run[1], marks=(pytest.mark.slow,) if run in ALIKE else ())
+        for run in RUNS
+    ],
+)
 def test_a_step_that_was_computed_again_changes_no_bit(
     workplace: object, num_ranks: int, words: str
 ) -> None:
@@ -132,7 +141,12 @@ def multimodal_once_and_again(rank: RankContext, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--colocated", "--vision-tp 1 --zero 2", "--colocated --precision fp16"]
+    "words",
+    [
+        pytest.param("--colocated", marks=pytest.mark.slow),
+        "--vision-tp 1 --zero 2",
+        "--colocated --precision fp16",
+    ],
 )
 def test_a_step_of_several_modules_can_be_computed_again(words: str) -> None:
     run_ranks(2, multimodal_once_and_again, words)

@@ -127,7 +127,14 @@ def starts(
     return codes, is_same
 
 
-@pytest.mark.parametrize(("num_ranks", "words"), LAYOUTS, ids=[words for _, words in LAYOUTS])
+@pytest.mark.parametrize(
+    ("num_ranks", "words"),
+    [
+        # The verdict of data ranks alone and of a pipeline is in the tests below, too.
+        pytest.param(*each, id=each[1], marks=(pytest.mark.slow,) if number in (0, 3) else ())
+        for number, each in enumerate(LAYOUTS)
+    ],
+)
 def test_a_broken_device_is_named_and_training_goes_on_bitwise(
     workplace: Path, num_ranks: int, words: str
 ) -> None:
@@ -164,9 +171,12 @@ def test_each_kind_of_fault_has_its_exit_code(
         assert list_steps(PosixStorage(left)) == [AT - 1]
 
 
-@pytest.mark.parametrize("words", [DROPOUT, "--zero 1 --precision bf16"])
 @pytest.mark.parametrize(
-    ("kind", "code", "convicted"), [("persistent_error", 18, ["b"]), ("correct_result", 19, [])]
+    ("kind", "code", "convicted", "words"),
+    [
+        ("persistent_error", 18, ["b"], DROPOUT),
+        ("correct_result", 19, [], "--zero 1 --precision bf16"),
+    ],
 )
 def test_another_data_replica_tells_without_a_restart(
     workplace: Path, kind: str, code: int, convicted: list[str], words: str

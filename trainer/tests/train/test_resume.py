@@ -22,7 +22,7 @@ from holdfast_trainer.train.loop import Trainer
 from tests.harness import RankContext, run_ranks
 
 SAVED_AT = 5
-NUM_MORE = 20
+NUM_MORE = 6
 WORDS = (
     "--num-layers 1 --model-dim 32 --num-heads 4 --seq-len 16 --global-batch-size 8 "
     "--warmup-steps 3 --end-weight-decay 0.3 --lr 1e-2 --min-lr 1e-3 "

@@ -1,0 +1,202 @@
+"""Random programs of several clients through a network that fails, against a plain model.
+
+In each round up to three clients do one operation each, at once. Whatever fails, a step has one of
+the versions that the operations allow, whole; what a save has reported as committed is there; and
+every round ends.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from holdfast import Checkpointer, HoldfastError, Stored
+from holdfast.format.names import list_steps
+from holdfast.format.verifier import verify_snapshot
+from holdfast.policies.keep import KeepLast
+from holdfast.retention.removal import apply_retention, plan_retention
+from holdfast.storage import Storage
+from holdfast.writer.leftovers import repair
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+from holdfast.storage.objects import ObjectStorage, bucket
+from tests.buckets.proxy import at_random, fault_proxy
+from tests.buckets.server import new_bucket
+
+NUM_ROUNDS = 4
+STEPS = (1, 2, 3)
+KINDS = ("save", "save", "async", "replace", "replace", "prune", "repair", "load")
+_ROUND_S = 90.0
+Version = int | None
+
+
+def state_of(version: int) -> dict[str, object]:
+    return {"t": {"a": torch.arange(300) + version}, "v": {"version": version}}
+
+
+def version_of(storage: Storage, step: int | None = None) -> tuple[int, int]:
+    """Load a step, or the newest; prove that all of it is of one version."""
+    loaded = Checkpointer(storage, settle_s=0.0).load({"t": Stored(), "v": Stored()}, step=step)
+    version = loaded.values["v"]["version"]  # type: ignore[index,call-overload]
+    tensor = loaded.values["t"]["a"]  # type: ignore[index,call-overload]
+    assert torch.equal(tensor, torch.arange(300) + version), "mixed"
+    return loaded.step, int(version)
+
+
+@dataclass
+class Operation:
+    """What one client does in a round, and its outcome."""
+
+    kind: str
+    step: int
+    version: int
+    is_done: bool = False
+    loaded: tuple[int, int] | None = None
+    crash: BaseException | None = None
+
+
+@dataclass
+class Model:
+    """What each step may have; and versions of failed saves, which a repair may still finish."""
+
+    may_be: dict[int, set[Version]] = field(default_factory=lambda: defaultdict(lambda: {None}))
+    unknown: dict[int, set[Version]] = field(default_factory=lambda: defaultdict(set))
+
+    def allows(self, step: int, version: Version) -> bool:
+        allowed = self.may_be[step]
+        return version in allowed or (None in allowed and version in self.unknown[step])
+
+    def apply(self, operations: list[Operation]) -> None:
+        """Take in a round; operations at once count in any order."""
+        before = {step: set(self.may_be[step]) for step in STEPS}
+        saves = [each for each in operations if each.kind in ("save", "async", "replace")]
+        for each in saves:
+            self.may_be[each.step].add(each.version)
+            if not each.is_done:
+                self.unknown[each.step].add(each.version)
+        for step in STEPS:
+            here = [each for each in saves if each.step == step]
+            done = [each for each in here if each.is_done]
+            if done:
+                # Something is there now, and what was there before is not, unless one of these
+                # was followed by another.
+                self.may_be[step] = {each.version for each in here}
+            created = [each for each in done if each.kind != "replace"]
+            others = [each for each in operations if each.kind in ("prune", "replace")]
+            if created and None not in before[step] and not others:
+                raise AssertionError(f"step {step} was there, and was created")
+            if len(created) > 1 and not others:
+                raise AssertionError(f"step {step} was created twice")
+        if any(each.kind == "prune" for each in operations):
+            # Any step but the newest may go.
+            for step in STEPS:
+                if any(self.may_be[later] != {None} for later in STEPS if later > step):
+                    self.may_be[step].add(None)
+        for each in operations:
+            if each.loaded is not None:
+                step, version = each.loaded
+                allowed = before[step] | self.may_be[step] | self.unknown[step]
+                assert version in allowed, f"a load gave {each.loaded}"
+
+
+def perform(operation: Operation, checkpointer: Checkpointer) -> None:
+    storage, step = checkpointer.storage, operation.step
+    try:
+        if operation.kind == "async":
+            checkpointer.save_async(step, state_of(operation.version)).result()
+        elif operation.kind in ("save", "replace"):
+            overwrite = operation.kind == "replace"
+            checkpointer.save(step, state_of(operation.version), overwrite=overwrite)
+        elif operation.kind == "prune":
+            apply_retention(storage, plan_retention(storage, KeepLast(1)))
+        elif operation.kind == "repair":
+            repair(storage, alive_s=0.0)
+        else:
+            operation.loaded = version_of(storage)
+        operation.is_done = True
+    except HoldfastError:
+        return
+    except BaseException as error:
+        operation.crash = error
+
+
+def run_program(s3: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(bucket, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("tests.buckets.proxy._DELAY_S", 0.01)
+    generator = random.Random(seed)
+    url = f"s3://{new_bucket(s3)}/run"
+    direct, model, version = ObjectStorage(url), Model(), 0
+    # A third of the programs gives up at once: saves fail, or their outcome is unknown.
+    rate, retry_s = (0.03, 0.0) if seed % 3 == 0 else (0.12, 5.0)
+    with fault_proxy(s3, at_random(seed, rate)) as (_, address):
+        clients = [
+            # With an observer the writer is a thread.
+            Checkpointer(
+                ObjectStorage(url, endpoint=address, retry_s=retry_s, observer=lambda *of: None),
+                settle_s=0.0,
+            )
+            for _ in range(generator.randint(1, 3))
+        ]
+        for _ in range(NUM_ROUNDS):
+            operations = []
+            for _ in clients:
+                version += 1
+                kind, step = generator.choice(KINDS), generator.choice(STEPS)
+                operations.append(Operation(kind, step, version))
+            threads = [
+                threading.Thread(target=perform, args=pair, daemon=True)
+                for pair in zip(operations, clients, strict=True)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(_ROUND_S)
+                assert not thread.is_alive(), f"seed {seed}: {operations} hangs"
+            for each in operations:
+                assert each.crash is None, f"seed {seed}: {each}"
+            model.apply(operations)
+            for name in direct.list(".reading"):  # of a process that could not give it back
+                direct.remove_tree(f".reading/{name}")
+        for client in clients:
+            try:
+                client.close()
+            except HoldfastError:
+                continue
+    compare(model, ObjectStorage(url), seed)
+    left = repair(ObjectStorage(url), alive_s=0.0)
+    assert not [each for each in left if each.fate == "kept"], f"seed {seed}: {left}"
+    compare(model, ObjectStorage(url), seed)
+
+
+def compare(model: Model, storage: ObjectStorage, seed: int) -> None:
+    steps = list_steps(storage)
+    for step in STEPS:
+        version = version_of(storage, step)[1] if step in steps else None
+        assert model.allows(step, version), (
+            f"seed {seed}: step {step} is {version}, not of {model.may_be[step]}"
+        )
+        if version is not None:
+            assert verify_snapshot(storage, f"iter_{step:07d}") == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_programs_through_a_bad_network(
+    s3: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_program(s3, seed, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6, 206))
+def test_more_programs_through_a_bad_network(
+    s3: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_program(s3, seed, monkeypatch)

@@ -1,0 +1,138 @@
+"""Promises of group P in a bucket; docs/object-stores.md says which tests prove the others."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from typing import cast
+
+import pytest
+import torch
+
+from holdfast import (
+    Checkpointer,
+    DriftError,
+    HoldfastError,
+    KeepLast,
+    Layout,
+    ProcessGroups,
+    Sharded,
+    Stored,
+)
+from holdfast.format.names import list_steps, saving_dir, step_dir
+from holdfast.format.verifier import verify_snapshot
+from holdfast.format.versions import read_manifest
+from holdfast.retention.removal import apply_retention, plan_retention
+from holdfast.writer.leftovers import repair
+from tests.crash.common import state_of
+from tests.harness import RankContext, run_ranks
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+from holdfast.storage.objects import ObjectStorage
+from tests.buckets.server import environment, new_bucket
+
+WHOLE = torch.arange(1 << 12, dtype=torch.float32)
+
+
+def _two_ranks(context: RankContext, url: str, endpoint: str) -> float | None:
+    os.environ.update(environment(endpoint))
+    half = len(WHOLE) // 2
+    mine = WHOLE[context.rank * half : (context.rank + 1) * half].clone()
+    alike = torch.ones(64)
+
+    def state() -> dict[str, object]:
+        return {"t": {"a": Sharded(mine, (len(WHOLE),), dims={0: "dp"}), "b": alike}}
+
+    with (
+        ProcessGroups.create(Layout(dp=2), timeout_s=60) as groups,
+        Checkpointer(url, groups=groups, settle_s=0.0, fingerprints=True) as checkpointer,
+    ):
+        checkpointer.save(1, state())
+        # P4: a replica that differs by one bit.
+        if context.rank:
+            alike.view(torch.int32)[5] ^= 1
+        with pytest.raises(DriftError, match=r"t\.b"):
+            checkpointer.save(2, state(), check_replicas=True)
+        alike.fill_(1.0)
+        # P2: the writer of one rank dies; no rank reports success.
+        checkpointer.prepare(state())
+        pid = checkpointer.stats.writer_pid
+        assert pid is not None
+        if context.rank:
+            os.kill(pid, signal.SIGSTOP)
+        pending = checkpointer.save_async(3, state())
+        if context.rank:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(HoldfastError, match="was killed by SIGKILL"):
+            pending.result()
+        assert checkpointer.steps() == [1]
+        # P7: what both ranks need is read once.
+        report = checkpointer.load(
+            {"t": {"a": torch.zeros(len(WHOLE)), "b": torch.zeros(64)}}, exchange=True
+        )
+        return report.job.amplification
+
+
+def test_ranks_that_drift_or_lose_their_writer_commit_nothing(s3: str) -> None:
+    """P2, P3, P4, P7."""
+    url = f"s3://{new_bucket(s3)}/run"
+    assert run_ranks(2, _two_ranks, url, s3, fresh=True).results == [1.0, 1.0]
+    repair(ObjectStorage(url), alive_s=0.0)
+    assert list_steps(ObjectStorage(url)) == [1]
+    # P3: a fingerprint does not depend on the sharding.
+    other = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    with Checkpointer(other, settle_s=0.0, fingerprints=True) as checkpointer:
+        checkpointer.save(1, {"t": {"a": WHOLE, "b": torch.ones(64)}})
+    prints = [
+        {tensor.key: tensor.fingerprint for tensor in read_manifest(place, step_dir(1))[1].tensors}
+        for place in (ObjectStorage(url), other)
+    ]
+    assert prints[0] == prints[1]
+    assert None not in prints[0].values()
+
+
+def test_a_copy_by_any_tool_is_a_run() -> None:
+    """P11: what copies objects one by one copies names and data; neither states a place."""
+    source = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    for version in (1, 2):
+        Checkpointer(source, settle_s=0.0).save(7, state_of(version), overwrite=True)
+    target = ObjectStorage(f"memory://{secrets.token_hex(8)}/elsewhere/run2")
+    for key in source._bucket.list_all(""):
+        answer = source._bucket.get(key)
+        assert answer is not None
+        target._bucket.put(key, bytes(answer[0]))
+    assert list_steps(target) == [7]
+    assert verify_snapshot(target, step_dir(7)) == []
+    loaded = Checkpointer(target, settle_s=0.0).load({"t": Stored(), "v": Stored()})
+    assert cast("dict[str, int]", loaded.values["v"])["version"] == 2
+    Checkpointer(target, settle_s=0.0).save(7, state_of(3), overwrite=True)
+    assert list_steps(source) == list_steps(target) == [7]
+
+
+def test_the_newest_sound_checkpoint_stays() -> None:
+    """P8: of a newest step whose data is gone nothing is kept in its place, and none removed."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state_of(step))
+    (name,) = storage.list(f"{step_dir(3)}/data")
+    storage.remove_tree(f"{step_dir(3)}/data/{name}")
+    apply_retention(storage, plan_retention(storage, KeepLast(1)))
+    assert list_steps(storage) == [2, 3]
+    assert verify_snapshot(storage, step_dir(2)) == []
+
+
+def test_a_save_in_progress_is_left_alone() -> None:
+    """P14: by the store's own clock, and until it is silent for long."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    Checkpointer(storage, settle_s=0.0).save(1, state_of(1))
+    directory = saving_dir(2, "abc")
+    storage.make_dir(directory)
+    assert [each.fate for each in repair(ObjectStorage(storage.url))] == ["alive"]
+    assert storage.is_dir(directory)
+    time.sleep(0.01)
+    assert [each.fate for each in repair(ObjectStorage(storage.url), alive_s=0.0)] == ["removed"]

@@ -1,0 +1,121 @@
+"""Which step a restart continues from while a writer of the run before may still live."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import Checkpointer, PosixStorage
+from holdfast.checkpoint.load import finding
+from holdfast.writer import job, leftovers
+from tests.crash.common import state_of, versions
+from tests.harness import RankContext, run_ranks
+
+LATE_S = 1.5
+"""How long a writer stands still: longer than `ALIVE_S` and than a save may take to its lock."""
+ALIVE_S = 0.3
+
+
+def saved_late(context: RankContext, root: str, signal_number: int) -> None:
+    """Commit step 1; in the commit of step 2 stand still, or be killed."""
+    with Checkpointer(root, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state_of(1))
+        real = job.commit_save
+
+        def late(*args: Any, **kwargs: Any) -> Any:
+            Path(root, "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal_number)
+            return real(*args, **kwargs)
+
+        job.commit_save = late
+        checkpointer.save(2, state_of(2))
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """A root on a file system of which the kernel knows all users."""
+    root = tmp_path / "run"
+    root.mkdir()
+    if PosixStorage(root).is_locked("") is None:
+        pytest.skip("the kernel does not know who else uses this file system")
+    return root
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_writer_that_stood_still_is_waited_for(
+    local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, `latest` did not wait at all, and a load took a silent writer for a dead one."""
+    monkeypatch.setattr(finding, "_ALIVE_S", ALIVE_S)
+    run = threading.Thread(
+        target=run_ranks, args=(1, saved_late, str(local), signal.SIGSTOP), kwargs={"fresh": True}
+    )
+    run.start()
+    pid_file = local / "pid"
+    until(lambda: pid_file.exists() and pid_file.read_text() != "")
+    pid = int(pid_file.read_text())
+    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    wake = threading.Timer(LATE_S, os.kill, (pid, signal.SIGCONT))
+    wake.start()
+    assert Checkpointer(local).steps() == [1]
+    assert Checkpointer(local).latest() == 2
+    wake.join()
+    run.join()
+    assert versions(local) == {1: 1, 2: 2}
+
+
+def test_a_writer_that_was_killed_is_not_waited_for(
+    local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, a load waited until its last heartbeat was five seconds old."""
+    run_ranks(1, saved_late, str(local), signal.SIGKILL, expect_failure=True)
+    slept: list[float] = []
+    real = time.sleep
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        real(seconds)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert Checkpointer(local).latest() == 2  # all was written: it is finished here
+    assert sum(slept) < 1.0
+    assert versions(local) == {1: 1, 2: 2}
+
+
+def test_a_writer_that_may_be_on_another_host_has_its_five_seconds(
+    local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(1, saved_late, str(local), signal.SIGKILL, expect_failure=True)
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(PosixStorage, "age_s", lambda *_: 0.6 + sum(slept))
+    monkeypatch.setattr(PosixStorage, "is_locked", lambda *_: None)
+    monkeypatch.setattr("holdfast.writer.records.renewed_ago_s", lambda *_, **__: 0.6 + sum(slept))
+    assert Checkpointer(local).latest() == 2
+    assert 4.0 < sum(slept) < 5.5
+
+
+def test_a_save_that_is_locked_is_left_alone_by_a_repair(local: Path) -> None:
+    """However old its heartbeats are; the lock is gone when the process is."""
+    storage = PosixStorage(local)
+    storage.make_dir(".saving-iter_0000001-abc")
+    with storage.locking(".saving-iter_0000001-abc") as release:
+        os.utime(local / ".saving-iter_0000001-abc", (1, 1))
+        (found,) = leftovers.repair(storage, alive_s=30.0)
+        assert (found.fate, found.why.rpartition(", ")[2]) == ("alive", "a process has it locked")
+        release()
+        (found,) = leftovers.repair(storage, alive_s=30.0)
+        assert found.fate == "removed"

@@ -1,0 +1,359 @@
+"""Megatron-core: its sharded state dicts in our format, killed and resumed, on other layouts."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.arrays.boxes import Box
+from holdfast.cli.main import main
+from holdfast.format.reader import Snapshot
+from holdfast.state.tensor_elements import torch_dtype
+from holdfast.storage import PosixStorage
+from tests.integrations.forks import ForkServer
+from tests.integrations.pages import lines_to_change, program_of
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
+
+PROGRAM = program_of("megatron", "megatron")
+STEPS = 8
+ON_CPU = """
+from tests.foreign.megatron_on_cpu import cuda_on_cpu
+import holdfast.integrations.megatron as kept
+kept.on_cpu = cuda_on_cpu()
+kept.on_cpu.__enter__()
+"""
+ALONE = """
+import os
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""
+KILL = (
+    ON_CPU
+    + """
+import os, signal, torch
+step = torch.optim.AdamW.step
+count = 0
+def kill(self, *args, **named):
+    global count
+    count += 1
+    if count == {at} and rank == {rank}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args, **named)
+torch.optim.AdamW.step = kill
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(
+        "holdfast.integrations.megatron", "megatron.core.models.gpt", "megatron.core.optimizer"
+    )
+    yield server
+    server.close()
+
+
+DENSE, SPARSE = (2, 0), (1, 4)
+"""Tensor-parallel ranks and experts."""
+
+
+def killed_and_resumed(
+    server: ForkServer, root: Path, at: int, layout: tuple[int, int]
+) -> list[str]:
+    """What two ranks print that are killed once, and started again."""
+    named = {"directory": root.parent, "num_ranks": 2}
+    kill = KILL.format(at=at, rank=at % 2)
+    ends = server.run(PROGRAM, root, STEPS, *layout, prelude=kill, **named)
+    assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
+    return server.lines(PROGRAM, root, STEPS, *layout, prelude=ON_CPU, **named)
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """What runs print that are not killed, and where their checkpoints are."""
+    base = tmp_path_factory.mktemp("megatron")
+    return {
+        layout: server.lines(
+            PROGRAM, base / str(layout[0]), STEPS, *layout,
+            prelude=ON_CPU, directory=base, num_ranks=2,
+        )
+        for layout in (DENSE, SPARSE)
+    } | {"root": base}  # fmt: skip
+
+
+def test_the_page_counts_its_lines() -> None:
+    assert len(lines_to_change(PROGRAM)) == 5
+
+
+@pytest.mark.parametrize(("at", "layout"), [(6, DENSE), (9, SPARSE)])
+def test_killed_and_resumed_bitwise(
+    server: ForkServer, straight: dict[Any, Any], tmp_path: Path, at: int, layout: tuple[int, int]
+) -> None:
+    assert killed_and_resumed(server, tmp_path / "run", at, layout) == straight[layout]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", [DENSE, SPARSE])
+def test_killed_at_twenty_random_steps(
+    server: ForkServer, straight: dict[Any, Any], tmp_path: Path, layout: tuple[int, int]
+) -> None:
+    num_optimizers = 2 if layout == SPARSE else 1  # experts have one of their own
+    draws = random.Random(28)
+    for at in [draws.randrange(2, STEPS * num_optimizers) for _ in range(20)]:
+        assert killed_and_resumed(server, tmp_path / "run", at, layout) == straight[layout], at
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_another_layout_by_value(
+    server: ForkServer, straight: dict[Any, Any], tmp_path: Path
+) -> None:
+    """Two tensor-parallel ranks, then one: loaded there and saved, nothing differs."""
+    saved = straight["root"] / "2" / f"iter_{STEPS:07d}"
+    again = PROGRAM.replace("while step < total_steps:", AGAIN)
+    root = tmp_path / "2"
+    shutil.copytree(saved, root / saved.name)
+    server.lines(again, root, STEPS, 1, 0, prelude=ON_CPU + ALONE, directory=tmp_path)
+    one, other = whole(saved), whole(tmp_path / "again" / saved.name)
+    assert one.keys() == other.keys()
+    assert [key for key in one if one[key] != other[key]] == []
+
+
+AGAIN = """
+path = root.parent / "again" / f"iter_{step:07d}"
+path.mkdir(parents=True)
+dist_checkpointing.save(
+    state(), str(path), saving, preprocess_common_before_consistancy_check=saving.common)
+while step < total_steps:"""
+
+
+def whole(directory: Path) -> dict[str, bytes]:
+    """The bytes of each tensor of a checkpoint but for the file that Megatron made."""
+    tensors = {}
+    with Snapshot.open(PosixStorage(directory.parent), directory.name) as snapshot:
+        for key in snapshot.keys:
+            shape = tuple(snapshot.tensor(key).shape)
+            itemsize = torch_dtype(snapshot.tensor(key).dtype).itemsize
+            data = bytearray(math.prod(shape) * itemsize)
+            if data:
+                snapshot.read_box(key, Box((0,) * len(shape), shape), memoryview(data))
+            if not key.startswith("megatron.files."):
+                tensors[key] = bytes(data)
+    return tensors
+
+
+# ---- sharded state dicts by hand ----
+
+BY_HAND = """
+import io, random, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from megatron.core import dist_checkpointing as dc, parallel_state
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.process_groups_config import ProcessGroupCollection
+from holdfast import HoldfastError
+from holdfast.integrations.megatron import HoldfastLoad, HoldfastSave, groups_of, latest
+
+root = Path(sys.argv[1])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+groups = groups_of(ProcessGroupCollection.use_mpu_process_groups())
+saving, loading = HoldfastSave(groups), HoldfastLoad(groups)
+tensor = ShardedTensor.from_rank_offsets
+
+def halves(key, data, replica_id, _):
+    return [tensor(key, part, (0, 2 * half + rank, 4)) for half, part in enumerate(data.chunk(2))]
+
+def state(value, *, size=5, drift=0.0, lr=0.1):
+    torch.manual_seed(value)
+    whole = torch.randn(3, 4)
+    return {
+        "same": tensor("norm.weight", whole.clone() + drift * rank, replica_id=rank),
+        "layers": [tensor("layers.weight", torch.randn(2, 3) + rank, (0, layer, 2), (1, rank, 2),
+                          prepend_axis_num=1) for layer in range(2)],
+        "swiglu": ShardedTensorFactory("fc1", torch.randn(6, 2) + rank, halves, torch.cat),
+        "padded": tensor("vocabulary", torch.full((size, 2), value + rank).float(), (0, rank, 2),
+                         allow_shape_mismatch=True),
+        "rng": ShardedObject("rng_state", [{"python": random.Random(value).getstate()}], (2,),
+                             (rank,)),
+        "extra": ShardedObject("extra", io.BytesIO(bytes([value])), (1,), (0,), replica_id=rank),
+        "odd": ShardedObject("odd", {(torch.float32, 0): torch.bfloat16}, (1,), (0,), rank),
+        "local": LocalNonpersistentObject(value),
+        "lr": lr, "names": ("a", None),
+    }
+
+def path_of(step):
+    path = root / f"iter_{step:07d}"
+    path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    return str(path)
+
+def save(step, sharded, strategy=saving, **options):
+    options = {"preprocess_common_before_consistancy_check": strategy.common, **options}
+    return dc.save(sharded, path_of(step), strategy, **options)
+
+def refused(words, call, *args, **options):
+    try:
+        call(*args, **options)
+    except Exception as error:
+        assert words in str(error), str(error)
+        return
+    raise AssertionError(f"not refused: {words}")
+
+def check(loaded, value):
+    twin = state(value)
+    assert torch.equal(loaded["same"], twin["same"].data)
+    assert all(map(torch.equal, loaded["layers"], [each.data for each in twin["layers"]]))
+    assert torch.equal(loaded["swiglu"], twin["swiglu"].data)
+    assert loaded["rng"] == twin["rng"].data and loaded["odd"] == twin["odd"].data
+    assert loaded["extra"].getvalue() == bytes([value])
+    assert loaded["names"] == ("a", None)
+"""
+
+
+def by_hand(server: ForkServer, tmp_path: Path, program: str) -> None:
+    """Run a program on two ranks after the definitions, which must end well."""
+    end = "\nsaving.close(); groups.close(); print('ok')\n"
+    lines = server.lines(
+        BY_HAND + program + end, tmp_path / "run",
+        prelude=ON_CPU, directory=tmp_path, num_ranks=2,
+    )  # fmt: skip
+    assert lines == ["ok", "ok"]
+
+
+def test_every_kind_of_entry(server: ForkServer, tmp_path: Path) -> None:
+    """Saved, saved in the background, loaded with other paddings and under each `strict`."""
+    by_hand(server, tmp_path, """
+save(1, state(1))
+queue = AsyncCallsQueue()
+for step in (2, 3):
+    queue.schedule_async_request(save(step, state(step), async_sharded_save=True))
+queue.close()
+for step in (1, 2, 3):
+    loaded = dc.load(state(7), path_of(step), loading)
+    check(loaded, step)
+    assert loaded["local"] == 7
+assert latest(groups, root) == path_of(3)
+for size in (3, 9):
+    padded = dc.load(state(7, size=size), path_of(1), loading)["padded"]
+    rows = range(rank * size, (rank + 1) * size)
+    assert padded[:, 0].tolist() == [
+        1.0 if row < 5 else 2.0 if row < 10 else 7.0 + rank for row in rows]
+more = {**state(7), "new": tensor("norm.new", torch.zeros(2), replica_id=rank)}
+refused("norm.new", dc.load, dict(more), path_of(1), loading)
+refused("norm.new", dc.load, dict(more), path_of(1), loading, strict="raise_all")
+less = state(7)
+del less["same"]
+loaded, missing, unexpected = dc.load({**less, "new": more["new"]}, path_of(1), loading,
+                                      strict="return_all")
+assert (missing, unexpected) == ({"norm.weight"}, {"norm.new"})
+loaded = dc.load(dict(more), path_of(1), loading, strict="log_all")
+assert torch.equal(loaded["same"], state(1)["same"].data) and "new" not in loaded
+assert set(dc.load_tensors_metadata(path_of(1), loading)) == {
+    "norm.weight", "layers.weight", "fc1", "vocabulary"}
+""")  # fmt: skip
+
+
+def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
+    by_hand(server, tmp_path, """
+save(1, state(1))
+refused("norm.weight: different bytes on ranks", save, 2, state(1, drift=1.0))
+refused("megatron.common.lr", save, 2, state(1, lr=0.1 + rank))
+refused("saving.common", save, 2, state(1), preprocess_common_before_consistancy_check=None)
+refused("saving.common", save, 2, state(1), validate_access_integrity=False)
+refused("of a step", dc.save, state(1), str(root), saving,
+        preprocess_common_before_consistancy_check=saving.common)
+different = state(1)
+different["extra"].data = io.BytesIO(bytes([rank]))
+refused("extra/shard_0_1", save, 2, different)
+assert latest(groups, root) == path_of(1)
+check(dc.load(state(7), path_of(1), loading), 1)
+trusting = HoldfastSave(groups, main_replica_only=("*",), common=lambda state: {})
+different["same"].data.add_(rank)
+save(2, {**different, "lr": rank}, trusting)
+loaded = dc.load(state(7), path_of(2), loading)
+assert torch.equal(loaded["same"], state(1)["same"].data) and loaded["lr"] == 0
+trusting.close()
+""")  # fmt: skip
+
+
+def test_the_files_of_megatron_are_those_of_the_checkpoint(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Damaged, or not there since a run was killed before it had written them."""
+    by_hand(server, tmp_path, """
+save(1, state(1))
+common, config = (Path(path_of(1)) / name for name in ("common.pt", "metadata.json"))
+dist.barrier()
+if rank == 0:
+    content = common.read_bytes()
+    torch.save({"lr": 3.0, "names": ("a", None)}, common)
+dist.barrier()
+refused("is not the file that was saved", dc.load, state(7), path_of(1), loading)
+dist.barrier()
+if rank == 0:
+    config.unlink()
+latest(groups, root)
+check(dc.load(state(7), path_of(1), loading), 1)
+if rank == 0:
+    assert common.read_bytes() == content
+""")  # fmt: skip
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    (tmp_path / "run" / "iter_0000001" / "other.pt").touch()
+    assert main(["verify", str(tmp_path / "run")]) == 1
+
+
+DISTRIBUTED = """
+from tests.foreign import megatron_writing as written
+class Context:
+    rank = 0
+def trained(seed):
+    torch.manual_seed(seed)
+    model = written._gpt(Context, is_sparse=False, is_bf16=True)
+    torch.manual_seed(seed)
+    return model, written._trained(model, is_distributed=True, is_bf16=True)
+def sharded(model, optimizer, form):
+    options = {"distrib_optim_sharding_type": form}
+    weights = model.module.sharded_state_dict(metadata=options)
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, metadata=options)}
+def held(optimizer):
+    inner = optimizer.chained_optimizers[0].optimizer
+    return [each for group in inner.param_groups for p in group["params"]
+            for each in (p, *(inner.state[p][name] for name in ("exp_avg", "exp_avg_sq")))]
+"""
+
+
+@pytest.mark.parametrize("form", ["dp_reshardable", "fully_reshardable"])
+def test_the_distributed_optimizer(server: ForkServer, tmp_path: Path, form: str) -> None:
+    """Its formats, over two data-parallel ranks."""
+    by_hand(server, tmp_path, f"form = {form!r}\n" + DISTRIBUTED + """
+parallel_state.destroy_model_parallel()
+parallel_state.initialize_model_parallel()
+groups.close()
+groups = groups_of(ProcessGroupCollection.use_mpu_process_groups())
+saving, loading = HoldfastSave(groups), HoldfastLoad(groups)
+model, optimizer = trained(1)
+save(1, sharded(model, optimizer, form), saving)
+_, twin = model_twin = trained(2)
+assert not all(map(torch.equal, held(optimizer), held(twin)))
+loaded = dc.load(sharded(*model_twin, form), path_of(1), loading)
+inner = twin.chained_optimizers[0]
+state_of = inner._set_main_param_and_optimizer_states
+def with_step(param, tensors):  # torch's Adam has a step of its own, which Megatron forgets here
+    group, order = inner.model_param_group_index_map[param]
+    step = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][order]]["step"]
+    state_of(param, {"step": step.clone(), **tensors})
+inner._set_main_param_and_optimizer_states = with_step
+with torch.no_grad():
+    twin.load_state_dict(loaded["optimizer"])
+assert all(map(torch.equal, held(optimizer), held(twin)))
+""")  # fmt: skip
