@@ -303,7 +303,9 @@ def _owners(optimizer: Any, models: list[nn.Module]) -> nn.Module | dict[str, nn
 def _refuse_unsupported(accelerator: Any) -> None:
     """Raise ConfigError for what this integration does not cover."""
     kind = accelerator.distributed_type.name
-    unsupported = [kind] if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA") else []
+    unsupported = [kind] if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") else []
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        unsupported.append("FSDP of version 1 (fsdp_version=2 is supported)")
     if accelerator.use_stateful_dataloader:
         unsupported.append("use_stateful_dataloader")
     if unsupported:

@@ -22,12 +22,12 @@ from torch import nn
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
 from holdfast.errors import ConfigError
-from holdfast.integrations.loaders import LoaderPlace, place_of
+from holdfast.integrations.loaders import LoaderPlace, place_of, shares_of_data
 from holdfast.integrations.owners import owners_of
 from holdfast.integrations.world import agreed_newest_step, groups_of_world
 from holdfast.state import RNG, OptimizerState, PerRank, Stored
 
-_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 
 
 class FabricCheckpoints:
@@ -60,7 +60,8 @@ class FabricCheckpoints:
         if strategy not in _STRATEGIES:
             raise ConfigError(f"FabricCheckpoints does not support {strategy}")
         self._state, self._loaders = state, list(loaders)
-        self._places = [_place(loader, fabric.world_size) for loader in loaders]
+        num_shares = shares_of_data(fabric.strategy)
+        self._places = [_place(loader, num_shares) for loader in loaders]
         self._groups = groups_of_world("fabric")
         self._checkpointer = Checkpointer(root, groups=self._groups, **options)
         self._overwrite = False
@@ -176,10 +177,10 @@ class FabricCheckpoints:
         return {**parts, "rng": RNG()}
 
 
-def _place(loader: Any, world_size: int) -> LoaderPlace:
+def _place(loader: Any, num_shares: int) -> LoaderPlace:
     """Return the place of a loader that Fabric has set up."""
     inner = getattr(loader, "_dataloader", None)
-    place = place_of(inner, world_size=world_size) if inner is not None else None
+    place = place_of(inner, num_shares=num_shares) if inner is not None else None
     if place is None:
         raise ConfigError(
             f"FabricCheckpoints takes a DataLoader that fabric.setup_dataloaders returned; a "

@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError
 from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.integrations.fetches import Streams, set_streams
-from holdfast.integrations.loaders import has_place, place_of
+from holdfast.integrations.loaders import has_place, place_of, shares_of_data
 from holdfast.integrations.world import groups_of_world, newest_step
 from holdfast.parallel import ProcessGroups
 from holdfast.policies.keep import KeepPolicy
@@ -30,7 +31,9 @@ from holdfast.state import RNG, OptimizerState, PerRank, Stored
 
 _OWN = ("state_dict", "optimizer_states")
 """Entries of Lightning's checkpoint that are parts of their own here."""
-_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+_SHARDED = "ModelParallelStrategy"
+"""Reads and writes by itself, without a `CheckpointIO`, and gathers what it would write."""
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", _SHARDED)
 _REFUSED = ("dirpath", "filename", "save_last", "save_top_k", "save_weights_only")
 
 
@@ -99,7 +102,9 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 f"HoldfastCheckpoint supports {' and '.join(_STRATEGIES)}, not "
                 f"{type(strategy).__name__}"
             )
-        if not isinstance(strategy.checkpoint_io, HoldfastIO):
+        if type(strategy).__name__ == _SHARDED:
+            _read_here(strategy, self, trainer)
+        elif not isinstance(strategy.checkpoint_io, HoldfastIO):
             strategy.checkpoint_io = HoldfastIO(self, trainer, strategy.checkpoint_io)
         if self._checkpointer is None:
             self._groups = groups_of_world("lightning")
@@ -172,7 +177,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     def _save(self, trainer: Trainer) -> None:
         """Save everything in the background."""
         self._is_due_at_epoch_end = False
-        dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        with _nothing_gathered(trainer.strategy):
+            dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         rest = {name: each for name, each in dumped.items() if name not in _OWN}
         parts = {
             "model": trainer.lightning_module,
@@ -181,6 +187,11 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             "lightning": {"checkpoint": _of_rank(rest)},
         }
         self.last_save = self._running().save_async(trainer.global_step, parts, overwrite=True)
+
+    def step_at(self, path: Any) -> int | None:
+        """Return the step of a checkpoint below the root by its path; None for any other path."""
+        step = parse_step_dir(Path(path).name)
+        return step if Path(path).absolute().parent == self._root else None
 
     def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
         """Load a checkpoint into the module, and return the rest as Lightning's own has it."""
@@ -203,7 +214,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         loop = trainer.fit_loop
         now = self._now
         for loader in loop._combined_loader.flattened:
-            place = place_of(loader, world_size=trainer.world_size)
+            place = place_of(loader, num_shares=shares_of_data(trainer.strategy))
             if place is None:
                 continue
             place.limit = lambda: float(trainer.num_training_batches)
@@ -242,8 +253,8 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]
         Raises:
             HoldfastError: on all ranks, as of `Checkpointer.load`.
         """
-        step = parse_step_dir(Path(path).name)
-        if step is not None and Path(path).absolute().parent == self._checkpoints._root:
+        step = self._checkpoints.step_at(path)
+        if step is not None:
             return self._checkpoints.load(self._trainer, step)
         loaded: dict[str, Any] = self._inner.load_checkpoint(path, *args, **more)
         return loaded
@@ -277,6 +288,36 @@ def _stateful(combined: Any) -> list[Any]:
         for each in combined.flattened
         if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
     ]
+
+
+def _read_here(strategy: Any, checkpoints: HoldfastCheckpoint, trainer: Trainer) -> None:
+    """Let a strategy without a `CheckpointIO` read our checkpoints; all others as it does."""
+    inner = type(strategy).load_checkpoint
+
+    def load_checkpoint(path: Any, *args: Any, **more: Any) -> dict[str, Any]:
+        step = checkpoints.step_at(path)
+        if step is not None:
+            return checkpoints.load(trainer, step)
+        loaded: dict[str, Any] = inner(strategy, path, *args, **more)
+        return loaded
+
+    strategy.load_checkpoint = load_checkpoint
+
+
+@contextmanager
+def _nothing_gathered(strategy: Any) -> Iterator[None]:
+    """Let Lightning make its checkpoint without weights, where it would gather them for it."""
+    if type(strategy).__name__ != _SHARDED:
+        yield
+        return
+    names = ("lightning_module_state_dict", "optimizer_state")
+    for name in names:
+        setattr(strategy, name, lambda *args: {})
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(strategy, name)
 
 
 def _before_first_pass(trainer: Trainer, call: Any) -> None:

@@ -12,14 +12,14 @@ from holdfast.integrations.fetches import FetchWatch, Streams, generators_of, se
 _PLACE = "_holdfast_place"
 
 
-def place_of(loader: Any, *, world_size: int = 1) -> LoaderPlace | None:
+def place_of(loader: Any, *, num_shares: int = 1) -> LoaderPlace | None:
     """Return the place of a loader, which from now on counts its batches.
 
     The loader gets the methods `state_dict` and `load_state_dict` and stays an object of its class.
 
     Args:
         loader: A `DataLoader`.
-        world_size: Ranks that share out the data.
+        num_shares: Into how many shares the ranks split the data.
 
     Returns:
         None for an object that is no plain `DataLoader`, or has a state of its own.
@@ -32,7 +32,7 @@ def place_of(loader: Any, *, world_size: int = 1) -> LoaderPlace | None:
     if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
         return None
     kind: Any = type(loader)
-    place = LoaderPlace(loader, kind.__iter__, world_size)
+    place = LoaderPlace(loader, kind.__iter__, num_shares)
     methods = {
         "__iter__": lambda self: self.__dict__[_PLACE].begin(),
         "state_dict": lambda self: self.__dict__[_PLACE].state_dict(),
@@ -42,6 +42,15 @@ def place_of(loader: Any, *, world_size: int = 1) -> LoaderPlace | None:
     loader.__dict__[_PLACE] = place
     loader.__class__ = type(kind.__name__, (kind,), methods)
     return place
+
+
+def shares_of_data(strategy: Any) -> int:
+    """Return into how many shares a strategy of Lightning splits the data.
+
+    Ranks that share a model by tensor parallelism get the same samples.
+    """
+    sampler = getattr(strategy, "distributed_sampler_kwargs", None) or {}
+    return int(sampler.get("num_replicas", 1))
 
 
 def has_place(loader: Any) -> bool:
@@ -59,15 +68,15 @@ class LoaderPlace:
     Args:
         loader: The loader.
         make: Its own `__iter__`.
-        world_size: Ranks that share out the data.
+        num_shares: Into how many shares the ranks split the data.
     """
 
-    def __init__(self, loader: Any, make: Callable[[Any], Iterator[Any]], world_size: int) -> None:
+    def __init__(self, loader: Any, make: Callable[[Any], Iterator[Any]], num_shares: int) -> None:
         self._loader, self._make = loader, make
         self._watch = FetchWatch(loader)
         self._generators = generators_of(loader)
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-        self._num_samples = int(size) * world_size
+        self._num_samples = int(size) * num_shares
         self._batches = 0
         self._start: Streams | None = None
         self._first: Streams | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -524,6 +525,14 @@ class OptimizerState:
 
     def _names(self) -> dict[torch.Tensor, str]:
         """Return the logical name of each parameter, after the module's if there are several."""
+        names = self._names_in_place()
+        if any(param.parameter not in names for param in self._optimizer.optimizer_parameters()):
+            for module in self._modules.values():
+                put_shards_in_place(module)
+            names = self._names_in_place()
+        return names
+
+    def _names_in_place(self) -> dict[torch.Tensor, str]:
         names: dict[torch.Tensor, str] = {}
         for prefix, module in self._modules.items():
             refuse_flat_shards(module)
@@ -619,6 +628,18 @@ def modules_by_prefix(module: nn.Module | Mapping[str, nn.Module]) -> dict[str, 
     if not module:
         raise ConfigError("OptimizerState: a dict of modules needs at least one")
     return dict(module)
+
+
+def put_shards_in_place(module: nn.Module) -> None:
+    """Let FSDP2 free whole parameters, as its hook does before a `state_dict`.
+
+    A forward without a backward, of an evaluation say, leaves those of the outermost unit in the
+    places of the shards that the optimizer knows. No collective is made.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for each in module.modules():
+        if isinstance(each, kind):
+            each.reshard()
 
 
 def refuse_flat_shards(module: nn.Module) -> None:

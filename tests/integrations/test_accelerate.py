@@ -84,6 +84,43 @@ def test_two_ranks_bitwise(server: ForkServer, tmp_path: Path) -> None:
     assert killed_and_resumed(server, tmp_path / "b", 5, num_ranks=2) == straight
 
 
+SHARDED = """
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+plugin = FullyShardedDataParallelPlugin(
+    fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False)
+def sharded(accelerator):
+    # Accelerate itself shards on accelerators only; its classes do so on CPUs as well.
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    return accelerator
+""" + (
+    PROGRAM.replace("accelerator = Accelerator(", "accelerator = sharded(Accelerator(")
+    .replace("accumulation_steps=2)", "accumulation_steps=2))")
+    .replace("p.double()", "p.full_tensor().double()")
+)
+
+
+@pytest.mark.slow
+def test_fully_sharded_bitwise_and_on_another_number_of_ranks(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """FSDP2 by a plugin: two ranks are killed and go on; four take what two have saved."""
+    two: dict[str, Any] = {"directory": tmp_path, "num_ranks": 2}
+    four: dict[str, Any] = {"directory": tmp_path, "num_ranks": 4}
+    straight = server.lines(SHARDED, tmp_path / "a", EPOCHS, **two)
+    kill = KILL.format(at=5, rank=1)
+    resumed = server.lines_after_kill(SHARDED, tmp_path / "b", EPOCHS, kill=kill, num_ranks=2)
+    assert resumed == straight
+    silent = SHARDED.replace("loss {loss.item():.17g}, ", "").replace("every=2", "every=3")
+    saved = server.lines(silent, tmp_path / "c", 1, **two)
+    halved = silent.replace("batch_size=2", "batch_size=1")
+    assert server.lines(halved, tmp_path / "c", 1, **four) == saved * 2
+    lines = server.lines(halved, tmp_path / "c", 2, **four)
+    assert lines[0].startswith("step 6, weights")
+    assert len(set(lines)) == 1
+
+
 WHOLE = """
 import sys, os, torch, holdfast
 from accelerate import Accelerator
@@ -150,6 +187,11 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     ends = server.run(early, tmp_path / "a", 1, directory=tmp_path)
     assert "gradients are being accumulated, and would be lost" in ends[0].output
     server.run(PROGRAM, tmp_path / "b", 3, directory=tmp_path, prelude=KILL.format(at=3, rank=0))
+    first = SHARDED.replace(
+        "checkpoints =", "plugin.fsdp_version = 1\nsharded(accelerator)\ncheckpoints ="
+    )
+    ends = server.run(first, tmp_path / "c", 1, directory=tmp_path, num_ranks=2)
+    assert "does not support FSDP of version 1" in ends[0].output
     other = re.sub("batch_size=2", "batch_size=3", PROGRAM)
     ends = server.run(other, tmp_path / "b", 3, directory=tmp_path)
     assert "at sample 8 of epoch 0, which is no multiple of its 3 samples" in ends[0].output

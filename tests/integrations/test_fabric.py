@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,45 @@ def test_two_ranks_bitwise(server: ForkServer, tmp_path: Path) -> None:
     """In the second epoch, whose order is another than that of the first."""
     straight = server.lines(PROGRAM, tmp_path / "a", EPOCHS, directory=tmp_path, num_ranks=2)
     assert killed_and_resumed(server, tmp_path / "b", 8, num_ranks=2) == straight
+
+
+SHARDED = """
+import os
+from torch.distributed.fsdp import fully_shard
+from lightning_fabric.strategies import ModelParallelStrategy
+def shard(model, mesh):
+    return fully_shard(model, mesh=mesh["data_parallel"])
+size = int(os.environ["WORLD_SIZE"])
+sharded = dict(strategy=ModelParallelStrategy(shard, size, 1))
+""" + (
+    PROGRAM.replace("Fabric(", "Fabric(**sharded, ")
+    .replace(
+        "model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))",
+        "model = fabric.setup(model)\n"
+        "optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))",
+    )
+    .replace("p.double()", "p.full_tensor().double()")
+)
+
+
+@pytest.mark.slow
+def test_fully_sharded_bitwise_and_on_another_number_of_ranks(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """FSDP2 by a strategy: two ranks are killed and go on; four take what two have saved."""
+    two: dict[str, Any] = {"directory": tmp_path, "num_ranks": 2}
+    four: dict[str, Any] = {"directory": tmp_path, "num_ranks": 4}
+    straight = server.lines(SHARDED, tmp_path / "a", EPOCHS, **two)
+    kill = KILL.format(at=8, rank=1)
+    resumed = server.lines_after_kill(SHARDED, tmp_path / "b", EPOCHS, kill=kill, num_ranks=2)
+    assert resumed == straight
+    silent = SHARDED.replace("loss {loss.item():.17g}, ", "").replace("every=2", "every=5")
+    saved = server.lines(silent, tmp_path / "c", 1, **two)
+    halved = silent.replace("batch_size=2", "batch_size=1")
+    assert server.lines(halved, tmp_path / "c", 1, **four) == saved * 2
+    lines = server.lines(halved, tmp_path / "c", 2, **four)
+    assert lines[0].startswith("step 10, weights")
+    assert len(set(lines)) == 1
 
 
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:

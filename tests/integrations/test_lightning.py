@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,16 +88,58 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     named = PROGRAM.replace("every_n_train_steps=2", "save_top_k=1, filename='best'")
     ends = server.run(named, tmp_path / "b", 1, directory=tmp_path)
     assert "filename, save_top_k have no meaning here" in ends[0].output
-    sharded = PROGRAM.replace("logger=False", "logger=False, strategy=ModelParallelStrategy()")
-    sharded = "from lightning.pytorch.strategies import ModelParallelStrategy\n" + sharded
-    sharded = sharded.replace(
-        "def __init__(self)", "configure_model = torch.nn.Module.float\n    def __init__(self)", 1
-    )
-    ends = server.run(sharded, tmp_path / "b", 1, directory=tmp_path)
-    assert "not ModelParallelStrategy" in ends[0].output
+    fsdp1 = "strategy=type('FSDPStrategy', (DDPStrategy,), {})()"  # its own needs an accelerator
+    other = PROGRAM.replace("logger=False", f"logger=False, {fsdp1}")
+    other = "from lightning.pytorch.strategies import DDPStrategy\n" + other
+    ends = server.run(other, tmp_path / "b", 1, directory=tmp_path)
+    assert "not FSDPStrategy" in ends[0].output
     alone = PROGRAM.replace('int(os.environ.get("WORLD_SIZE", "1"))', "1")
     ends = server.run(alone, tmp_path / "c", 1, directory=tmp_path, num_ranks=2)
     assert "the framework runs each by itself" in ends[0].output
+
+
+SHARDED = """
+import os
+from torch.distributed.fsdp import fully_shard
+from lightning.pytorch.strategies import ModelParallelStrategy
+size = int(os.environ["WORLD_SIZE"])
+sharded = dict(strategy=ModelParallelStrategy(size, 1))
+""" + (
+    PROGRAM.replace("logger=False", "logger=False, **sharded")
+    .replace(
+        "    def training_step",
+        "    def configure_model(self):\n"
+        "        fully_shard(self.layers, mesh=self.device_mesh['data_parallel'])\n\n"
+        "    def training_step",
+    )
+    .replace(
+        'print(f"step',
+        # After a validation FSDP2 leaves whole parameters in their places; a state dict is sharded.
+        'whole = [each.full_tensor() for each in model.state_dict().values()]\nprint(f"step',
+    )
+    .replace("p in model.parameters()", "p in whole")
+    .replace("loss {model.loss.item():.17g}, ", "")
+)
+
+
+@pytest.mark.slow
+def test_fully_sharded_bitwise_and_on_another_number_of_ranks(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """FSDP2 by a strategy: two ranks are killed and go on; four take what two have saved."""
+    two: dict[str, Any] = {"directory": tmp_path, "num_ranks": 2}
+    four: dict[str, Any] = {"directory": tmp_path, "num_ranks": 4}
+    straight = server.lines(SHARDED, tmp_path / "a", EPOCHS, **two)
+    kill = KILL.format(at=8, rank=1)
+    resumed = server.lines_after_kill(SHARDED, tmp_path / "b", EPOCHS, kill=kill, num_ranks=2)
+    assert resumed == straight
+    at_end = SHARDED.replace("every_n_train_steps=2", "every_n_train_steps=5")
+    saved = server.lines(at_end, tmp_path / "c", 1, **two)
+    halved = at_end.replace("batch_size=2", "batch_size=1")
+    assert server.lines(halved, tmp_path / "c", 1, **four) == saved * 2
+    lines = server.lines(halved, tmp_path / "c", 2, **four)
+    assert lines[0].startswith("step 10, weights")
+    assert len(set(lines)) == 1
 
 
 ZOO = """

@@ -165,3 +165,26 @@ def test_what_one_rank_does_not_take_is_raised_on_all(tmp_path: Path) -> None:
     for said in run_ranks(2, one_deaf, str(tmp_path)).results:
         assert "optimizer.state.weight.exp_avg" in said
         assert "did not take what was stored" in said
+
+
+def after_evaluations(context: RankContext, root: str) -> list[bool]:
+    """An optimizer alone is saved and loaded while whole parameters are in the shards' places."""
+    equal = []
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        trained, fresh = made("plain", 1, groups), made("plain", 1, groups)
+        train(*trained, range(2))
+        for step, (model, optimizer) in enumerate((trained, fresh)):
+            with torch.no_grad():
+                model(torch.ones(1, 4))
+            equal.append(all(isinstance(each, DTensor) for each in model.parameters()))
+            parts = {"optimizer": OptimizerState(optimizer, model)}
+            with Checkpointer(root, groups=groups) as checkpointer:
+                checkpointer.load(parts) if step else checkpointer.save(1, parts)
+        equal.append(not list(differences(held(*trained)[1], held(*fresh)[1])))
+    return equal
+
+
+def test_an_optimizer_alone_after_an_evaluation(tmp_path: Path) -> None:
+    """FSDP2 leaves whole parameters, which no optimizer knows, until the next backward."""
+    for equal in run_ranks(2, after_evaluations, str(tmp_path)).results:
+        assert equal == [False, False, True]
