@@ -124,7 +124,7 @@ def test_two_ranks_save_load_and_replace(url: str, s3: str) -> None:
     assert save["upload"] == 1
     assert sum(save.values()) - 1 + (3 + 2) <= 3 + 6
     # The rank that commits: see docs/object-stores.md for what each is.
-    assert sum(counts[0][0].values()) - 1 + (3 + 2) <= 3 + 2 + 16
+    assert sum(counts[0][0].values()) - 1 + (3 + 2) <= 3 + 2 + 20  # heartbeats of a slow save, too
     # The name, and which version it is; then ranges alone.
     assert load["get"] == 2
     assert load["range"] >= 3
