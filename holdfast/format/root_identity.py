@@ -61,7 +61,8 @@ class RootIdentity:
         except StorageError:
             if not storage.exists(ROOT_ID):
                 raise
-            present = _settled(storage, "")
+            # Shorter than the other ranks wait for what is written here.
+            present = _settled(storage, "", limit_s=_SETTLE_S / 2)
             if present:
                 raise _other_root(storage, root_id, present) from None
             # The process that created it died before its content: no run has ever known it.
@@ -96,13 +97,13 @@ def require_root(storage: Storage, root_id: str) -> None:
     Another host may see it some seconds after the coordinator has written it.
     """
     present = read_root_id(storage) if root_id else ""
-    if present != root_id and _settled(storage, root_id) != root_id:
+    if present != root_id and _settled(storage, root_id, limit_s=_SETTLE_S) != root_id:
         raise _other_root(storage, root_id, read_root_id(storage))
 
 
-def _settled(storage: Storage, root_id: str) -> str:
-    """Wait some seconds for this id, or for any; return the one that is there then."""
-    deadline = time.monotonic() + _SETTLE_S
+def _settled(storage: Storage, root_id: str, *, limit_s: float) -> str:
+    """Wait for this id, or for any; return the one that is there then."""
+    deadline = time.monotonic() + limit_s
     while True:
         storage.list("")  # a network file system's client asks its server
         present = read_root_id(storage)

@@ -166,6 +166,23 @@ def test_a_root_without_an_id_is_adopted_and_a_load_writes_none(tmp_path: Path) 
     assert len((tmp_path / ROOT_ID).read_bytes().strip()) == 32
 
 
+def save_where_an_id_was_begun(context: RankContext, place: str) -> bool:
+    with pytest.MonkeyPatch.context() as patch, ProcessGroups.create(Layout(dp=2)) as groups:
+        patch.setattr("holdfast.format.root_identity._SETTLE_S", 1.0)
+        with Checkpointer(place, groups=groups) as checkpointer:
+            return checkpointer.save(1, state(1)).new_root
+
+
+def test_an_id_that_a_killed_run_has_begun_holds_up_no_rank(tmp_path: Path) -> None:
+    """R6: the coordinator waits for its content, gives it up, and writes its own in time."""
+    for content in (b"", b"\0" * 33):
+        place = tmp_path / str(len(content))
+        place.mkdir()
+        (place / ROOT_ID).write_bytes(content)
+        assert run_ranks(2, save_where_an_id_was_begun, str(place)).results == [True, True]
+        assert len((place / ROOT_ID).read_bytes().strip()) == 32
+
+
 _UNMOUNTED = """
 import subprocess, sys
 from pathlib import Path
