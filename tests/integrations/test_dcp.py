@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,13 @@ from holdfast.integrations.dcp import HoldfastReader, HoldfastWriter
 from holdfast.state.tensor_elements import equal_bits, local_of
 from tests.harness import RankContext, run_ranks
 from tests.integrations.forks import ForkServer
+from tests.integrations.kills import KILL_AT_ADAMW, check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 PROGRAM = program_of("dcp", "dcp")
 STEPS = 12
-KILL = """
-import os, signal, torch
-step = torch.optim.AdamW.step
-count = 0
-def kill(self, *args, **named):
-    global count
-    count += 1
-    if count == {at} and rank == {rank}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *args, **named)
-torch.optim.AdamW.step = kill
-"""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +38,7 @@ def server() -> Iterator[ForkServer]:
 
 def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
     """What two ranks print that are killed once, and started again."""
-    kill = KILL.format(at=at, rank=at % 2)
+    kill = KILL_AT_ADAMW.format(at=at, rank=at % 2)
     return server.lines_after_kill(PROGRAM, root, STEPS, kill=kill, num_ranks=2)
 
 
@@ -76,9 +64,8 @@ def test_killed_and_resumed_bitwise(
 def test_killed_at_twenty_random_steps(
     server: ForkServer, straight: list[str], tmp_path: Path
 ) -> None:
-    for at in [random.Random(28).randrange(2, STEPS) for _ in range(20)]:
-        assert killed_and_resumed(server, tmp_path / "run", at) == straight, at
-        shutil.rmtree(tmp_path / "run")
+    resumed = partial(killed_and_resumed, server)
+    check_twenty_kills(resumed, straight, tmp_path / "run", first=2, stop=STEPS)
 
 
 def trained(seed: int, *, sharded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:

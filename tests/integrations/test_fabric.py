@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
-import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.integrations.forks import ForkServer
+from tests.integrations.kills import check_sharded, check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
 pytest.importorskip("lightning_fabric")
@@ -70,9 +69,8 @@ def test_killed_and_resumed_bitwise(
 def test_killed_at_twenty_random_steps(
     server: ForkServer, straight: list[str], tmp_path: Path
 ) -> None:
-    for at in random.Random(28).sample(range(3, STEPS), 20):
-        assert killed_and_resumed(server, tmp_path / "run", at) == straight, at
-        shutil.rmtree(tmp_path / "run")
+    resumed = partial(killed_and_resumed, server)
+    check_twenty_kills(resumed, straight, tmp_path / "run", first=3, stop=STEPS)
 
 
 @pytest.mark.slow
@@ -106,19 +104,9 @@ def test_fully_sharded_bitwise_and_on_another_number_of_ranks(
     server: ForkServer, tmp_path: Path
 ) -> None:
     """FSDP2 by a strategy: two ranks are killed and go on; four take what two have saved."""
-    two: dict[str, Any] = {"directory": tmp_path, "num_ranks": 2}
-    four: dict[str, Any] = {"directory": tmp_path, "num_ranks": 4}
-    straight = server.lines(SHARDED, tmp_path / "a", EPOCHS, **two)
+    at_end = SHARDED.replace("loss {loss.item():.17g}, ", "").replace("every=2", "every=5")
     kill = KILL.format(at=8, rank=1)
-    resumed = server.lines_after_kill(SHARDED, tmp_path / "b", EPOCHS, kill=kill, num_ranks=2)
-    assert resumed == straight
-    silent = SHARDED.replace("loss {loss.item():.17g}, ", "").replace("every=2", "every=5")
-    saved = server.lines(silent, tmp_path / "c", 1, **two)
-    halved = silent.replace("batch_size=2", "batch_size=1")
-    assert server.lines(halved, tmp_path / "c", 1, **four) == saved * 2
-    lines = server.lines(halved, tmp_path / "c", 2, **four)
-    assert lines[0].startswith("step 10, weights")
-    assert len(set(lines)) == 1
+    check_sharded(server, tmp_path, SHARDED, at_end, epochs=EPOCHS, kill=kill, step=10)
 
 
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from holdfast.format.reader import Snapshot
 from holdfast.state.tensor_elements import torch_dtype
 from holdfast.storage import PosixStorage
 from tests.integrations.forks import ForkServer
+from tests.integrations.kills import KILL_AT_ADAMW, check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
@@ -33,21 +33,7 @@ ALONE = """
 import os
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """
-KILL = (
-    ON_CPU
-    + """
-import os, signal, torch
-step = torch.optim.AdamW.step
-count = 0
-def kill(self, *args, **named):
-    global count
-    count += 1
-    if count == {at} and rank == {rank}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *args, **named)
-torch.optim.AdamW.step = kill
-"""
-)
+KILL = ON_CPU + KILL_AT_ADAMW
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +91,13 @@ def test_killed_at_twenty_random_steps(
     server: ForkServer, straight: dict[Any, Any], tmp_path: Path, layout: tuple[int, int]
 ) -> None:
     num_optimizers = 2 if layout == SPARSE else 1  # experts have one of their own
-    draws = random.Random(28)
-    for at in [draws.randrange(2, STEPS * num_optimizers) for _ in range(20)]:
-        assert killed_and_resumed(server, tmp_path / "run", at, layout) == straight[layout], at
-        shutil.rmtree(tmp_path / "run")
+    check_twenty_kills(
+        lambda root, at: killed_and_resumed(server, root, at, layout),
+        straight[layout],
+        tmp_path / "run",
+        first=2,
+        stop=STEPS * num_optimizers,
+    )
 
 
 def test_another_layout_by_value(

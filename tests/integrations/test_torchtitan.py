@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import random
-import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.integrations.forks import ROOT, ForkServer
+from tests.integrations.kills import KILL_AT_ADAMW, check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
 PROGRAM = program_of("torchtitan", "torchtitan")
 STEPS = 8
 PYTHON = ROOT / ".venv-titan" / "bin" / "python"
 """The environment that `make test-integrations` makes: torchtitan wants much that we do not."""
-KILL = """
-import os, signal, torch
-step = torch.optim.AdamW.step
-count = 0
-def kill(self, *args, **named):
-    global count
-    count += 1
-    if count == {at} and rank == {rank}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *args, **named)
-torch.optim.AdamW.step = kill
-"""
 
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason="torchtitan is not installed: make test-integrations"
@@ -49,7 +37,7 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> li
 
 def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
     """What two ranks print that are killed once, and started again."""
-    kill = KILL.format(at=at, rank=at % 2)
+    kill = KILL_AT_ADAMW.format(at=at, rank=at % 2)
     return server.lines_after_kill(PROGRAM, root, STEPS, kill=kill, num_ranks=2)
 
 
@@ -69,10 +57,8 @@ def test_killed_and_resumed_bitwise(
 def test_killed_at_twenty_random_steps(
     server: ForkServer, straight: list[str], tmp_path: Path
 ) -> None:
-    draws = random.Random(28)
-    for at in [draws.randrange(2, STEPS) for _ in range(20)]:
-        assert killed_and_resumed(server, tmp_path / "run", at) == straight, at
-        shutil.rmtree(tmp_path / "run")
+    resumed = partial(killed_and_resumed, server)
+    check_twenty_kills(resumed, straight, tmp_path / "run", first=2, stop=STEPS)
 
 
 OTHERS = """

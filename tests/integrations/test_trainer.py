@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import random
-import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.integrations.forks import ForkServer
+from tests.integrations.kills import check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
 pytest.importorskip("transformers")
@@ -66,9 +66,8 @@ def test_killed_and_resumed_bitwise(
 def test_killed_at_twenty_random_steps(
     server: ForkServer, straight: list[str], tmp_path: Path
 ) -> None:
-    for at in random.Random(28).sample(range(3, STEPS), 20):
-        assert killed_and_resumed(server, tmp_path / "run", at) == straight, at
-        shutil.rmtree(tmp_path / "run")
+    resumed = partial(killed_and_resumed, server)
+    check_twenty_kills(resumed, straight, tmp_path / "run", first=3, stop=STEPS)
 
 
 @pytest.mark.slow
