@@ -1,4 +1,4 @@
-"""Small files read in as few operations as a storage can.
+"""Small files read in as few operations as a storage can, and what else only some storages can.
 
 In a file system an operation costs a microsecond, and a file is examined before it is read. In an
 object store each one is a request of some ten milliseconds, and several may be in progress. A store
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from holdfast.errors import HoldfastError, StorageError
@@ -101,6 +102,21 @@ def remove_files(storage: Storage, paths: Sequence[str]) -> None:
         return
     for path in paths:
         storage.remove_tree(path, durable=False)
+
+
+def locking(storage: Storage, directory: str) -> AbstractContextManager[Callable[[], None]]:
+    """In the body, or until what it yields is called, share the kernel's lock on a directory.
+
+    A storage without locks does nothing.
+    """
+    lock = getattr(storage, "locking", None)
+    return lock(directory) if lock is not None else nullcontext(lambda: None)
+
+
+def is_locked(storage: Storage, directory: str) -> bool | None:
+    """Return whether any process has a directory locked; None if that cannot be known."""
+    look = getattr(storage, "is_locked", None)
+    return look(directory) if look is not None else None
 
 
 def requests_of(storage: Storage) -> Counter[str]:

@@ -28,7 +28,7 @@ from holdfast.format.names import parse_saving_dir, step_dir
 from holdfast.format.root_identity import require_root
 from holdfast.format.versions import LEASES_DIR, repeated
 from holdfast.storage import PosixStorage, Storage
-from holdfast.storage.reading import pause_of, requests_of, sizes_below
+from holdfast.storage.reading import locking, pause_of, requests_of, sizes_below
 from holdfast.writer.checksums import CRC_NBYTES, Put, checksums
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import (
@@ -484,9 +484,14 @@ def _commit_when_complete(
         missing = missing_ranks(names, ranks)
         if not missing:
             return commit_save(
-                storage, job.directory, plan=plan, header=job.header, sizes=sizes, own=own,
+                storage,
+                job.directory,
+                plan=plan,
+                header=job.header,
+                sizes=sizes,
+                own=own,
                 before=before,
-            )  # fmt: skip
+            )
         now = time.monotonic()
         if now > deadline:
             raise DeadlineError(
@@ -533,19 +538,15 @@ def heartbeat(storage: Storage, directory: str, *, position: int) -> Iterator[th
             return
         if is_written.is_set() and storage.exists(f"{directory}/{PLAN_FILE}"):
             is_over = True
-            if release is not None:
-                release()
+            release()
             clear()
             return
         storage.make_dir(LEASES_DIR, durable=False)
         is_made = True
         storage.replace_file(path, f"{time.time():.3f}".encode(), durable=False)
 
-    with ExitStack() as stack:
-        release: Callable[[], None] | None = None
-        if isinstance(storage, PosixStorage):
-            # At once and for this host: whether the save has a writer. Heartbeats tell the others.
-            release = stack.enter_context(storage.locking(directory))
+    # The lock tells this host at once whether the save has a writer; heartbeats tell the others.
+    with locking(storage, directory) as release:
         try:
             with repeated(beat, every_s=HEARTBEAT_S, name="holdfast-heartbeat"):
                 yield is_written

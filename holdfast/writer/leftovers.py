@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,8 @@ from holdfast.format.names import (
     unclaimed,
 )
 from holdfast.format.versions import readers_of, retire, save_id_of
-from holdfast.storage import PosixStorage, Storage
+from holdfast.storage import Storage
+from holdfast.storage.reading import is_locked, locking
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import discard_save
 from holdfast.writer.records import (
@@ -60,11 +61,11 @@ class _Patience:
 
     def reason(self, storage: Storage, name: str) -> str:
         """Return why a save counts as alive; empty if it does not."""
-        is_locked = storage.is_locked(name) if isinstance(storage, PosixStorage) else None
-        if is_locked and self.alive_s > 0:
+        has_lock = is_locked(storage, name)
+        if has_lock and self.alive_s > 0:
             return "a process has it locked"
         quiet_s = silent_s(storage, name)
-        limit_s = self.unlocked_s if is_locked is False else self.alive_s
+        limit_s = self.unlocked_s if has_lock is False else self.alive_s
         return f"last heartbeat {quiet_s:.0f} s ago" if quiet_s < limit_s else ""
 
 
@@ -283,7 +284,7 @@ def _finish(storage: Storage, name: str, step: int) -> Leftover:
     no other repair finishes it at the same time.
     """
     claimed = claimed_dir(name, secrets.token_hex(4))
-    with storage.locking(name) if isinstance(storage, PosixStorage) else nullcontext():
+    with locking(storage, name):
         storage.rename_dir(name, claimed, durable=False)
         return _commit_claimed(storage, name, claimed, step)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -216,9 +217,8 @@ class Loader:
         raise_mismatch(result, chosen)
         _refuse_left_over(written, result, chosen)
         executor, unexpected, dropped = self._agree_on_reads(
-            files, hosts, result, memory, parts, options
+            files, hosts, result, memory, parts, options, before
         )
-        executor.requests_before = before
         job = self._fill(executor, files, result, written)
         values = self._restore(matcher, parts)
         warn_of_kept(result, control.rank)
@@ -275,6 +275,7 @@ class Loader:
         memory: LocalMemory,
         parts: Sequence[PartRequest],
         options: LoadOptions,
+        requests_before: Counter[str],
     ) -> tuple[LoadExecutor, list[str], list[str]]:
         """Plan the reads, and check the requests of all ranks.
 
@@ -294,6 +295,7 @@ class Loader:
             on_drift=self._on_drift,
             verify=options.verify,
             num_threads=num_threads,
+            requests_before=requests_before,
         )
         is_shared = control.size > 1 and self._may_share(hosts, options)
         if not is_shared:

@@ -86,10 +86,10 @@ class LoadExecutor:
         on_drift: "raise" or "warn", if copies of a box that is read differ.
         verify: Check the digests of what is read.
         num_threads: How many threads read and hash.
+        requests_before: The storage's requests before the load, by kind, which are not the load's.
 
     Attributes:
         boxes: What this rank requests.
-        requests_before: The storage's requests before the load, by kind.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class LoadExecutor:
         on_drift: OnDrift,
         verify: bool,
         num_threads: int,
+        requests_before: Counter[str],
     ) -> None:
         self._hosts = hosts
         self._on_drift = on_drift
@@ -112,7 +113,7 @@ class LoadExecutor:
         self._memory = memory
         self._verify = verify and files.has_digests
         self._num_threads = num_threads
-        self.requests_before: Counter[str] = Counter()
+        self._requests_before = requests_before
         self._has_failed = threading.Event()
         self._local = threading.local()
         self._written: list[tuple[int, int]] = []
@@ -203,7 +204,7 @@ class LoadExecutor:
             stats.opens,
             stats.nbytes_from_images,
         )
-        sent = requests_of(self._files.storage) - self.requests_before
+        sent = requests_of(self._files.storage) - self._requests_before
         counters += msgspec.msgpack.encode(dict(sent))
         reports = self._control.agree(error, phase="load: read", payload=counters)
         needed, read, received, opens, from_images = zip(
