@@ -31,8 +31,8 @@ from holdfast.integrations.fetches import (
     set_streams,
 )
 from holdfast.integrations.owners import owners_of
-from holdfast.integrations.world import agreed_newest_step, groups_of_world
-from holdfast.state import RNG, OptimizerState, PerRank, Stored
+from holdfast.integrations.world import agreed_newest_step, groups_of_world, of_each_rank
+from holdfast.state import RNG, OptimizerState, Stored
 
 _PLACE = "_holdfast_place"
 
@@ -247,7 +247,7 @@ class _Place:
             "epoch": int(self._loader.iteration),
             "batches": self._batches,
             "total_batch_size": int(self._loader.total_batch_size),
-            "streams": _of_rank(self._streams()),
+            "streams": of_each_rank(self._streams()),
         }
 
     def _streams(self) -> Mapping[str, Any]:
@@ -262,7 +262,7 @@ class _Place:
     def template(self) -> dict[str, object]:
         """Return what is loaded."""
         whole: dict[str, object] = dict.fromkeys(("epoch", "batches", "total_batch_size"), Stored())
-        return {**whole, "streams": _of_rank(Stored())}
+        return {**whole, "streams": of_each_rank(Stored())}
 
     def move(self, tree: Mapping[str, Any]) -> None:
         """Go to where a checkpoint was."""
@@ -279,11 +279,6 @@ class _Place:
         else:
             own = {n: s for n, s in (streams.get("start") or {}).items() if n in self._generators}
             set_streams(own, self._generators)
-
-
-def _of_rank(tree: object) -> PerRank:
-    """Return a value of each rank; under a larger layout the new ranks have none."""
-    return PerRank(tree, missing="keep", surplus="drop")
 
 
 def _numbered(name: str, objects: list[Any]) -> Iterator[tuple[str, Any]]:

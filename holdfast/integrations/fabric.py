@@ -24,8 +24,8 @@ from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
 from holdfast.errors import ConfigError
 from holdfast.integrations.loaders import LoaderPlace, place_of, shares_of_data
 from holdfast.integrations.owners import owners_of
-from holdfast.integrations.world import agreed_newest_step, groups_of_world
-from holdfast.state import RNG, OptimizerState, PerRank, Stored
+from holdfast.integrations.world import agreed_newest_step, groups_of_world, of_each_rank_or_first
+from holdfast.state import RNG, OptimizerState, Stored
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 
@@ -119,7 +119,7 @@ class FabricCheckpoints:
             HoldfastError: as of `Checkpointer.save_async`.
         """
         places = {
-            str(i): {"epoch": self._epoch_of(i), "place": _of_rank(place.state_dict())}
+            str(i): {"epoch": self._epoch_of(i), "place": of_each_rank_or_first(place.state_dict())}
             for i, place in enumerate(self._places)
         }
         parts = {**self._parts(), "fabric": {"step": self.step, "loaders": places}}
@@ -138,7 +138,7 @@ class FabricCheckpoints:
             MismatchError: as of `Checkpointer.load`; or a loader cannot continue at a whole batch.
         """
         places = {
-            str(i): {"epoch": Stored(), "place": _of_rank(Stored())}
+            str(i): {"epoch": Stored(), "place": of_each_rank_or_first(Stored())}
             for i in range(len(self._places))
         }
         parts = {**self._parts(), "fabric": {"step": Stored(), "loaders": places}}
@@ -198,13 +198,3 @@ def _owners(
     if owners is None:
         raise ConfigError(f"state['{name}']: no module of the state has its parameters")
     return owners
-
-
-def _of_rank(tree: object) -> PerRank:
-    """Return a tree of each rank; under another number of ranks all take the first one's."""
-    return PerRank(tree, axes=("dp",), merge=_first)
-
-
-def _first(stored: dict[str, Any]) -> Any:
-    """Return the tree of the first rank."""
-    return next(iter(stored.values()))

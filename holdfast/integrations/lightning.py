@@ -24,10 +24,10 @@ from holdfast.errors import ConfigError
 from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.integrations.fetches import Streams, set_streams
 from holdfast.integrations.loaders import has_place, place_of, shares_of_data
-from holdfast.integrations.world import groups_of_world, newest_step
+from holdfast.integrations.world import groups_of_world, newest_step, of_each_rank_or_first
 from holdfast.parallel import ProcessGroups
 from holdfast.policies.keep import KeepPolicy
-from holdfast.state import RNG, OptimizerState, PerRank, Stored
+from holdfast.state import RNG, OptimizerState, Stored
 
 _OWN = ("state_dict", "optimizer_states")
 """Entries of Lightning's checkpoint that are parts of their own here."""
@@ -184,7 +184,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             "model": trainer.lightning_module,
             **_optimizers(trainer),
             "rng": RNG(),
-            "lightning": {"checkpoint": _of_rank(rest)},
+            "lightning": {"checkpoint": of_each_rank_or_first(rest)},
         }
         self.last_save = self._running().save_async(trainer.global_step, parts, overwrite=True)
 
@@ -198,7 +198,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         parts = {
             "model": trainer.lightning_module,
             "rng": RNG(),
-            "lightning": {"checkpoint": _of_rank(Stored())},
+            "lightning": {"checkpoint": of_each_rank_or_first(Stored())},
         }
         before = Streams()
         values: Any = self._running().load(parts, step=step).values
@@ -342,13 +342,3 @@ def _optimizers(trainer: Trainer) -> dict[str, object]:
         "optimizer" if index == 0 else f"optimizer{index}": OptimizerState(optimizer, module)
         for index, optimizer in enumerate(trainer.optimizers)
     }
-
-
-def _of_rank(tree: object) -> PerRank:
-    """Return a tree of each rank; under another number of ranks all take the first one's."""
-    return PerRank(tree, axes=("dp",), merge=_first)
-
-
-def _first(stored: dict[str, Any]) -> Any:
-    """Return the tree of the first rank."""
-    return next(iter(stored.values()))

@@ -27,9 +27,9 @@ from torchtitan.tools import filesystem
 from holdfast.checkpoint import Checkpointer, LoadReport
 from holdfast.errors import ConfigError
 from holdfast.integrations.fetches import States, Streams, set_streams
-from holdfast.integrations.world import agreed_newest_step, groups_of_world
+from holdfast.integrations.world import agreed_newest_step, groups_of_world, of_each_rank_or_first
 from holdfast.policies.keep import KeepLast
-from holdfast.state import RNG, PerRank, Stored, Union
+from holdfast.state import RNG, Stored, Union
 
 _RNG = "rng"
 
@@ -156,7 +156,7 @@ class HoldfastManager(CheckpointManager):  # type: ignore[misc]
                 # Each pipeline stage, and each data rank, has entries of its own.
                 parts[name] = Union(state)
             elif name == TRAIN_STATE:
-                parts[name] = PerRank(state, axes=("dp",), merge=_first)
+                parts[name] = of_each_rank_or_first(state)
             else:
                 parts[name] = state
         return {**parts, _RNG: RNG()}
@@ -188,8 +188,3 @@ def _keep_streams(loader: Any, streams: States) -> None:
         return iterator
 
     loader.__class__ = type(kind.__name__, (kind,), {"__iter__": make, "__module__": __name__})
-
-
-def _first(stored: dict[str, Any]) -> Any:
-    """Return the state of the first rank."""
-    return next(iter(stored.values()))

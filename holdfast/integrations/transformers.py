@@ -32,10 +32,15 @@ from holdfast.integrations.fetches import (
     set_epoch_of_samplers,
     set_streams,
 )
-from holdfast.integrations.world import groups_of_world, newest_step, text_of_coordinator
+from holdfast.integrations.world import (
+    groups_of_world,
+    newest_step,
+    of_each_rank,
+    text_of_coordinator,
+)
 from holdfast.parallel import ProcessGroups
 from holdfast.policies.keep import KeepLast, KeepPolicy
-from holdfast.state import RNG, ModuleState, OptimizerState, PerRank, Stored
+from holdfast.state import RNG, ModuleState, OptimizerState, Stored
 from holdfast.storage import PosixStorage
 
 _NATIVE = re.compile(r"checkpoint-(\d+)")
@@ -234,8 +239,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             "trainer": {"state": own},
             "position": {
                 **_Position(epoch, batches, self._total_batch_size)._asdict(),
-                "streams": _of_rank(streams),
-                "loss": _of_rank(float(trainer._tr_loss)),
+                "streams": of_each_rank(streams),
+                "loss": of_each_rank(float(trainer._tr_loss)),
                 "last_logged": trainer._globalstep_last_logged,
             },
         }
@@ -272,8 +277,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         here = _Position(self._epoch, self._batches, self._total_batch_size)
         template = {
             **dict.fromkeys((*_Position._fields, "last_logged"), Stored()),
-            "streams": _of_rank(Stored()),
-            "loss": _of_rank(Stored()),
+            "streams": of_each_rank(Stored()),
+            "loss": of_each_rank(Stored()),
         }
         parts = {**self._trained(), "rng": RNG(), "position": template}
         values: Any = checkpointer.load(parts, step=step).values
@@ -354,11 +359,6 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             finally:
                 with suppress(AttributeError):
                     del trainer._load_from_checkpoint
-
-
-def _of_rank(tree: object) -> PerRank:
-    """Return a value of each rank; under a larger layout the new ranks have none."""
-    return PerRank(tree, missing="keep", surplus="drop")
 
 
 def _moved(saved: _Position, here: _Position) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from holdfast.errors import GroupError
 from holdfast.format.names import list_steps
 from holdfast.parallel import Layout, ProcessGroups
+from holdfast.state import PerRank
 from holdfast.storage import PosixStorage
 from holdfast.writer.leftovers import wait_for_writers
 
@@ -73,3 +75,17 @@ def agreed_newest_step(groups: ProcessGroups, root: Path) -> int | None:
     newest = newest_step(root) if groups.control.is_coordinator else None
     text = text_of_coordinator(groups, "" if newest is None else str(newest), phase="newest step")
     return int(text) if text else None
+
+
+def of_each_rank(tree: object) -> PerRank:
+    """Return a value of each rank; under a larger layout the new ranks have none."""
+    return PerRank(tree, missing="keep", surplus="drop")
+
+
+def of_each_rank_or_first(tree: object) -> PerRank:
+    """Return a value of each rank; under another number of ranks all take the first one's."""
+    return PerRank(tree, axes=("dp",), merge=_first)
+
+
+def _first(stored: dict[str, Any]) -> Any:
+    return next(iter(stored.values()))
