@@ -55,6 +55,7 @@ from holdfast.state.parts import (
     is_left_out,
     part_of,
 )
+from holdfast.state.plain_attributes import PlainAttributes
 from holdfast.state.rng import refuse_shared_streams
 from holdfast.state.shared_memory import files_mapped_twice, shared_memory
 from holdfast.state.tensor_elements import array_tensor, memory_key
@@ -79,6 +80,7 @@ class LeafCache:
 
     def __init__(self) -> None:
         self.last = _Pass()
+        self.attributes = PlainAttributes()
 
 
 class _Pass:
@@ -134,9 +136,9 @@ def flatten_state(
 
     Cost: no collectives, no tensor bytes copied.
     """
-    flattener = _Flattener(
-        layout=layout, rank=rank, codecs=codecs, before=(cache or LeafCache()).last
-    )
+    cache = cache or LeafCache()
+    flattener = _Flattener(layout=layout, rank=rank, codecs=codecs, before=cache.last)
+    unstored: list[str] = []
     nodes: dict[str, object] = {}
     # The sort is stable: parts keep the user's order, but for random streams at the end.
     entries = [(name, value) for name, value in state.items() if not is_left_out(value)]
@@ -166,9 +168,12 @@ def flatten_state(
         if isinstance(part, TreePart | ModuleState):
             forms = part.forms if isinstance(part, ModuleState) else ()
             flattener.fills_in_place(since=num_before, but_for={f"{name}.{form}" for form in forms})
+        if isinstance(part, ModuleState):
+            shown = cast(Union, tree).mapping
+            of_code = {form: shown[form] for form in part.forms}
+            unstored += cache.attributes.look(name, part.module, of_code)
     made, tensors, held, addresses = flattener.finish()
-    if cache is not None:
-        cache.last = made
+    cache.last = made
     return FlatState(
         leaves=made.leaves,
         tensors=tensors,
@@ -178,6 +183,7 @@ def flatten_state(
         labels=flattener.labels,
         nodes={name: nodes[name] for name in state if name in nodes},
         structure=made.structure,
+        unstored=unstored,
     )
 
 

@@ -96,6 +96,8 @@ class FlatState:
     """Theirs, the object of the pass before if they are the same; None if they are not known."""
     structure: object = field(default_factory=object)
     """The object of the pass before if all leaves claim the same, in the same order."""
+    unstored: Sequence[str] = ()
+    """Attributes of modules that have changed since the pass before and that nothing shows."""
 
     def local(self, key: str, number: int) -> torch.Tensor:
         """Return the tensor of one box of a leaf, as it is now."""

@@ -230,6 +230,11 @@ class ModuleState:
         ):
             pending.load_entries(loaded)
 
+    @property
+    def module(self) -> nn.Module:
+        """The module, in its wrappers."""
+        return self._root
+
     def unfinished_work(self) -> str | None:
         """Return what the objects that train the module have not finished."""
         return unfinished_on(*(inner for *_, inner, _ in walk_all(self._root)))

@@ -28,6 +28,7 @@ from holdfast.format.root_identity import RootIdentity, new_root_id
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.ranks import disagreement
+from holdfast.state.module_tree import some_of
 from holdfast.storage import Storage
 from holdfast.writer.leftovers import repair
 from holdfast.writer.outcomes import discard_save
@@ -181,6 +182,7 @@ class AgreedSave:
             seconds=phases.seconds,
             starts=phases.starts,
             skipped=plan is None,
+            unstored=self.local.flat.unstored,
             new_root=self.new_root and plan is not None,
         )
 
@@ -262,6 +264,8 @@ class Handshake:
                 is_new = not root_id and not list_steps(self._storage)
                 root_id = root_id or new_root_id()
             local = self.planner.flatten(state)
+            if local.flat.unstored:
+                warn_of_unstored(local.flat.unstored, self._groups.rank)
             plan = self._plan_at_hand(local, compares)
         # Phase 2, one collective: every rank learns what all request, and which plan each holds.
         with phases.timed("plan"):
@@ -388,6 +392,17 @@ class Handshake:
         self._groups.control.agree(None, phase=BUDGET)
         self.planner.add(plan, notes)
         return plan
+
+
+def warn_of_unstored(attributes: Sequence[str], rank: int) -> None:
+    """Say once that training changes attributes of modules that no checkpoint has."""
+    _LOG.warning(
+        "rank %s: %s changed since the last save, and no state dict shows it: a load does not "
+        "bring it back. If training depends on it, register it as a buffer, return it from "
+        "get_extra_state, or save it as a part of its own",
+        rank,
+        some_of(attributes),
+    )
 
 
 def _digest(metadata: bytes) -> str:

@@ -1,0 +1,137 @@
+"""What modules keep outside of parameters and buffers is named when training changes it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+from holdfast import Checkpointer, ModuleState
+
+
+class Net(nn.Module):
+    """Attributes of every kind; `changes` is what a step does to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.norm = nn.utils.weight_norm(nn.Linear(2, 2))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.width, self.rate, self.name = 2, 0.5, "net"
+        self.calls, self.is_ready = 0, False
+        self.queue: deque[torch.Tensor] = deque(maxlen=4)
+        self.messages: dict[int, list[torch.Tensor]] = {1: []}
+        self.table = torch.arange(4.0)
+        self.history = np.zeros(3)
+        self.alias = self.linear.weight.detach()
+        self.loss: torch.Tensor | None = None
+        self.kept = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"kept": self.kept}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.kept = state["kept"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(self.linear(x))
+        self.cache = y.detach().sum(0)
+        self.loss = y.sum()
+        self.kept += 1
+        return y
+
+
+def counts(net: Net) -> None:
+    net.calls += 1
+
+
+def is_initialised(net: Net) -> None:
+    net.is_ready = True
+
+
+def queues(net: Net) -> None:
+    net.queue.append(torch.ones(2))
+
+
+def sends(net: Net) -> None:
+    net.messages[1].append(torch.ones(2))
+
+
+def writes(net: Net) -> None:
+    net.table[0] += 1
+
+
+def replaces(net: Net) -> None:
+    net.table = net.table + 1
+
+
+def records(net: Net) -> None:
+    net.history[1] += 1
+
+
+def only_trains(net: Net) -> None:
+    with torch.no_grad():
+        net.linear.weight += 1
+
+
+def step(net: Net, changes: Callable[[Net], None]) -> None:
+    net(torch.ones(1, 2)).sum().backward()
+    changes(net)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        (counts, ["calls"]), (is_initialised, ["is_ready"]), (queues, ["queue"]),
+        (sends, ["messages"]), (writes, ["table"]), (replaces, ["table"]),
+        (records, ["history"]), (only_trains, []),
+    ],
+)  # fmt: skip
+def test_what_changes_and_is_not_stored_is_named_once(
+    changes: Callable[[Net], None],
+    names: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Settings, aliases, computed tensors, declared caches and extra state are not (O14)."""
+    net = Net()
+    state = {"model": nn.Sequential(net), "part": ModuleState(nn.Linear(1, 1))}
+    reports = []
+    with Checkpointer(tmp_path) as checkpointer, caplog.at_level(logging.WARNING, "holdfast"):
+        for number in range(4):
+            reports.append(checkpointer.save(number, state))
+            step(net, changes)
+    paths = [f"model.0.{name}" for name in names]
+    assert [list(report.unstored) for report in reports] == [[], paths, [], []]
+    messages = [record.message for record in caplog.records if "no state dict" in record.message]
+    assert len(messages) == len(names)
+    assert all(path in messages[0] for path in paths)
+
+
+def test_a_metric_inside_of_a_module_is_named_unless_it_is_persistent(tmp_path: Path) -> None:
+    """Its sums are stored if the user says so; without, torch drops them (O14)."""
+    with Checkpointer(tmp_path) as checkpointer:
+        for number, is_persistent in enumerate((False, True)):
+            net = nn.Sequential(nn.Linear(2, 2), torchmetrics.MeanMetric())
+            net[1].persistent(is_persistent)
+            checkpointer.save(10 * number, {"model": net})
+            net[1].update(torch.ones(3))
+            unstored = set(checkpointer.save(10 * number + 1, {"model": net}).unstored)
+            assert ("model.1._update_count" in unstored) == (number == 0)
+            assert ("model.1.mean_value" in unstored) is not is_persistent
+
+
+def test_a_module_made_again_and_its_wrappers_are_not_compared(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for number in range(3):
+            net = Net()
+            net.calls = number
+            report = checkpointer.save(number, {"model": torch.compile(net, backend="eager")})
+            assert not report.unstored
