@@ -145,7 +145,7 @@ def test_memory_that_is_dropped_is_given_back(tmp_path: Path) -> None:
     before = held()
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, {"model": {"w": torch.ones(3)}})
-    assert held() == before + 1
+    assert held() > before
     del checkpointer  # without close()
     assert held() == before
 
