@@ -262,7 +262,9 @@ def _assert_met(results: list[dict[str, Counter[str]]], operations: list[str]) -
 
 
 def test_a_fault_at_a_sample_of_lines_reaches_both_ranks(tmp_path: Path) -> None:
-    results = run_ranks(2, inject, str(tmp_path), ALL, "lines", 61, Injected, timeout_s=280).results
+    results = run_ranks(
+        2, inject, str(tmp_path), ALL, "lines", 131, Injected, timeout_s=280
+    ).results
     _assert_met(results, ALL)
 
 
@@ -270,7 +272,7 @@ def test_an_interrupt_reaches_all_of_three_ranks(tmp_path: Path) -> None:
     """KeyboardInterrupt stays what it is on its own rank; the others say who was interrupted."""
     operations = ["save", "async, planned", "load"]
     results = run_ranks(
-        3, inject, str(tmp_path), operations, "lines", 149, KeyboardInterrupt, timeout_s=280
+        3, inject, str(tmp_path), operations, "lines", 307, KeyboardInterrupt, timeout_s=280
     ).results
     _assert_met(results, operations)
 
