@@ -6,6 +6,7 @@ failures, draw others: `HYPOTHESIS_PROFILE=random make test`.
 
 from __future__ import annotations
 
+import gc
 import os
 
 from hypothesis import settings
@@ -17,3 +18,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what stays anyway (thousands of cases, torch) out of each collection of garbage."""
+    gc.collect()
+    gc.freeze()

@@ -10,6 +10,8 @@ import gc
 import importlib
 import importlib.util
 
+from tests.ranks import state
+
 for _name in (
     "encodings.idna",  # of an address's lookup
     "hypothesis",
@@ -27,11 +29,13 @@ for _name in (
     "holdfast.fsdp",
     "holdfast.optim",
     "holdfast.parallel.groups.module_groups",
+    "tests.ranks.process",
 ):
     importlib.import_module(_name)
 if importlib.util.find_spec("holdfast_trainer") is not None:
     importlib.import_module("holdfast_trainer.train.loop")
     importlib.import_module("holdfast_trainer.train.multimodal")
+state.keep_attributes()
 # A rank's collector then leaves these objects alone, and does not copy their pages.
 gc.collect()
 gc.freeze()

@@ -8,6 +8,7 @@ import errno
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class SharedMemory:
         self.token = object()
         self.num_allocations = 0
         self._map: mmap.mmap | None = None
+        self._close_fd: weakref.finalize[[int], SharedMemory] | None = None
         self._unlock: Callable[[int], None] | None = None
         self._is_refused = False
 
@@ -64,6 +66,9 @@ class SharedMemory:
             try:
                 flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
                 self.fd = os.memfd_create("holdfast-staging", flags)
+                # A checkpointer that is dropped without close() gives its memory back, too.
+                self._close_fd = weakref.finalize(self, os.close, self.fd)
+                self._close_fd.atexit = False
                 os.ftruncate(self.fd, rounded)
                 # A forked child inherits the mapping, which keeps others from sealing the memory
                 # while it lives. It must not be kept from it (MADV_DONTFORK): when the child frees
@@ -117,8 +122,9 @@ class SharedMemory:
             with contextlib.suppress(BufferError):
                 self._map.close()
             self._map = None
-        if self.fd >= 0:
-            os.close(self.fd)
+        if self._close_fd is not None:
+            self._close_fd()
+            self._close_fd = None
             self.fd = -1
         self.nbytes = 0
 

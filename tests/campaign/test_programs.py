@@ -22,7 +22,7 @@ def check(tmp_path: Path, seeds: Iterable[int], *, num_ranks: int) -> None:
 
 def test_any_way_trains_as_one_process_and_loads_any_other(tmp_path: Path) -> None:
     """F1, F2, F9, F10, M12, S3: weights to 1e-6, losses, norms and zeros; loads bitwise."""
-    check(tmp_path, range(3), num_ranks=4)
+    check(tmp_path, range(2), num_ranks=4)
 
 
 @pytest.mark.slow

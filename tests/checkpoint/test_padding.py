@@ -274,7 +274,8 @@ def load_narrow(root: str, way: str) -> None:
     with run.groups:
         loader = Checkpointer(root, groups=run.groups)
         for step in NARROW:
-            for names in (("model", "optimizer"), ("optimizer", "model"), ("optimizer",)):
+            both = ("model", "optimizer")
+            for names in (both, both[::-1], both[1:]) if step == NARROW[0] else (both,):
                 run.pollute()
                 loader.load({name: run.state[name] for name in names}, step=step)
                 run.check(names)

@@ -141,7 +141,7 @@ def _sweep(
     "killed",
     [
         pytest.param(Killed("sync", "first"), marks=pytest.mark.slow),
-        Killed("async", "overwrite"),
+        pytest.param(Killed("async", "overwrite"), marks=pytest.mark.slow),
         pytest.param(Killed("sync", "next"), marks=pytest.mark.nightly),
         pytest.param(Killed("sync", "overwrite"), marks=pytest.mark.nightly),
         pytest.param(Killed("async", "first"), marks=pytest.mark.nightly),
@@ -165,8 +165,9 @@ def test_killed_at_every_boundary(fast_dir: Path, killed: Killed) -> None:
     print(f"{killed}: {len(names)} boundaries, {num_committed} kills after the commit")
 
 
-def test_killed_around_the_commit_of_what_pytorch_opens(fast_dir: Path) -> None:
-    """X6: PyTorch's reader finds one version wholly, as ours does."""
-    killed = Killed("async", "overwrite", "torch_dist")
+@pytest.mark.parametrize("ckpt_format", ["holdfast", "torch_dist"])
+def test_killed_around_the_commit(fast_dir: Path, ckpt_format: CkptFormat) -> None:
+    """E1, P6, X6: where one version becomes the other; PyTorch's reader finds one wholly, too."""
+    killed = Killed("async", "overwrite", ckpt_format)
     (swept,) = run_ranks(1, _sweep, str(fast_dir), killed, False, init=False).results
     assert 1 <= swept[1] < 3

@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.ranks.job import Job, RankError, Report
 from tests.ranks.process import serve
 
-_PRELOAD = ["tests.preload", "tests.ranks.process"]
+_PRELOAD = ["tests.preload"]
 _GRACE_S = 10.0
 """How long the other ranks may continue after one failed, if no failure is expected."""
 

@@ -83,7 +83,7 @@ def check_holders(plan: CommitPlan, layout: Layout, states: list[State]) -> None
         assert holders_of(plan, i) == holders[plan.keys[plan.row_tensor[i]], box]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_each_coordinate_has_one_whole_copy(data: st.DataObject) -> None:
     """B1 and B10, by brute force over layouts, tensors and axes."""

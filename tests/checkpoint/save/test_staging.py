@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -130,6 +132,22 @@ def test_neighbours_in_memory_are_staged_bitwise(
     staged = [bytes(staging.view[s:e]) for s, e in bounds_of(staging)]
     assert staged == [each.resolve_conj().contiguous().numpy().tobytes() for each in sources]
     memory.close()
+
+
+def test_memory_that_is_dropped_is_given_back(tmp_path: Path) -> None:
+    def held() -> int:
+        gc.collect()
+        links = (os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd"))
+        return sum(
+            "holdfast-staging" in os.readlink(each) for each in links if os.path.lexists(each)
+        )
+
+    before = held()
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"model": {"w": torch.ones(3)}})
+    assert held() > before
+    del checkpointer  # without close()
+    assert held() == before
 
 
 def bounds_of(staging: Staging) -> list[tuple[int, int]]:

@@ -73,7 +73,17 @@ def evaluate(
         return result, written
 
 
-def test_evaluation_counts_what_greedy_decoding_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "placements",
+    [
+        ("--pp 2", "--colocated --tp 2 --projector-on language"),
+        pytest.param(("--tp 2", "--cp 2"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_evaluation_counts_what_greedy_decoding_writes(
+    tmp_path: Path, placements: tuple[str, ...]
+) -> None:
     digits = make_rows(num_images=40)
     ((alone, written),) = run_ranks(1, evaluate, str(tmp_path / "ck"), digits, "").results
     right = [text == row.answer for text, row in zip(written, digits.held_out, strict=True)]
@@ -89,7 +99,7 @@ def test_evaluation_counts_what_greedy_decoding_writes(tmp_path: Path) -> None:
     }
     # Some of each, or the comparison would show nothing.
     assert sum(named) > sum(right)
-    for words in ("--tp 2", "--pp 2", "--cp 2", "--colocated --tp 2 --projector-on language"):
+    for words in placements:
         for result, _ in run_ranks(4, evaluate, str(tmp_path / "ck"), digits, words).results:
             assert result == alone, words
 

@@ -18,7 +18,7 @@ from trainer.tests.train.test_resume import config_of, tensors, text, whole, wor
 
 __all__ = ["workplace"]
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 EXPERTS = "--num-layers 2 --feeds de --num-experts 4 --expert-dim 16"
 DROPOUT = "--dropout 0.2"
 RUNS = (
@@ -40,7 +40,7 @@ RUNS = (
 )
 
 # Each has its optimizer's sharding, its schedule and its precision in common with others.
-ALIKE = (RUNS[1], RUNS[3], RUNS[5], RUNS[7], RUNS[11])
+ALIKE = (RUNS[1], RUNS[3], RUNS[5], RUNS[6], RUNS[7], RUNS[10], RUNS[11])
 
 
 def generators() -> tuple[object, ...]:

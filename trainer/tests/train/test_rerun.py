@@ -195,7 +195,10 @@ def test_another_data_replica_tells_without_a_restart(
     assert {each["verdict"] for each in verdict["values"]} == {kind}
 
 
-@pytest.mark.parametrize("words", ["--pp 2 --num-layers 2", "--tp 2 --num-layers 1"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param("--pp 2 --num-layers 2", marks=pytest.mark.slow), "--tp 2 --num-layers 1"],
+)
 def test_a_device_is_convicted_only_once_the_others_are_cleared(
     workplace: Path, words: str
 ) -> None:
@@ -232,7 +235,9 @@ def multimodal_starts(rank: RankContext, directory: str, words: str) -> tuple[li
     return codes, all(same)
 
 
-@pytest.mark.parametrize("words", [f"--colocated {DROPOUT}", "--zero 2"])
+@pytest.mark.parametrize(
+    "words", [pytest.param(f"--colocated {DROPOUT}", marks=pytest.mark.slow), "--zero 2"]
+)
 def test_a_model_of_several_modules_goes_on_bitwise(tmp_path: Path, words: str) -> None:
     results = run_ranks(2, multimodal_starts, str(tmp_path), words).results
     assert results == [([0, 16, 18, 0], True)] * 2
