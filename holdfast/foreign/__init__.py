@@ -10,6 +10,8 @@ foreign file is ever run: pickles are interpreted by a closed list of inert type
   memory, data files are ranges of the foreign ones.
 - A name map turns one catalog into another: renamed, split, joined, transposed, cast.
 - `convert` streams a catalog into another format under a budget of memory, and proves the result.
+- Of several ranks one opens a checkpoint, and the others open it from what it has read
+  (`shared_opening`).
 
 Read first: `catalog.py`, `view.py`, `formats.py`.
 """
