@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from holdfast.errors import ConfigError
-from holdfast.foreign import dcp, safetensors_files, torch_dist, torch_files
+from holdfast.foreign import dcp, safetensors_files, torch_dist, torch_files, torchsnapshot
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.location import Location
 from holdfast.foreign.shared_opening import behind
@@ -39,6 +39,12 @@ FORMATS: tuple[Format, ...] = (
         open=torch_dist.open_catalog,
     ),
     Format(name="dcp", title="PyTorch DCP", detect=dcp.detect, open=dcp.open_catalog),
+    Format(
+        name="torchsnapshot",
+        title="torchsnapshot",
+        detect=torchsnapshot.detect,
+        open=torchsnapshot.open_catalog,
+    ),
     Format(
         name="torch_save",
         title="torch.save",
