@@ -459,10 +459,8 @@ def trim(
     optional: bool = False,
 ) -> MapRule:
     """The first `unpadded` of `padded` entries of a dim; undoes `pad`, whatever the others hold."""
-    return rule_of(
-        {"trim": source, "to": to or source, "unpadded": unpadded, "padded": padded, "dim": dim,
-         "optional": optional}
-    )  # fmt: skip
+    undone = pad(to or source, source, unpadded=unpadded, padded=padded, dim=dim, optional=optional)
+    return undone.inverse()
 
 
 def tie(sources: Sequence[str], to: str, *, optional: bool = False) -> MapRule:
