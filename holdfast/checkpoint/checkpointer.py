@@ -443,7 +443,8 @@ class Checkpointer:
 
         Cost: five small collectives, one of them a broadcast of manifest and index. An exchange:
         one carries all requests, and one more, with as much memory, each 64 MiB that a rank shares.
-        With `max_fallbacks`: two more.
+        With `max_fallbacks`: two more. With `source`: one more, and a broadcast of the metadata
+        that the coordinator reads of a foreign format.
         """
         _check_mapping(state)
         options = LoadOptions(
@@ -506,7 +507,12 @@ class Checkpointer:
             self._loader.forget()
             with ExitStack() as stack:
                 storage, step = open_source(
-                    source, stack, step=options.step, names=names, on_drift=self._on_drift
+                    source,
+                    stack,
+                    control=self._groups.control,
+                    step=options.step,
+                    names=names,
+                    on_drift=self._on_drift,
                 )
                 loader = Loader(
                     storage,

@@ -10,6 +10,8 @@ foreign file is ever run: pickles are interpreted by a closed list of inert type
   memory, data files are ranges of the foreign ones.
 - A name map turns one catalog into another: renamed, split, joined, transposed, cast.
 - `convert` streams a catalog into another format under a budget of memory, and proves the result.
+- Of several ranks one opens a checkpoint, and the others open it from what it has read
+  (`shared_opening`).
 
 Read first: `catalog.py`, `view.py`, `formats.py`.
 """
@@ -25,12 +27,14 @@ from holdfast.foreign.rules import (
     cast,
     drop,
     join,
+    pad,
     rename,
     rotary,
     split,
     stack,
     tie,
     transpose,
+    trim,
     unstack,
     untie,
 )
@@ -46,6 +50,7 @@ __all__ = [
     "load_preset",
     "open_any",
     "open_catalog",
+    "pad",
     "plan_conversion",
     "preset_names",
     "rename",
@@ -54,6 +59,7 @@ __all__ = [
     "stack",
     "tie",
     "transpose",
+    "trim",
     "unstack",
     "untie",
 ]

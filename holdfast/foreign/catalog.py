@@ -181,6 +181,20 @@ class PartOfPayload:
         self.inner.readinto(out, start=self.skip + start, files=files)
 
 
+def in_a_file(payload: Payload, files: OpenFiles) -> FileBytes | None:
+    """Return where the bytes of a payload lie as they are, one after another; None if nowhere.
+
+    Cost: of an archive that has not been opened, the reads that open it.
+    """
+    if isinstance(payload, FileBytes):
+        return payload
+    if isinstance(payload, PartOfPayload):
+        inner = in_a_file(payload.inner, files)
+        return None if inner is None else FileBytes(inner.file, inner.start + payload.skip)
+    locate = getattr(payload, "locate", None)
+    return None if locate is None else locate(files)
+
+
 def part_of(payload: Payload, *, start: int, nbytes: int) -> Payload:
     """Return a range of the bytes of a payload, as plain as it can be."""
     if isinstance(payload, FileBytes):

@@ -21,6 +21,7 @@ from holdfast.foreign.catalog import (
     Catalog,
     CatalogTensor,
     Chunk,
+    FileBytes,
     OpenFiles,
     TensorReader,
     chunks_of_view,
@@ -378,6 +379,12 @@ class ArchiveBytes:
     def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
         """Open the archive if need be, and read the elements."""
         read_flat(self.archives.reader(self, files), out, start=start)
+
+    def locate(self, files: OpenFiles) -> FileBytes | None:
+        """Return where the elements lie one after another; None for a view with strides."""
+        chunks = self.archives.reader(self, files).tensor.chunks
+        payload = chunks[0].payload if len(chunks) == 1 else None
+        return payload if isinstance(payload, FileBytes) else None
 
 
 def _paths(metadata: object, names: dict[str, Any]) -> dict[str, tuple[str | int, ...]]:

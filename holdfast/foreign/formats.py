@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.errors import ConfigError
-from holdfast.foreign import dcp, safetensors_files, torch_dist, torch_files
+from holdfast.foreign import dcp, safetensors_files, torch_dist, torch_files, torchsnapshot
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.location import Location
+from holdfast.foreign.shared_opening import behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,12 @@ FORMATS: tuple[Format, ...] = (
         open=torch_dist.open_catalog,
     ),
     Format(name="dcp", title="PyTorch DCP", detect=dcp.detect, open=dcp.open_catalog),
+    Format(
+        name="torchsnapshot",
+        title="torchsnapshot",
+        detect=torchsnapshot.detect,
+        open=torchsnapshot.open_catalog,
+    ),
     Format(
         name="torch_save",
         title="torch.save",
@@ -76,4 +83,5 @@ def open_catalog(path: str | os.PathLike[str] | Location) -> Catalog:
         raise ConfigError(
             f"{location.label} is not a checkpoint in a format that is known: {known}"
         )
-    return chosen.open(location)
+    catalog = chosen.open(location)
+    return replace(catalog, storage=behind(catalog.storage))

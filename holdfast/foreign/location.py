@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from holdfast.errors import ConfigError, StorageError
+from holdfast.foreign.shared_opening import Answers, modified
 from holdfast.storage import PosixStorage, Source, Storage, is_url, open_storage
 from holdfast.storage.places import as_url
 
@@ -45,6 +46,13 @@ class Folder(PosixStorage):
             return super().read(path, start=start, nbytes=nbytes)
         return PosixStorage(target.parent).read(target.name, start=start, nbytes=nbytes)
 
+    def modified(self, path: str) -> float:
+        """Return when a file was written, in seconds since 1970; 0 if it is not there."""
+        try:
+            return (self.root / path).stat().st_mtime
+        except OSError:
+            return 0.0
+
     def _target(self, path: str) -> Path | None:
         """Return the file that a link leads to; None if the path is not a link."""
         place = self.root / path
@@ -62,20 +70,26 @@ class Location:
         storage: The folder.
         file: Name of the file; None for the folder itself.
         label: The path, for messages.
+        answers: Of the rank that opens it for all; None if each opens it for itself.
     """
 
     storage: Storage
     file: str | None
     label: str
+    answers: Answers | None = None
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> Location:
+    def of(cls, path: str | os.PathLike[str], answers: Answers | None = None) -> Location:
         """Return the location of a path or URL; ConfigError if nothing is there.
+
+        Args:
+            path: A folder or a file.
+            answers: Where the answers of the storage are noted, or come from.
 
         Cost: of a URL three requests, and one for each thousand names.
         """
         if is_url(path):
-            return cls._in_bucket(as_url(path).rstrip("/"))
+            return cls._in_bucket(as_url(path).rstrip("/"), answers)
         path = Path(path)
         try:
             is_dir = stat.S_ISDIR(path.stat().st_mode)
@@ -84,18 +98,18 @@ class Location:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"{path} cannot be examined: {reason}") from None
-        if is_dir:
-            return cls(Folder(path), None, str(path))
-        return cls(Folder(path.parent), path.name, str(path))
+        folder = path if is_dir else path.parent
+        storage = _noted(Folder(folder), str(folder), answers)
+        return cls(storage, None if is_dir else path.name, str(path), answers)
 
     @classmethod
-    def _in_bucket(cls, url: str) -> Location:
+    def _in_bucket(cls, url: str, answers: Answers | None) -> Location:
         above, _, name = url.rpartition("/")
         if not above.endswith("/"):  # a name in a bucket, not a bucket
-            storage = open_storage(above)
+            storage = _noted(open_storage(above), above, answers)
             if storage.exists(name) and not storage.is_dir(name):
-                return cls(storage, name, url)
-        location = cls(open_storage(url), None, url)
+                return cls(storage, name, url, answers)
+        location = cls(_noted(open_storage(url), url, answers), None, url, answers)
         if not location.names():
             raise ConfigError(f"nothing is at {url}")
         return location
@@ -104,11 +118,12 @@ class Location:
         """Return the location of a folder in this one; None if there is none of that name."""
         path = self.storage.local_path("")
         if path is not None:
-            return Location.of(path / name) if (path / name).is_dir() else None
+            return Location.of(path / name, self.answers) if (path / name).is_dir() else None
         folder = f"{self.label}/{name}"
         if self.file is not None or not is_url(folder):
             return None
-        location = Location(open_storage(folder), None, folder)
+        storage = _noted(open_storage(folder), folder, self.answers)
+        location = Location(storage, None, folder, self.answers)
         return location if location.names() else None
 
     def names(self) -> Sequence[str]:
@@ -132,9 +147,9 @@ class Location:
 
     def created(self, names: Iterable[str]) -> str:
         """Return when the newest of these files was written, ISO 8601 UTC."""
-        times = [0.0]
-        for name in names:
-            path = self.storage.local_path(name)
-            if path is not None and path.exists():
-                times.append(path.stat().st_mtime)
-        return datetime.fromtimestamp(int(max(times)), UTC).isoformat()
+        times = [modified(self.storage, name) for name in names]
+        return datetime.fromtimestamp(int(max(times, default=0.0)), UTC).isoformat()
+
+
+def _noted(storage: Storage, label: str, answers: Answers | None) -> Storage:
+    return storage if answers is None else answers.of(storage, label)

@@ -9,7 +9,8 @@ makes those of its result patterns:
 | join, split | n -> 1, 1 -> n: along a dim | dim, shares, groups |
 | stack, unstack | one per value of the wildcard `over` -> 1, and back: a new dim | over, dim |
 | transpose | 1 -> 1: dims in another order | dims |
-| rotary | 1 -> 1: rows of each head, interleaved or half-split | order, dim, head_dim or heads |
+| rotary | 1 -> 1: rows of each head, the other order | order, dim, head_dim or heads, rotary_dim |
+| pad, trim | 1 -> 1: zeros at the end of a dim, and without it | dim, unpadded, padded |
 | tie, untie | n equal ones -> 1, 1 -> n | |
 | cast | 1 -> 1: another float type | dtype, saturate, back |
 | drop | 1 -> 0 | recomputed |
@@ -35,6 +36,7 @@ from holdfast.foreign.tensor_expressions import (
     Permute,
     SliceDim,
     SplitDim,
+    Zeros,
     dim_of,
 )
 from holdfast.foreign.variables import Variables
@@ -50,7 +52,9 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "stack": ("over", "dim"),
     "unstack": ("over", "dim"),
     "transpose": ("dims",),
-    "rotary": ("order", "dim", "head_dim", "heads"),
+    "rotary": ("order", "dim", "head_dim", "heads", "rotary_dim"),
+    "pad": ("dim", "unpadded", "padded"),
+    "trim": ("dim", "unpadded", "padded"),
     "tie": (),
     "untie": (),
     "cast": ("dtype", "saturate", "back"),
@@ -60,7 +64,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """The settings of each kind of rule."""
 _INVERSE = {
     "join": "split", "split": "join", "stack": "unstack", "unstack": "stack", "tie": "untie",
-    "untie": "tie",
+    "untie": "tie", "pad": "trim", "trim": "pad",
 }  # fmt: skip
 _MANY_SOURCES = ("join", "tie")
 _MANY_RESULTS = ("split", "untie")
@@ -187,13 +191,53 @@ class MapRule:
             raise MismatchError(
                 f"dim {dim} has {size} entries, not {heads} heads of an even number {head_dim}"
             )
-        half = [heads, 2, head_dim // 2]
-        pairs = [heads, head_dim // 2, 2]
+        turned = head_dim
+        if "rotary_dim" in self.settings:
+            turned = self._number(self.settings["rotary_dim"], variables)
+            if not 0 < turned <= head_dim or turned % 2:
+                raise MismatchError(f"rotary_dim {turned} is not an even part of {head_dim}")
+        by_head = SplitDim(tensor, dim=dim, sizes=[heads, head_dim])
+        rows = by_head if turned == head_dim else _entries(by_head, dim + 1, 0, turned)
         to_half = self.settings["order"] == ORDERS[0]
-        split = SplitDim(tensor, dim=dim, sizes=pairs if to_half else half)
+        sizes = [turned // 2, 2] if to_half else [2, turned // 2]
+        split = SplitDim(rows, dim=dim + 1, sizes=sizes)
         order = list(range(len(split.shape)))
         order[dim + 1], order[dim + 2] = order[dim + 2], order[dim + 1]
-        return [MergeDims(Permute(split, dims=order), dim=dim, count=3)]
+        rows = MergeDims(Permute(split, dims=order), dim=dim + 1, count=2)
+        if turned < head_dim:  # the others are not turned by the position: they stay
+            rest = _entries(by_head, dim + 1, turned, head_dim - turned)
+            rows = Concat([rows, rest], dim=dim + 1)
+        return [MergeDims(rows, dim=dim, count=2)]
+
+    def _pad(
+        self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
+    ) -> list[Expression]:
+        (tensor,) = tensors
+        dim, unpadded, padded = self._padding(tensor, variables)
+        if tensor.shape[dim] != unpadded:
+            raise MismatchError(f"dim {dim} has {tensor.shape[dim]} entries, not {unpadded}")
+        if padded == unpadded:
+            return [tensor]
+        zeros = Zeros(tensor, dim=dim, size=padded - unpadded)
+        return [Concat([tensor, zeros], dim=dim)]
+
+    def _trim(
+        self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
+    ) -> list[Expression]:
+        (tensor,) = tensors
+        dim, unpadded, padded = self._padding(tensor, variables)
+        if tensor.shape[dim] != padded:
+            raise MismatchError(f"dim {dim} has {tensor.shape[dim]} entries, not {padded}")
+        return [tensor if padded == unpadded else _entries(tensor, dim, 0, unpadded)]
+
+    def _padding(self, tensor: Expression, variables: Variables) -> tuple[int, int, int]:
+        """Return the dim, and its sizes without and with padding."""
+        dim = dim_of(self.settings.get("dim", 0), len(tensor.shape))
+        unpadded = self._number(self.settings["unpadded"], variables)
+        padded = self._number(self.settings["padded"], variables)
+        if not 0 < unpadded <= padded:
+            raise MismatchError(f"{unpadded} entries cannot be padded to {padded}")
+        return dim, unpadded, padded
 
     def _cast(
         self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
@@ -317,6 +361,10 @@ def _common_dim(tensors: Sequence[Expression], dim: int, *, except_there: bool) 
     return dim
 
 
+def _entries(tensor: Expression, dim: int, start: int, size: int) -> Expression:
+    return SliceDim(tensor, dim=dim, start=start, size=size)
+
+
 def _require_groups(size: int, groups: int, dim: int) -> None:
     if groups < 1 or size % groups:
         raise MismatchError(f"{size} entries along dim {dim} are not {groups} groups")
@@ -377,11 +425,42 @@ def rotary(
         to: NamePattern of the result; by default the same name.
         order: "interleaved-to-half" or "half-to-interleaved".
         optional: The rule may match nothing.
-        settings: `dim` (default 0), and `head_dim` or `heads`.
+        settings: `dim` (default 0), and `head_dim` or `heads`; `rotary_dim` if only so many rows
+            at the start of each head are turned.
     """
     return rule_of(
         {"rotary": source, "to": to or source, "order": order, "optional": optional, **settings}
     )
+
+
+def pad(
+    source: str,
+    to: str = "",
+    *,
+    unpadded: Number,
+    padded: Number,
+    dim: int = 0,
+    optional: bool = False,
+) -> MapRule:
+    """Zeros at the end of a dim, from `unpadded` entries up to `padded`: of a vocabulary."""
+    return rule_of(
+        {"pad": source, "to": to or source, "unpadded": unpadded, "padded": padded, "dim": dim,
+         "optional": optional}
+    )  # fmt: skip
+
+
+def trim(
+    source: str,
+    to: str = "",
+    *,
+    unpadded: Number,
+    padded: Number,
+    dim: int = 0,
+    optional: bool = False,
+) -> MapRule:
+    """The first `unpadded` of `padded` entries of a dim; undoes `pad`, whatever the others hold."""
+    undone = pad(to or source, source, unpadded=unpadded, padded=padded, dim=dim, optional=optional)
+    return undone.inverse()
 
 
 def tie(sources: Sequence[str], to: str, *, optional: bool = False) -> MapRule:
@@ -448,7 +527,7 @@ def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> MapRule:
     elif kind == "drop":
         if "to" in table:
             raise ConfigError(f"{label} (drop) makes nothing; leave out to")
-    elif "to" in table or kind in ("transpose", "rotary", "cast"):
+    elif "to" in table or kind in ("transpose", "rotary", "cast", "pad", "trim"):
         to = table.get("to", table[kind])
         results = _texts(to, kind in _MANY_RESULTS, f"{label}: to")
     else:
@@ -508,6 +587,8 @@ def _check(rule: MapRule) -> None:
             raise ConfigError(f"{rule}: order must be one of {', '.join(ORDERS)}")
         if ("heads" in settings) == ("head_dim" in settings):
             raise ConfigError(f"{rule}: set one of heads and head_dim")
+    if rule.kind in ("pad", "trim") and not {"unpadded", "padded"} <= set(settings):
+        raise ConfigError(f"{rule}: set unpadded and padded, the sizes of the dim")
     if rule.kind == "cast":
         for name in ("dtype", "back"):
             if (name == "dtype" or name in settings) and settings.get(name) not in FLOATS:

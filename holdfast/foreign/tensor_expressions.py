@@ -172,6 +172,24 @@ class Concat(Expression):
         ]
 
 
+class Zeros(Expression):
+    """Nothing but zeros: as another tensor, but `size` entries along one dim."""
+
+    def __init__(self, like: Expression, *, dim: int, size: int) -> None:
+        self.dtype = like.dtype
+        self.shape = (*like.shape[:dim], size, *like.shape[dim + 1 :])
+        self._like = like
+
+    def read(self, box: Box, files: OpenFiles) -> AnyArray:
+        """Make the zeros; nothing is read."""
+        return np.zeros(box.shape, dtype=self.raw)
+
+    def pieces(self) -> list[ExpressionPart]:
+        """Return one piece, in the file of the other tensor."""
+        last = self._like.pieces()[-1]
+        return [ExpressionPart(_whole(self.shape), None, last.file, last.order)]
+
+
 class Permute(Expression):
     """The dims in another order: dim i of the result is dim `dims[i]` of the source."""
 

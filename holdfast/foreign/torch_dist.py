@@ -13,12 +13,14 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from holdfast.errors import CorruptionError, HoldfastError, PlacementError
 from holdfast.foreign import dcp
 from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles
 from holdfast.foreign.location import Location
+from holdfast.foreign.shared_opening import behind, found_once
 from holdfast.foreign.torch_dist_optimizer import OBJECTS_PART, is_of_optimizer, map_optimizer
 from holdfast.foreign.torch_dist_tensors import join_copies, unflattened
 from holdfast.foreign.torch_files import tensors_of
@@ -101,8 +103,11 @@ def _open(location: Location) -> Catalog:
     common = _read_common(location)
     made = _Made()
     made.left_out += [*items.left_out, *common.left_out]
-    with OpenFiles(location.storage) as files:
-        joined = join_copies(_restored(items, made), files)
+    # The bytes of copies are read by one rank, which has a sentence for the others.
+    with OpenFiles(behind(location.storage)) as files:
+        joined = join_copies(
+            _restored(items, made), files, once=partial(found_once, location.storage)
+        )
     model = {name: t for name, t in joined.tensors.items() if not is_of_optimizer(name)}
     for name, tensor in model.items():
         made.add_tensor(_MODEL, name, tensor)

@@ -8,8 +8,9 @@ several ranks of tensor parallelism may be stored as `<name>.__tp_replica_<r>`, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast.arrays.boxes import Box, flat_range_boxes
 from holdfast.errors import CorruptionError
@@ -79,8 +80,18 @@ class Joined:
     drift: str
 
 
-def join_copies(tensors: Mapping[str, CatalogTensor], files: OpenFiles) -> Joined:
+def join_copies(
+    tensors: Mapping[str, CatalogTensor],
+    files: OpenFiles,
+    *,
+    once: Callable[[str, Callable[[], str]], str],
+) -> Joined:
     """Join the copies of each tensor, and compare them.
+
+    Args:
+        tensors: By name, each copy with the suffix of its own.
+        files: To compare them.
+        once: Returns the result of a comparison, given its name, from this or another rank.
 
     Raises:
         CorruptionError: Copies have other types or shapes.
@@ -97,7 +108,7 @@ def join_copies(tensors: Mapping[str, CatalogTensor], files: OpenFiles) -> Joine
     drifts: list[str] = []
     for name, by_number in copies.items():
         ordered = [replace(by_number[r], key=name) for r in sorted(by_number)]
-        drift = _compare(name, ordered, files)
+        drift = once(f"copies of {name}", partial(_compare, name, ordered, files))
         if drift:
             drifts.append(drift)
         # Ranks read any copy of those that are equal; of others all must read the same one.

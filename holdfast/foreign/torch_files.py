@@ -236,7 +236,7 @@ def tensors_of(
             if same != leaf.key:
                 tied[leaf.key] = same
                 continue
-        tensors[leaf.key] = _tensor(leaf, file, name)
+        tensors[leaf.key] = tensor_of(leaf, file, name)
     if tied:
         for node in walk(tree.node):
             if is_tensor(node) and node["k"] in tied:
@@ -244,7 +244,8 @@ def tensors_of(
     return tensors, tree.node, list(tree.left_out)
 
 
-def _tensor(leaf: NodeLeaf, file: TorchFile, name: str) -> CatalogTensor:
+def tensor_of(leaf: NodeLeaf, file: TorchFile, name: str) -> CatalogTensor:
+    """Return the tensor of a leaf of a pickled tree; arguments as of `tensors_of`."""
     value = leaf.value
     if isinstance(value, PickledTensor):
         start, _ = file.range_of(value)

@@ -19,7 +19,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.errors import CorruptionError, PlacementError, PlanError, StorageError
-from holdfast.foreign.catalog import Catalog, Chunk, FileBytes, OpenFiles
+from holdfast.foreign.catalog import Catalog, Chunk, FileBytes, OpenFiles, in_a_file
 from holdfast.foreign.records import ONE_RANK, index_of_one_rank
 from holdfast.format.digest import digest128
 from holdfast.format.index import ChunkIndex, encode_index
@@ -35,6 +35,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.names import INDEX, MANIFEST, step_dir
 from holdfast.storage import Sink, Source, Storage
+from holdfast.storage.reading import read_strips
 
 _HEADER_NBYTES = 8
 """Length of the empty header that a virtual data file starts with."""
@@ -346,6 +347,22 @@ class _VirtualSource:
             payload = file.chunks[number].payload
             payload.readinto(buffer[:count], start=start - file.starts[number], files=self._files)
             buffer, start, number = buffer[count:], start + count, last + 1
+
+    def readinto_strips(
+        self, buffer: memoryview, *, start: int, strips: Sequence[tuple[int, int]]
+    ) -> int:
+        """See `read_strips`: strips of bytes that lie in the foreign file as they are."""
+        file = self._file
+        number = bisect_right(file.starts, start) - 1
+        if number >= 0 and start + len(buffer) <= file.nbytes:
+            place = in_a_file(file.chunks[number].payload, self._files)
+            count, _ = self._run(number, start, start + len(buffer))
+            if place is not None and count == len(buffer):
+                at = place.start + start - file.starts[number]
+                source = self._files.source(place.file)
+                return read_strips(source, buffer, start=at, strips=strips)
+        self.readinto(buffer, start=start)
+        return len(buffer)
 
     def _run(self, number: int, start: int, end: int) -> tuple[int, int]:
         """Return how many bytes from `start` one read gives, and the last chunk they are of."""

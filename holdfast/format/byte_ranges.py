@@ -8,6 +8,7 @@ digest blocks, so that every byte read can be verified.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -138,6 +139,33 @@ class Overlaps:
                 copies.append(StridedCopy(at, box.shape, source, target, common.shape))
             at += box.numel * size
         return copies
+
+    def strips(
+        self, numbers: Iterable[int], start: int, stop: int, *, max_gap: int
+    ) -> list[tuple[int, int]]:
+        """Return what overlaps need of bytes [start, stop) of their payload: (byte of the piece,
+        number of bytes) of each strip, ascending.
+
+        Strips less than `max_gap` bytes apart are one, with what is between them. In the example of
+        `strided_copies`, without gaps: (0, 1), (3, 3), (8, 3) and (13, 1).
+        """
+        begins, ends = [], []
+        for number in numbers:
+            size = int(self.itemsize[number])
+            for copy in self.strided_copies(number, start, stop):
+                inner = Box(tuple(each.start for each in copy.source), copy.extent)
+                outer = Box((0,) * len(copy.shape), copy.shape)
+                begin, span = cover(inner, outer, max_gap=max(max_gap - 1, 0) // size)
+                begins.append(copy.start + begin * size)
+                ends.append(begins[-1] + span * size)
+        if not begins:
+            return []
+        begin, end = np.concatenate(begins), np.concatenate(ends)
+        order = np.argsort(begin, kind="stable")
+        begin, end = begin[order], np.maximum.accumulate(end[order])
+        heads = np.flatnonzero(np.append(True, begin[1:] - end[:-1] >= max(max_gap, 1)))
+        nbytes = end[np.append(heads[1:], len(end)) - 1] - begin[heads]
+        return list(zip(begin[heads].tolist(), nbytes.tolist(), strict=True))
 
 
 def find_overlaps(

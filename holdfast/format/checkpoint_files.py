@@ -28,6 +28,7 @@ from holdfast.format.versions import (
     read_records,
 )
 from holdfast.storage import Source, Storage
+from holdfast.storage.reading import read_strips
 
 _STEP_NBYTES = 1 << 20
 """Bytes of a piece that are read and then hashed at a time: they fit a core's cache."""
@@ -207,6 +208,7 @@ class CheckpointFiles:
         out: memoryview,
         *,
         verify: bool,
+        strips: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         """Fill `out` with adjacent pieces of one file, in one read.
 
@@ -220,6 +222,8 @@ class CheckpointFiles:
                 With `verify`, a piece starts at a digest block and ends at one or with the payload.
             out: Memory for the pieces, end to end; undefined after an error.
             verify: Check the digest of every block.
+            strips: Of a piece alone that is not verified, what is needed of it, as `read_strips`
+                has it; the rest of `out` is undefined. None for all.
 
         Raises:
             CorruptionError: No copy is good; the message names tensor, file and byte.
@@ -230,7 +234,7 @@ class CheckpointFiles:
         bad: Sequence[int] = range(len(rows))
         try:
             if len(rows) == 1:
-                self._read_piece(rows[0], *bounds[0], out, verify, image=image)
+                self._read_piece(rows[0], *bounds[0], out, verify, image=image, strips=strips)
                 return
             source = image or self._source(file)
             self._count(read=len(out), file=file, is_image=image is not None)
@@ -304,6 +308,7 @@ class CheckpointFiles:
         verify: bool,
         *,
         image: Source | None = None,
+        strips: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         """Read one piece of this very copy; CorruptionError names the byte of a wrong block.
 
@@ -312,6 +317,10 @@ class CheckpointFiles:
         place, block = int(self.index.start[row]), self._block_nbytes
         file = int(self.index.file[row])
         source = image or self._source(file)
+        if strips is not None and not verify:
+            nbytes = read_strips(source, out, start=place + start, strips=strips)
+            self._count(read=nbytes, file=file, is_image=image is not None)
+            return
         self._count(read=len(out), file=file, is_image=image is not None)
         if not verify:
             source.readinto(out, start=place + start)

@@ -3,7 +3,8 @@
 In a file system an operation costs a microsecond, and a file is examined before it is read. In an
 object store each one is a request of some ten milliseconds, and several may be in progress. A store
 may therefore have a method `read_at_most` (bytes from `start`, fewer where the file ends) and a
-number `reads_at_once`; without them these functions do what any store can.
+number `reads_at_once`, and its sources a method `readinto_strips`; without them these functions do
+what any store can.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.storage.storage_protocol import Storage
+from holdfast.storage.storage_protocol import Source, Storage
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -55,6 +56,29 @@ def read_if_there(
     if len(data) > max_nbytes:
         raise too_large()
     return data
+
+
+def read_strips(
+    source: Source, buffer: memoryview, *, start: int, strips: Sequence[tuple[int, int]]
+) -> int:
+    """Fill strips of a buffer, whose first byte is byte `start` of a file.
+
+    Args:
+        source: The file.
+        buffer: Bytes; those in no strip are undefined afterwards.
+        start: Byte of the file.
+        strips: (byte of the buffer, number of bytes) of each, ascending, none in common.
+
+    Returns:
+        How many bytes were read: those of the strips where skipping costs no more than reading,
+        else all of the buffer.
+    """
+    read = getattr(source, "readinto_strips", None)
+    if read is None:
+        source.readinto(buffer, start=start)
+        return len(buffer)
+    nbytes: int = read(buffer, start=start, strips=strips)
+    return nbytes
 
 
 def is_absence(error: StorageError) -> bool:

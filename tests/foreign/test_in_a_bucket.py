@@ -64,6 +64,9 @@ def test_read_in_place(tmp_path: Path, url: str, holdfast: Holdfast, format: str
     for verb in ("show", "verify"):
         done = holdfast(verb, source)
         assert done.code == 0, done.err
+    done = holdfast("view", source, "--out", tmp_path / "page.html")
+    assert done.code == 0, done.err
+    assert "layers.0.weight" in (tmp_path / "page.html").read_text()
     for to, kind in ((f"{url}/ours", "holdfast"), (tmp_path / "hf", "huggingface")):
         done = holdfast("convert", source, to, "--to", kind)
         assert done.code == 0, done.err
@@ -80,6 +83,10 @@ def test_our_own_between_bucket_and_disk(tmp_path: Path, url: str, holdfast: Hol
     assert holdfast("convert", f"{url}/a/iter_0000007", f"{url}/b", "--to", "holdfast").code == 0
     assert holdfast("convert", f"{url}/b", tmp_path / "hf", "--to", "huggingface").code == 0
     assert holdfast("diff", tmp_path / "run", f"{url}/b").code == 0
+    for number, place in enumerate((f"{url}/b", f"{url}/b/iter_0000007")):
+        page = tmp_path / f"{number}.html"
+        assert holdfast("view", place, "--out", page).code == 0
+        assert "layers.0.weight" in page.read_text()
     again = holdfast("convert", f"{url}/a", f"{url}/b", "--to", "holdfast")
     assert again.code == 2
     assert "exists already" in again.err

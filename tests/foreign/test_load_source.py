@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from holdfast import (
     StorageError,
 )
 from holdfast.foreign import NameMap, open_catalog, rename
+from holdfast.foreign.location import Folder
 from tests.harness import RankContext, run_ranks
 
 
@@ -88,6 +91,63 @@ def test_damage_of_a_mapped_source_is_noticed(tmp_path: Path) -> None:
         )
 
 
+def load_and_count(context: RankContext, paths: list[str]) -> list[tuple[Counter[str], str]]:
+    """Load `w` of each source; how often this rank asked the folder, by method, and the error."""
+    asked: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        method = getattr(Folder, name)
+
+        def counted(self: Folder, *args: Any, **kwargs: Any) -> Any:
+            asked[name] += 1
+            return method(self, *args, **kwargs)
+
+        setattr(Folder, name, counted)
+
+    for name in ("list", "exists", "is_dir", "size", "read", "open", "modified"):
+        count(name)
+    results = []
+    with ProcessGroups.create(Layout(dp=context.num_ranks)) as groups:
+        checkpointer = Checkpointer(Path(paths[0]) / "none", groups=groups)
+        for path in paths:
+            asked.clear()
+            target = torch.zeros(64, 64)
+            try:
+                checkpointer.load({"model": {"w": target}}, source=path, ignore_unexpected=True)
+            except Exception as error:
+                results.append((Counter(asked), f"{type(error).__name__}: {error}"))
+                continue
+            assert target.eq(3.0).all()
+            results.append((Counter(asked), ""))
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_rank_opens_a_foreign_checkpoint_for_all(tmp_path: Path) -> None:
+    """The others ask for nothing but the bytes of their tensors; what is wrong is so on all."""
+    import torch.distributed.checkpoint as dcp  # here, because each rank imports this module
+
+    weights = {"w": torch.full((64, 64), 3.0), "more": torch.ones(3)}
+    paths = [tmp_path / name for name in ("hf", "dcp", "torch/all.pt", "bad", "none")]
+    for path in (*paths[:2], tmp_path / "torch", paths[3]):
+        path.mkdir()
+    save_file(weights, paths[0] / "x.safetensors")
+    dcp.save({"model": weights, "lr": 0.5}, checkpoint_id=paths[1])
+    torch.save({"model": weights}, paths[2])
+    dcp.save({"model": weights, "lr": 0.5}, checkpoint_id=paths[3])
+    metadata = paths[3] / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:-20])
+    first, *others = run_ranks(3, load_and_count, [str(path) for path in paths]).results
+    for number, (asked, error) in enumerate(first):
+        is_good = number < 3
+        assert (asked.total() > 1) == (number < 4)
+        assert (error == "") == is_good, error
+        for result in others:
+            assert result[number] == (Counter({"open": 1} if is_good else {}), error)
+    assert first[3][1].startswith("CorruptionError")
+    assert first[4][1].startswith("ConfigError")
+
+
 def load_apart(context: RankContext, paths: list[str]) -> str:
     """Load what this rank names; the name and message of the error."""
     with ProcessGroups.create(Layout(dp=context.num_ranks)) as groups:
@@ -107,7 +167,8 @@ def test_ranks_that_name_different_sources_are_refused_on_all(tmp_path: Path) ->
     for error in run_ranks(2, load_apart, [one, two]).results:
         assert error.startswith("PlanError")
         assert "source" in error
-    for error in run_ranks(2, load_apart, [one, str(tmp_path / "three")]).results:
+    three = str(tmp_path / "three")
+    for error in run_ranks(2, load_apart, [three, three]).results:
         assert error.startswith("ConfigError")
         assert "three does not exist" in error
     assert run_ranks(2, load_apart, [one, one]).results == ["loaded", "loaded"]

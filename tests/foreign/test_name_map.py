@@ -28,6 +28,7 @@ from holdfast.foreign.rules import (
     cast,
     drop,
     join,
+    pad,
     rename,
     rotary,
     rule_of,
@@ -35,6 +36,7 @@ from holdfast.foreign.rules import (
     stack,
     tie,
     transpose,
+    trim,
     unstack,
     untie,
 )
@@ -101,6 +103,7 @@ class RandomMap:
             family = waiting.pop()
             makers: list[Callable[[Family, list[Family]], tuple[MapRule, list[Family]] | None]] = [
                 self.rename, self.transpose, self.rotary, self.split, self.join, self.stack,
+                self.pad,
             ]  # fmt: skip
             made = None
             while made is None:
@@ -128,21 +131,34 @@ class RandomMap:
         dim = dims[self.rng.integers(len(dims))]
         size = family.shape[dim]
         head_dim = self.rng.choice([n for n in (2, 4, 6, 12) if size % n == 0])
+        turned = int(self.rng.choice(range(2, head_dim + 1, 2)))
         order = []
         to_half = bool(self.rng.integers(2))
         for head in range(0, size, head_dim):
-            pairs = [head + i for i in (*range(0, head_dim, 2), *range(1, head_dim, 2))]
-            order += pairs if to_half else [0] * head_dim
+            pairs = [head + i for i in (*range(0, turned, 2), *range(1, turned, 2))]
+            order += pairs if to_half else [0] * turned
             if not to_half:
                 for at, source in enumerate(pairs):
                     order[source] = head + at
+            order += range(head + turned, head + head_dim)
         new = Family(
             self.new_name(), [array.take(order, axis=dim) for array in family.arrays],
             family.numbered,
         )  # fmt: skip
         name = "interleaved-to-half" if to_half else "half-to-interleaved"
-        rule = rotary(family.pattern, new.pattern, order=name, dim=dim, head_dim=int(head_dim))
-        return rule, [new]
+        settings = {"dim": dim, "head_dim": int(head_dim)}
+        if turned < head_dim or self.rng.integers(2):
+            settings["rotary_dim"] = turned
+        return rotary(family.pattern, new.pattern, order=name, **settings), [new]
+
+    def pad(self, family: Family, _: list[Family]) -> tuple[MapRule, list[Family]]:
+        dim = int(self.rng.integers(len(family.shape)))
+        before = family.shape[dim]
+        after = before + int(self.rng.integers(0, 7))
+        edges = [(0, after - before if d == dim else 0) for d in range(len(family.shape))]
+        arrays = [np.pad(array, edges) for array in family.arrays]
+        new = Family(self.new_name(), arrays, family.numbered)
+        return pad(family.pattern, new.pattern, dim=dim, unpadded=before, padded=after), [new]
 
     def split(self, family: Family, _: list[Family]) -> tuple[MapRule, list[Family]] | None:
         dim = int(self.rng.integers(len(family.shape)))
@@ -380,6 +396,10 @@ def test_names_that_no_rule_takes_are_kept_if_asked(tmp_path: Path) -> None:
         (split("a", ["x", "y", "z"]), "do not split by shares [1, 1, 1]"),
         (split("a", ["x", "y"], groups=3), "are not 3 groups"),
         (rotary("a", "x", order="half-to-interleaved", head_dim=3), "heads of an even number"),
+        (rotary("a", "x", order="half-to-interleaved", heads=1, rotary_dim=6), "not an even part"),
+        (pad("a", "x", unpadded=3, padded=8), "has 4 entries, not 3"),
+        (trim("a", "x", unpadded=2, padded=8), "has 4 entries, not 8"),
+        (pad("a", "x", unpadded=4, padded=3), "cannot be padded to 3"),
         (transpose("a", "x"), "do not permute a tensor with 1 dims"),
         (tie(["a", "b"], "x"), "different types or shapes"),
     ],
@@ -413,6 +433,7 @@ def test_shapes_that_do_not_fit_a_rule_are_refused_with_its_name(
         {"rotary": "a", "order": "half-to-interleaved"},
         {"rotary": "a", "order": "other", "heads": 1},
         {"drop": "a", "to": "b"},
+        {"pad": "a", "padded": 8},
     ],
 )
 def test_a_malformed_rule_is_refused(table: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ from tests.foreign.small_models import (  # noqa: E402
     meta_logits,
     mixtral,
     own_state,
+    state_of,
     tokens,
 )
 
@@ -103,6 +104,25 @@ def test_other_forms_of_megatron_have_its_names_and_shapes(tmp_path: Path) -> No
     assert dist[name].shape == (LAYERS, EXPERTS, WIDTH, INNER)
 
 
+def test_a_padded_vocabulary_computes_the_same(tmp_path: Path) -> None:
+    """Rows of zeros up to a multiple; without them, whatever they hold by then, the same model."""
+    model = llama(2)
+    state = mapped(tmp_path, own_state(model), "llama-hf-to-llama-megatron")
+    variables = {"vocab_size": VOCAB, "vocab_multiple": 48}
+    forth = load_preset("megatron-vocab-to-megatron-padded-vocab")
+    there = forth.apply(catalog_of_state(tmp_path, state), variables=variables).catalog
+    padded = state_of(there)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert padded[name].shape == (-(-VOCAB // 48) * 48, WIDTH)
+        assert not padded[name][VOCAB:].any()
+        padded[name][VOCAB:] = 9.0
+    assert VOCAB % 48
+    assert_close(megatron_logits(padded, 2)[..., :VOCAB], logits_of(model))
+    trained = catalog_of_state(tmp_path, padded)
+    back = forth.inverse().apply(trained, variables=variables).catalog
+    assert_equal(model_of(back), {name: value.numpy() for name, value in state.items()})
+
+
 def test_extra_state_of_megatron_is_dropped_on_the_way_back(tmp_path: Path) -> None:
     state = own_state(llama())
     forth = load_preset("llama-hf-to-llama-megatron")
@@ -161,7 +181,7 @@ def test_optimizer_state_follows_through_a_preset(tmp_path: Path) -> None:
 
 def test_every_preset_has_both_directions() -> None:
     names = preset_names()
-    assert len(names) == len(set(names)) >= 22
+    assert len(names) == len(set(names)) >= 24
     for name in names:
         assert load_preset(name).inverse().inverse().describe() == load_preset(name).describe()
     with pytest.raises(ConfigError, match="llama-hf-to-gpt"):

@@ -40,8 +40,13 @@ from holdfast.storage.reading import requests_of
 
 _COUNTERS = struct.Struct("<5Q")
 _MAX_THREADS = 8
-_UNVERIFIED_NBYTES = 64 << 10
-"""Without verification, reads are cut and joined at multiples of this."""
+_PAGE_NBYTES = 4 << 10
+"""Without verification, reads are cut at multiples of this, and gaps of so many bytes or more in
+what a rank needs are not read. Of the page cache, a system call for a strip costs what a copy of 8
+KiB does; below a page nothing is saved, because the kernel brings whole pages."""
+_PIECE_GAP_NBYTES = 64 << 10
+"""Without verification, what is needed and less far apart is in one piece, which is read by strips:
+a piece costs far more than a strip."""
 _ALONE = -1
 """The round of what is not sent to any rank: read before the first."""
 
@@ -156,7 +161,8 @@ class LoadExecutor:
             itemsize=self._itemsize,
             writer=np.array(writer, dtype=np.int64),
             hosts=host_numbers(hosts if hosts else list(map(str, range(len(tables))))),
-            grain=block if self._verify else min(block or _UNVERIFIED_NBYTES, _UNVERIFIED_NBYTES),
+            grain=block if self._verify else min(block or _PAGE_NBYTES, _PAGE_NBYTES),
+            max_gap=None if self._verify else _PIECE_GAP_NBYTES,
             copies=self._files.copies if self._files.has_copies else None,
             choose=choose,
         )
@@ -425,7 +431,11 @@ class LoadExecutor:
         is_in_place = data is not None
         if data is None:
             data = host_memory(nbytes) if messages is not None else self._scratch(nbytes)
-        self._files.read_pieces(rows, bounds, data, verify=self._verify)
+        strips = None
+        if len(rows) == 1 and messages is None and not is_in_place and not self._verify:
+            needed = self._kept.overlap[first:last]
+            strips = self._plan.overlaps.strips(needed, *bounds[0], max_gap=_PAGE_NBYTES)
+        self._files.read_pieces(rows, bounds, data, verify=self._verify, strips=strips)
         if target is not None:
             target.done(nbytes)
         if not is_in_place:

@@ -147,6 +147,7 @@ def plan_reads(
     writer: IntArray,
     hosts: IntArray,
     grain: int,
+    max_gap: int | None = None,
     copies: Copies | None = None,
     choose: Choose | None = None,
 ) -> ReadPlan:
@@ -159,6 +160,7 @@ def plan_reads(
         writer: (files,) position of the rank that wrote each file, -1 where it is none of these.
         hosts: (ranks,) see `assign_readers`; of one rank, which reads for itself.
         grain: Reads start at multiples of so many bytes of a payload.
+        max_gap: What is needed and less far apart is in one piece; None for `grain`.
         copies: The boxes that are stored more than once; None for none.
         choose: See `assign_readers`.
 
@@ -173,7 +175,7 @@ def plan_reads(
     request, chunk = meeting_pairs(requests.boxes, index.take(primary).padded(1))
     overlaps = find_overlaps(index, requests.boxes, itemsize, request=request, row=primary[chunk])
     nbytes = index.nbytes[overlaps.row]
-    needed = requested_ranges(overlaps, nbytes, grain=grain, max_gap=grain)
+    needed = requested_ranges(overlaps, nbytes, grain=grain, max_gap=max_gap or grain)
     ranges = _shared_ranges(overlaps, needed, requests, index)
     if len(hosts) == 1:
         start, stop, owner = split_ranges(ranges.start, ranges.stop, grain=grain)

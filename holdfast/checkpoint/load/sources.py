@@ -8,17 +8,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
+
 from holdfast.checkpoint.options import OnDrift
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.convert import open_any
 from holdfast.foreign.formats import open_catalog
+from holdfast.foreign.location import Location
 from holdfast.foreign.name_map import NameMap
 from holdfast.foreign.name_map_presets import name_map_of
 from holdfast.foreign.own_format import find_in_bucket
+from holdfast.foreign.shared_opening import Answers
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import MANIFEST, list_steps, parse_step_dir, step_dir
-from holdfast.storage import PosixStorage, Storage, is_url
+from holdfast.parallel import Control
+from holdfast.parallel.ranks import disagreement
+from holdfast.storage import PosixStorage, Storage, is_url, open_storage
 from holdfast.storage.places import as_url
 
 LoadSource: TypeAlias = str | os.PathLike[str] | Storage | Catalog
@@ -28,19 +34,38 @@ NameSource: TypeAlias = NameMap | str | os.PathLike[str]
 """A map of names, the name of a preset, or the path of a TOML file."""
 
 
+class _Place(msgspec.Struct, array_like=True, frozen=True):
+    """What a path or URL is, found out by one rank.
+
+    Args:
+        is_own: Whether it is a root of checkpoints of our own, or one of them.
+        path: Of the root, or of the foreign checkpoint.
+        step: The step in it; None for the newest, or if it does not matter.
+    """
+
+    is_own: bool
+    path: str
+    step: int | None
+
+
 def open_source(
     source: LoadSource,
     stack: ExitStack,
     *,
+    control: Control,
     step: int | None,
     names: NameSource | None = None,
     on_drift: OnDrift = "raise",
 ) -> tuple[Storage, int | None]:
     """Return the storage that a load reads, and the step in it; None for the newest.
 
+    All ranks together: the coordinator looks at a path and opens what is there, and the others
+    open the same from what it has read (`Answers`).
+
     Args:
         source: Where to load from.
         stack: Closes what a name map reads from.
+        control: Of the ranks of the load.
         step: The step asked for.
         names: A map of names that comes between.
         on_drift: What to do if stored copies of a tensor differ in a foreign checkpoint.
@@ -50,28 +75,90 @@ def open_source(
             step.
         CorruptionError, StorageError: A foreign checkpoint is damaged or cannot be read, or has
             copies that differ and `on_drift` is "raise".
+        PlanError: Ranks name different sources.
 
-    Cost: that of `open_catalog` for a foreign format, on this rank.
+    Cost: that of `open_catalog` for a foreign format, on the coordinator. With several ranks a
+    collective and a broadcast of the metadata that it has read, and the time to interpret it.
     """
-    if names is not None:
-        catalog = _catalog_of(source, stack, step)
-        return _shown(name_map_of(names).apply(catalog).catalog, on_drift), step
+    place: _Place | None = None
+    storage: Storage | None = None
+    answers = Answers()
+    data: bytes | None = None
+    if control.is_coordinator and isinstance(source, str | os.PathLike):
+        place = _find(source, step, is_mapped=names is not None)
+        storage = _open(place, answers if control.size > 1 else None, stack, names, on_drift)
+        data = msgspec.msgpack.encode((place, answers.encode())) if control.size > 1 else None
+    if control.size > 1:
+        labels, data = control.gather_and_broadcast(
+            _label_of(source).encode(), data, phase="load: source"
+        )
+        if len(set(labels)) > 1:
+            texts = [label.decode() for label in labels]
+            raise disagreement("load", "source", texts, ranks=control.ranks)
     if isinstance(source, Catalog):
-        return _shown(source, on_drift), step
+        return _shown(_mapped(source, names), on_drift), step
     if not isinstance(source, str | os.PathLike):
+        if names is not None:
+            raise ConfigError("a name map needs the path of a checkpoint, or its description")
         return source, step
+    if storage is None or place is None:
+        place, known = msgspec.msgpack.decode(data or b"", type=tuple[_Place, bytes])
+        storage = _open(place, Answers(known), stack, names, on_drift)
+    return storage, place.step
+
+
+def _label_of(source: LoadSource) -> str:
+    """Return what all ranks must name alike."""
+    if isinstance(source, Catalog):
+        return source.label
+    if not isinstance(source, str | os.PathLike):
+        return source.describe("")
+    label = as_url(source).rstrip("/") if is_url(source) else str(Path(source).absolute())
+    return label.encode(errors="backslashreplace").decode()
+
+
+def _find(source: str | os.PathLike[str], step: int | None, *, is_mapped: bool) -> _Place:
+    """Return what a path or URL is."""
     if is_url(source):
-        return _in_bucket(as_url(source).rstrip("/"), step, on_drift)
+        url = as_url(source).rstrip("/")
+        own = find_in_bucket(url, step)
+        if own is None:
+            return _Place(False, url, step)
+        root, _, name = url.rpartition("/")
+        is_step = parse_step_dir(name) is not None
+        return _Place(True, root if is_step else url, parse_step_dir(own[1]))
     path = Path(source)
     if path.is_dir():
         storage = PosixStorage(path)
         if storage.exists(MANIFEST):
-            return _one_checkpoint(path, step)
+            return _Place(True, str(path), step) if is_mapped else _one_checkpoint(path, step)
         if list_steps(storage):
-            return storage, step
+            return _Place(True, str(path), step)
         if step is not None and storage.is_dir(step_dir(step)):
             path = path / step_dir(step)  # of a run in a foreign format
-    return _shown(open_catalog(path), on_drift), step
+    return _Place(False, str(path), step)
+
+
+def _open(
+    place: _Place,
+    answers: Answers | None,
+    stack: ExitStack,
+    names: NameSource | None,
+    on_drift: OnDrift,
+) -> Storage:
+    """Open what is at a place; a name map reads from it, digests included if it has any."""
+    if not place.is_own:
+        catalog = open_catalog(Location.of(place.path, answers))
+        return _shown(_mapped(catalog, names), on_drift)
+    if names is None:
+        return open_storage(place.path)
+    own = stack.enter_context(open_any(place.path, step=place.step))
+    return _shown(_mapped(own, names), on_drift)
+
+
+def _mapped(catalog: Catalog, names: NameSource | None) -> Catalog:
+    """Return a catalog under other names."""
+    return catalog if names is None else name_map_of(names).apply(catalog).catalog
 
 
 def _shown(catalog: Catalog, on_drift: OnDrift) -> CatalogStorage:
@@ -86,25 +173,7 @@ def _shown(catalog: Catalog, on_drift: OnDrift) -> CatalogStorage:
     return CatalogStorage(catalog)
 
 
-def _catalog_of(source: LoadSource, stack: ExitStack, step: int | None) -> Catalog:
-    """Describe a source of any format; its digests, if it has any, are checked as it is read."""
-    if isinstance(source, Catalog):
-        return source
-    if not isinstance(source, str | os.PathLike):
-        raise ConfigError("a name map needs the path of a checkpoint, or its description")
-    return stack.enter_context(open_any(source, step=step))
-
-
-def _in_bucket(url: str, step: int | None, on_drift: OnDrift) -> tuple[Storage, int | None]:
-    """Return the root of checkpoints at a URL and the step in it, or what is foreign there."""
-    own = find_in_bucket(url, step)
-    if own is not None:
-        storage, directory = own
-        return storage, parse_step_dir(directory)
-    return _shown(open_catalog(url), on_drift), step
-
-
-def _one_checkpoint(path: Path, step: int | None) -> tuple[Storage, int]:
+def _one_checkpoint(path: Path, step: int | None) -> _Place:
     """Return the root above a checkpoint of our own, and its step."""
     real = path.resolve()
     own = parse_step_dir(real.name)
@@ -115,4 +184,4 @@ def _one_checkpoint(path: Path, step: int | None) -> tuple[Storage, int]:
         )
     if step not in (None, own):
         raise ConfigError(f"{path} is the checkpoint of step {own}, not of step {step}")
-    return PosixStorage(real.parent), own
+    return _Place(True, str(real.parent), own)

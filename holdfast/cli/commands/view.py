@@ -15,7 +15,7 @@ import numpy as np
 
 from holdfast.cli.page.build import MARK, PageData, build_page
 from holdfast.cli.page.heat_map import HeatMap
-from holdfast.cli.page.history import read_history
+from holdfast.cli.page.history import History, read_history
 from holdfast.cli.page.run_events import RunEvent, RunLog, read_run_log
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.holders import SavedPlacement
@@ -31,7 +31,8 @@ from holdfast.errors import ConfigError, CorruptionError, StorageError, clean
 from holdfast.format.manifest import FileInfo
 from holdfast.format.names import parse_step_dir
 from holdfast.format.rank_events import LoadEvent
-from holdfast.storage import PosixStorage
+from holdfast.storage import PosixStorage, is_url, open_storage
+from holdfast.storage.places import as_url
 
 _MAX_LOADS = 5
 
@@ -42,7 +43,8 @@ class Args:
     file, how long saves took, which steps exist."""
 
     path: Annotated[Path, POSITIONAL]
-    """A checkpoint, a directory of checkpoints, or the directory of a run (the newest step)."""
+    """A checkpoint, a directory of checkpoints or its URL, or the directory of a run (the newest
+    step); also one in a foreign format."""
 
     out: Path = Path("holdfast-view.html")
     """The file to write; one that is not such a page is not overwritten."""
@@ -99,9 +101,7 @@ def _page(opened: OpenCheckpoint, args: Args) -> str:
     """The page of an open checkpoint and of the run that it belongs to."""
     snapshot = opened.snapshot
     saved = SavedPlacement(snapshot.manifest, snapshot.index)
-    real = args.path.resolve()
-    root = real.parent if parse_step_dir(real.name) is not None else real
-    log = read_run_log(root)
+    log, history = _run_of(opened, args.path)
     requests = [saved_requests(saved)]
     if args.as_ is not None:
         layout = saved.layouts[0] if saved.layouts else None
@@ -113,10 +113,28 @@ def _page(opened: OpenCheckpoint, args: Args) -> str:
             saved=saved,
             heat_maps=[*_real_loads(log, saved.manifest.files), *planned],
             planned_nbytes=int(planned[0].nbytes.sum()),
-            history=read_history(PosixStorage(root), log),
+            history=history,
             log=log,
         )
     )
+
+
+def _run_of(opened: OpenCheckpoint, path: Path) -> tuple[RunLog, History]:
+    """Return the log and the steps of the run that a checkpoint belongs to.
+
+    A bucket keeps no log; other programs keep neither log nor steps that are ours.
+    """
+    if opened.foreign:
+        return RunLog(), History(steps=[])
+    if is_url(path):
+        url = as_url(path).rstrip("/")
+        above, _, name = url.rpartition("/")
+        root = above if parse_step_dir(name) is not None else url
+        return RunLog(), read_history(open_storage(root), RunLog())
+    real = path.resolve()
+    directory = real.parent if parse_step_dir(real.name) is not None else real
+    log = read_run_log(directory)
+    return log, read_history(PosixStorage(directory), log)
 
 
 def _planned(opened: OpenCheckpoint, requests: list[Requests]) -> Iterator[HeatMap]:
