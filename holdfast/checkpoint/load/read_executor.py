@@ -498,18 +498,18 @@ def requested_boxes(requests: Sequence[TensorRequest], manifest: Manifest) -> Bo
     # As wide as the widest tensor of the checkpoint, so that tables of all ranks fit together.
     shapes = [info.shape for info in manifest.tensors]
     num_dims = max(1, max(map(len, shapes), default=1))
-    of_each, wanted, locals_ = (list(map(attrgetter(n), requests)) for n in _REQUESTED)
+    of_each, boxes_of, locals_ = (list(map(attrgetter(n), requests)) for n in _REQUESTED)
     counts = np.fromiter(map(len, locals_), np.int64, len(requests))
     tensors = np.array(of_each, dtype=np.int64)
     tensor = np.repeat(tensors, counts)
     offset = np.zeros((len(tensor), num_dims), dtype=np.int64)
     extent = pad_shapes(shapes, num_dims)[tensor]
     # Requests for whole tensors are complete. Of the others many have the same boxes.
-    ids = np.array(list(map(id, wanted)), dtype=np.int64)
+    ids = np.array(list(map(id, boxes_of)), dtype=np.int64)
     cut = ids != id(None)
     if cut.any():
         _, firsts, number = np.unique(ids[cut], return_index=True, return_inverse=True)
-        distinct = [wanted[i] or () for i in np.flatnonzero(cut)[firsts].tolist()]
+        distinct = [boxes_of[i] or () for i in np.flatnonzero(cut)[firsts].tolist()]
         boxes = [box for each in distinct for box in each]
         sizes = np.array(list(map(len, distinct)), dtype=np.int64)
         which, place = enumerate_ranges(counts[cut])
