@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,6 +28,7 @@ from bench.sharded import (
 from bench.states import digests, local_nbytes, local_tensors, sharded_tiny_state, tiny_state
 from bench.timing import Measured, interleave, phases_of, slowest, timed, values_of
 from holdfast import Checkpointer, Layout, ProcessGroups
+from holdfast.checkpoint.save.handshake import AgreedSave, Handshake
 from holdfast.format.names import step_dir
 
 KEPT = 90000
@@ -116,9 +121,14 @@ def measure_steady(results: BenchResults, *, num_tensors: int, repeats: int, scr
     plan = [
         measured["phase flatten"] + measured["phase plan"] for measured in series["holdfast async"]
     ]
+    what = f"flatten, sign, agree: {num_tensors:,} tensors a rank, RNG()"
     results.compare(
-        "steady state", f"flatten, sign, agree: {num_tensors:,} tensors a rank, RNG()", unit="ms",
-        scale=1e3, holdfast=plan, floors={"16-byte reduction": values_of(series, "collective")},
+        "steady state", what, unit="ms", scale=1e3, holdfast=plan,
+        floors={"16-byte reduction": values_of(series, "collective")},
+    )  # fmt: skip
+    results.compare(
+        "steady state", f"CPU time of {what}", unit="ms", scale=1e3,
+        holdfast=values_of(series, "holdfast async", "agree cpu"),
         targets=(Target(against="value", bound=20),),
     )  # fmt: skip
     results.compare(
@@ -134,6 +144,22 @@ def measure_steady(results: BenchResults, *, num_tensors: int, repeats: int, scr
         unit="", floor=1, targets=(Target(against="value", bound=1),),
     )  # fmt: skip
     results.phases["steady state"] = phases_of(series, "holdfast async")
+
+
+@contextmanager
+def _cpu_of_agreements() -> Iterator[list[float]]:
+    """Yield a list that gets the CPU seconds of the calling thread in all that precedes staging."""
+    seconds: list[float] = []
+    agree = Handshake.agree
+
+    def timed_agree(*args: Any, **options: Any) -> AgreedSave:
+        began = time.thread_time()
+        agreed = agree(*args, **options)
+        seconds.append(time.thread_time() - began)
+        return agreed
+
+    with patch.object(Handshake, "agree", timed_agree):
+        yield seconds
 
 
 def _steady(
@@ -153,9 +179,10 @@ def _steady(
 
             def save(number: int) -> Measured:
                 before = groups.control.num_collectives
-                measured = ours.save_async(number)
+                with _cpu_of_agreements() as seconds:
+                    measured = ours.save_async(number)
                 counts.append(groups.control.num_collectives - before)
-                return measured
+                return measured | {"agree cpu": sum(seconds)}
 
             def before_each() -> None:
                 dist.barrier()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -140,12 +141,14 @@ class LocalMemory(TensorMemory):
     """
 
     def __init__(self, requests: Sequence[TensorRequest]) -> None:
-        super().__init__([local for entry in requests for local in entry.locals])
-        counts = np.fromiter((len(entry.locals) for entry in requests), np.int64, len(requests))
+        locals_ = list(map(attrgetter("locals"), requests))
+        super().__init__(list(chain.from_iterable(locals_)))
+        counts = np.fromiter(map(len, locals_), np.int64, len(requests))
         self.request = np.repeat(np.arange(len(requests)), counts)
 
     def is_disjoint(self) -> bool:
         """Return True if all are plain and no two have a byte in common; False may mean either."""
+        self.look()
         if not self.is_all_plain:
             return False
         order = np.argsort(self.address, kind="stable")
@@ -387,9 +390,10 @@ class Matcher:
         forms, locals_ = held
         stored = list(map(self._tensors.get, keys))
         # Many tensors have few forms: each pair of a target's and a stored one is compared once.
-        pairs = list(zip(map(id, forms), stored, strict=True))
+        # (Equal stored ones are one object, or few.)
+        pairs = list(zip(map(id, forms), map(id, stored), strict=True))
         distinct = {pair: i for i, pair in enumerate(pairs)}
-        cast: set[tuple[int, object]] = set()
+        cast: set[tuple[int, int]] = set()
         for pair, i in distinct.items():
             (target_dtype, target_shape, _), info = forms[i], stored[i]
             if info is None or info[1] != target_shape:

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -52,6 +53,7 @@ from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
 from holdfast.storage.reading import for_each, remove_files, requests_of, sizes_below
+from holdfast.writer.plan_memo import PlanMemo
 from holdfast.writer.records import (
     DONE_DIR,
     CommitPlan,
@@ -155,7 +157,7 @@ def _complete(
                 range(len(plan.plan.ranks)),
             )
             index_bytes, manifest, extras = assemble(plan.plan, records, header, memo=plan.memo)
-            manifest_bytes = encode_manifest(manifest)
+            manifest_bytes = encode_manifest(manifest, texts=plan.memo.texts)
     except HoldfastError:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -237,7 +239,7 @@ def assemble(
     records: list[DoneRecord],
     header: SaveHeader,
     *,
-    memo: MetadataMemo | None = None,
+    memo: PlanMemo | None = None,
 ) -> tuple[bytes, Manifest, dict[str, bytes]]:
     """Build index and manifest from the records and prove them against the plan.
 
@@ -255,19 +257,29 @@ def assemble(
 
     Cost: linear in rows and ranks.
     """
+    memo = PlanMemo() if memo is None else memo
     planned = plan.row_nbytes
     numbers = range(len(plan.writers))
     files = [data_file(number, envelope=plan.envelope) for number in numbers]
     index = build_index(plan, records, files, planned=planned)
     compare_checks(plan, records)
-    parts = _merge_values(plan, records)
+    parts = _merge_values(plan, records, memo)
     index_bytes = encode_index(index)
-    manifest = _build_manifest(plan, header, records, files, index, index_bytes, parts)
-    validate_index(index, manifest)
+    tensors = _tensors(plan, records, memo)
+    manifest = _build_manifest(plan, header, records, files, index, index_bytes, parts, tensors)
+    # Of all that the proof looks at, the plan leaves only this open: the places of the chunks, and
+    # the sizes of the files. (It looks at the number of digests, not at what they are.)
+    facts = (
+        [records[position].starts for position in plan.writers],
+        [(file.nbytes, file.header_nbytes) for file in manifest.files],
+    )
+    if memo.proven != facts:
+        validate_index(index, manifest)
+        memo.proven = facts
     _compare_copies(index, manifest, header)
     extras: dict[str, bytes] = {}
     if plan.envelope == "torch_dist":
-        extras = _extra_files(index, manifest, memo)
+        extras = _extra_files(index, manifest, memo.metadata)
         infos = [
             ExtraInfo(name=name, nbytes=len(data), digest=digest128(data))
             for name, data in extras.items()
@@ -276,9 +288,7 @@ def assemble(
     return index_bytes, manifest, extras
 
 
-def _extra_files(
-    index: ChunkIndex, manifest: Manifest, memo: MetadataMemo | None
-) -> dict[str, bytes]:
+def _extra_files(index: ChunkIndex, manifest: Manifest, memo: MetadataMemo) -> dict[str, bytes]:
     """Make the files for PyTorch and Megatron; log what they cannot have."""
     made = extra_files(
         index, manifest.tensors, manifest.parts, [file.name for file in manifest.files], memo
@@ -523,34 +533,40 @@ def _holders(plan: CommitPlan, reported: WordArray, rows: IntArray) -> tuple[str
     return plan.keys[int(plan.check_tensor[rows[0]])], list(by_content.values())
 
 
-def _merge_values(plan: CommitPlan, records: list[DoneRecord]) -> dict[str, Node]:
-    """Merge the trees of all ranks into one; parts of identical bytes are decoded once."""
-    trees: dict[bytes, dict[str, Node]] = {}
+def _merge_values(plan: CommitPlan, records: list[DoneRecord], memo: PlanMemo) -> dict[str, Node]:
+    """Merge the trees of all ranks into one, part by part; of identical bytes one is decoded."""
+    parts: dict[bytes, dict[str, bytes]] = {}
     # Ranks whose random streams differ have other bytes, and yet most parts in common.
-    nodes: dict[bytes, Node] = {}
-    labelled: list[tuple[str, dict[str, Node]]] = []
+    distinct: dict[bytes, bytes] = {}
+    supplied: dict[str, list[tuple[str, bytes]]] = {}
     for position, record in enumerate(records):
         label = f"rank {plan.ranks[position]}"
-        if record.values not in trees:
-            try:
-                parts = msgspec.json.decode(record.values, type=dict[str, msgspec.Raw])
-                tree = trees[record.values] = {}
-                for name, raw in parts.items():
-                    data = bytes(raw)
-                    if data not in nodes:
-                        nodes[data] = msgspec.json.decode(data)
-                    tree[name] = nodes[data]
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise CorruptionError(f"{label}: its values cannot be decoded: {error}") from error
-        labelled.append((label, trees[record.values]))
-    names: dict[str, None] = {}
-    for _, tree in labelled:
-        names.update(dict.fromkeys(tree))
-    merged: dict[str, Node] = {}
-    for name in names:
-        having = [(label, tree[name]) for label, tree in labelled if name in tree]
-        merged[name] = merge_nodes(having, path=name)
-    return merged
+        if record.values not in parts:
+            own = parts[record.values] = {}
+            for name, raw in _decode(record.values, dict[str, msgspec.Raw], label).items():
+                data = bytes(raw)
+                own[name] = distinct.setdefault(data, data)
+        for name, data in parts[record.values].items():
+            supplied.setdefault(name, []).append((label, data))
+    nodes: dict[bytes, Node] = {}
+
+    def merge(name: str) -> Node:
+        having: list[tuple[str, Node]] = []
+        for label, data in supplied[name]:
+            if data not in nodes:
+                nodes[data] = _decode(data, Any, label)
+            having.append((label, nodes[data]))
+        return merge_nodes(having, path=name)
+
+    return {name: memo.part(name, supplied[name], partial(merge, name)) for name in supplied}
+
+
+def _decode(data: bytes, kind: Any, label: str) -> Any:
+    """Decode values of one rank; CorruptionError if they are not JSON."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CorruptionError(f"{label}: its values cannot be decoded: {error}") from error
 
 
 def _metadata(header: SaveHeader) -> dict[str, Any]:
@@ -569,6 +585,7 @@ def _build_manifest(
     index: ChunkIndex,
     index_bytes: bytes,
     parts: dict[str, Node],
+    tensors: list[TensorInfo],
 ) -> Manifest:
     """Build the manifest of a complete save."""
     nbytes = np.asarray(index.nbytes, dtype=np.int64)
@@ -583,7 +600,7 @@ def _build_manifest(
         placements=list(plan.placements),
         signature=plan.signature,
         block_nbytes=plan.block_nbytes,
-        tensors=_tensors(plan, records),
+        tensors=tensors,
         parts=parts,
         metadata=_metadata(header),
         files=[
@@ -609,22 +626,26 @@ def _build_manifest(
     )
 
 
-def _tensors(plan: CommitPlan, records: list[DoneRecord]) -> list[TensorInfo]:
+def _tensors(plan: CommitPlan, records: list[DoneRecord], memo: PlanMemo) -> list[TensorInfo]:
     """Describe the tensors of the plan, with fingerprints if the writers have them."""
+    if not any(record.lanes for record in records):
+        return memo.tensors(partial(_described, plan, [None] * len(plan.keys)))
+    return _described(plan, _fingerprints(plan, records))
+
+
+def _described(plan: CommitPlan, fingerprints: Sequence[str | None]) -> list[TensorInfo]:
     columns = (plan.keys, plan.dtypes, plan.shapes, plan.tensor_layouts, plan.tensor_placements)
     return [
         TensorInfo(key=key, dtype=dtype, shape=[*shape], layout=layout, placement=placement,
                    fingerprint=fingerprint)
         for key, dtype, shape, layout, placement, fingerprint in zip(
-            *columns, _fingerprints(plan, records), strict=True
+            *columns, fingerprints, strict=True
         )
     ]  # fmt: skip
 
 
 def _fingerprints(plan: CommitPlan, records: list[DoneRecord]) -> list[str | None]:
-    """Return the fingerprint of each tensor from the writers' shares, or None for each."""
-    if not any(record.lanes for record in records):
-        return [None] * len(plan.keys)
+    """Return the fingerprint of each tensor from the writers' shares."""
     written = [records[position] for position in plan.writers]
     num_rows = np.bincount(plan.row_file, minlength=len(written)).tolist()
     for record, num in zip(written, num_rows, strict=True):

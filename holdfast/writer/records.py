@@ -22,12 +22,12 @@ from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import CorruptionError, ErrorRecord, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.envelopes.torch_dist import MetadataMemo
 from holdfast.format.manifest import Envelope, LayoutInfo, PlacementInfo
 from holdfast.format.names import parse_saving_dir, step_dir, unclaimed
 from holdfast.format.versions import DEFAULT_LEASE_S, LEASES_DIR, renewed_ago_s
 from holdfast.storage import Storage
 from holdfast.storage.reading import read_at_most
+from holdfast.writer.plan_memo import PlanMemo
 
 PLAN_FILE = "plan/plan.msgpack"
 HEADER_FILE = "plan/header.msgpack"
@@ -148,7 +148,7 @@ class EncodedPlan:
     plan: CommitPlan
     data: bytes
     digest: str
-    memo: MetadataMemo = field(default_factory=MetadataMemo, compare=False)
+    memo: PlanMemo = field(default_factory=PlanMemo, compare=False)
 
 
 def encode_plan(plan: CommitPlan) -> EncodedPlan:

@@ -127,10 +127,13 @@ def test_what_is_0_null_or_implied_is_left_out() -> None:
     assert decode_manifest(more + b',"digest":"' + digest128(more).encode() + b'"}\n') == manifest
 
 
-def test_implied_keys_take_no_more_memory_than_a_manifest_may() -> None:
+@pytest.mark.parametrize("has_names", [False, True])
+def test_implied_keys_take_no_more_memory_than_a_manifest_may(has_names: bool) -> None:
     """A long name above many tensors would be copied into the key of each."""
     name = "x" * 2_000_000
-    parts: dict[str, Node] = {"p": {name: [{"$": "tensor"} for _ in range(1000)]}}
+    leaves: list[Node] = [{"$": "tensor"} for _ in range(1000)]
+    named: Node = {str(i): leaf for i, leaf in enumerate(leaves)}
+    parts: dict[str, Node] = {"p": {name: named if has_names else leaves}}
     manifest = msgspec.structs.replace(sample(), parts=parts)
     with pytest.raises(CorruptionError, match="implies"):
         decode_manifest(encode_manifest(manifest))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import random
 import time
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,9 +15,11 @@ import pytest
 
 from bench import scale
 from holdfast.checkpoint.plan.make_plan import make_plan
-from holdfast.errors import DriftError, PlanError
+from holdfast.errors import DriftError, HoldfastError, PlanError
+from holdfast.format.manifest import encode_manifest
 from holdfast.format.names import data_file
-from holdfast.writer.commit import build_index, compare_checks
+from holdfast.writer.commit import assemble, build_index, compare_checks
+from holdfast.writer.plan_memo import PlanMemo
 from holdfast.writer.records import CommitPlan, DoneRecord, column
 
 _ROWS_A_RANK = 256
@@ -102,3 +107,65 @@ def test_the_ranks_of_a_box_that_differs_are_named() -> None:
         compare_checks(plan, records)
     (key,) = raised.value.details["keys"]
     assert f"{key}: different bytes" in str(raised.value)
+
+
+def _values(plan: CommitPlan, rank: int, draw: random.Random) -> bytes:
+    """What a rank supplies: a tree of tensors, values, and streams of its own."""
+    tensors: dict[str, Any] = {key: {"$": "tensor", "k": f"model.{key}"} for key in plan.keys[:20]}
+    if draw.random() < 0.2:
+        tensors["more"] = draw.choice(["tensor", None, {"$": "tensor", "k": "elsewhere"}])
+    streams = {"$": "per_rank", "a": ["dp"], "v": {f"dp={rank}": draw.randrange(3)}}
+    parts = {"model": tensors, "values": {"step": draw.randrange(2)}, "rng": streams}
+    return json.dumps(parts).encode()[: draw.choice([-1] + [10**6] * 30)]
+
+
+def _changed(plan: CommitPlan, record: DoneRecord, draw: random.Random) -> DoneRecord:
+    """Return the record of another save of the same plan; some have what no such save has."""
+    num_rows = len(record.starts) // 8
+    digests = np.frombuffer(record.digests, dtype=np.uint64) + np.uint64(draw.randrange(9))
+    record = msgspec.structs.replace(record, digests=digests.tobytes())
+    starts = np.frombuffer(record.starts, dtype=np.int64).copy()
+    starts[draw.randrange(num_rows)] += draw.choice([8, -8])
+    damage = draw.choice([
+        {"starts": starts.tobytes()},
+        {"nbytes": record.nbytes + 8},
+        {"header_nbytes": record.header_nbytes + 8},
+        {"lanes": draw.randbytes(16 * num_rows)},
+    ])  # fmt: skip
+    return msgspec.structs.replace(record, **damage) if draw.random() < 0.05 else record
+
+
+def test_a_commit_that_knows_the_last_ones_makes_and_refuses_what_another_does() -> None:
+    """Saves of one plan in a row, some of them impossible: the same bytes, or the same error."""
+    plan, records = _save_of(4)
+    refused = 0
+    for seed in range(4):
+        draw, memo = random.Random(seed), PlanMemo()
+        for step in range(20):
+            # Of equal trees on all ranks, now and then but for one.
+            seeds = [draw.randrange(4)] * len(records)
+            if draw.random() < 0.2:
+                seeds[draw.randrange(len(seeds))] += 1
+            save = [
+                msgspec.structs.replace(
+                    _changed(plan, record, draw),
+                    values=_values(plan, rank, random.Random(seeds[rank])),
+                )
+                for rank, record in enumerate(records)
+            ]
+            header = msgspec.structs.replace(scale.HEADER, step=step)
+            results = [_committed(plan, save, header, each) for each in (memo, PlanMemo())]
+            assert results[0] == results[1], (seed, step)
+            refused += isinstance(results[0][0], str)
+    assert 5 < refused < 60, refused
+
+
+def _committed(
+    plan: CommitPlan, records: list[DoneRecord], header: Any, memo: PlanMemo
+) -> tuple[object, ...]:
+    """Return index and manifest as they would be written, or the error."""
+    try:
+        index, manifest, _ = assemble(plan, records, header, memo=memo)
+        return index, encode_manifest(manifest, texts=memo.texts)
+    except HoldfastError as error:
+        return type(error).__name__, str(error)

@@ -223,14 +223,13 @@ class Loader:
         values = self._restore(matcher, parts)
         warn_of_kept(result, control.rank)
         later = tuple(path for part in parts for path in applied_later(part.name, part.part))
+        paths = map(attrgetter("path"), result.tensors)
         return LoadReport(
             step=chosen,
             path=self._storage.describe(step_dir(chosen)),
-            loaded=tuple(
-                path
-                for path in map(attrgetter("path"), result.tensors)
-                if not later or not is_below(path, later)
-            ),
+            loaded=tuple(path for path in paths if not is_below(path, later))
+            if later
+            else tuple(paths),
             handed_over=later,
             missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
             fresh=tuple(result.fresh),
@@ -352,7 +351,12 @@ class Loader:
         }
         entries = {n: _unwrap(each, n, self._groups.layout) for n, each in requested.items()}
         refuse_shared_streams({name: value for name, (_, _, value) in entries.items()})
-        tensors = {info.key: (info.dtype, tuple(info.shape)) for info in files.manifest.tensors}
+        # Equal forms are one object: the matcher compares few of them.
+        forms: dict[object, tuple[str, tuple[int, ...]]] = {}
+        tensors = {
+            info.key: forms.setdefault(form := (info.dtype, tuple(info.shape)), form)
+            for info in files.manifest.tensors
+        }
         matcher = Matcher(
             tensors=tensors,
             layout=self._groups.layout,

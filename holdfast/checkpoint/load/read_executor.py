@@ -47,6 +47,7 @@ KiB does; below a page nothing is saved, because the kernel brings whole pages."
 _PIECE_GAP_NBYTES = 64 << 10
 """Without verification, what is needed and less far apart is in one piece, which is read by strips:
 a piece costs far more than a strip."""
+_REQUESTED = ("tensor", "boxes", "locals")
 _ALONE = -1
 """The round of what is not sent to any rank: read before the first."""
 
@@ -327,7 +328,7 @@ class LoadExecutor:
         box, is_run = plan.overlaps.request[overlap], plan.overlaps.is_run[overlap]
         stored = [info.dtype for info in self._files.manifest.tensors]
         memory, tensor = self._memory, self.boxes.tensor
-        dtypes = list(map(attrgetter("dtype"), memory.tensors))
+        dtypes = memory.dtypes
         codes = {name: code for code, name in enumerate(sorted(set(stored)))}
         code_of = {each: codes.get(TORCH_TO_NAME.get(each, ""), -1) for each in set(dtypes)}
         held = np.array([code_of[each] for each in dtypes], dtype=np.int64)
@@ -507,19 +508,20 @@ def requested_boxes(requests: Sequence[TensorRequest], manifest: Manifest) -> Bo
     # As wide as the widest tensor of the checkpoint, so that tables of all ranks fit together.
     shapes = [info.shape for info in manifest.tensors]
     num_dims = max(1, max(map(len, shapes), default=1))
-    counts = np.fromiter((len(each.locals) for each in requests), np.int64, len(requests))
-    tensors = np.fromiter((each.tensor for each in requests), np.int64, len(requests))
+    of_each, boxes_of, locals_ = (list(map(attrgetter(n), requests)) for n in _REQUESTED)
+    counts = np.fromiter(map(len, locals_), np.int64, len(requests))
+    tensors = np.array(of_each, dtype=np.int64)
     tensor = np.repeat(tensors, counts)
     offset = np.zeros((len(tensor), num_dims), dtype=np.int64)
     extent = pad_shapes(shapes, num_dims)[tensor]
     # Requests for whole tensors are complete. Of the others many have the same boxes.
-    cut = np.array([each.boxes is not None for each in requests], dtype=np.bool_)
+    ids = np.array(list(map(id, boxes_of)), dtype=np.int64)
+    cut = ids != id(None)
     if cut.any():
-        distinct = {id(each.boxes): each.boxes for each in requests if each.boxes is not None}
-        numbers = {each: number for number, each in enumerate(distinct)}
-        number = np.array([numbers[id(each.boxes)] for each in requests if each.boxes is not None])
-        boxes = [box for each in distinct.values() for box in each]
-        sizes = np.array(list(map(len, distinct.values())), dtype=np.int64)
+        _, firsts, number = np.unique(ids[cut], return_index=True, return_inverse=True)
+        distinct = [boxes_of[i] or () for i in np.flatnonzero(cut)[firsts].tolist()]
+        boxes = [box for each in distinct for box in each]
+        sizes = np.array(list(map(len, distinct)), dtype=np.int64)
         which, place = enumerate_ranges(counts[cut])
         rows = (np.cumsum(counts) - counts)[cut][which] + place
         at = (np.cumsum(sizes) - sizes)[number][which] + place

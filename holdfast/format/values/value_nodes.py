@@ -8,7 +8,7 @@ rooms ask here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeGuard
 
@@ -294,6 +294,14 @@ def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
         if tag is None:
             inner = node.items() if isinstance(node, dict) else enumerate(node)
             path = ""
+            if isinstance(node, dict) and _are_implied(node.values()):
+                # All at once: most leaves are in such a dict.
+                num_chars += (tree_path.length + 1) * len(node) + sum(map(len, node))
+                _refuse_long_keys(num_chars, limit)
+                path = tree_path.path()
+                for name, item in node.items():
+                    item[_KEY] = f"{path}.{name}"
+                continue
             for name, item in inner:
                 if type(item) is dict and item.get(TAG) in TENSORS:
                     if _KEY in item:
@@ -309,6 +317,16 @@ def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
             num_chars += tree_path.length
             _refuse_long_keys(num_chars, limit)
             node[_KEY] = tree_path.path()
+
+
+def _are_implied(nodes: Collection[Any]) -> bool:
+    """Return True if all are tensors or arrays with nothing but a tag."""
+    if set(map(type, nodes)) != {dict} or set(map(len, nodes)) != {1}:
+        return False
+    try:
+        return {node.get(TAG) for node in nodes}.issubset(TENSORS)
+    except TypeError:  # a tag that is no text
+        return False
 
 
 def _refuse_long_keys(num_chars: int, limit: int) -> None:
