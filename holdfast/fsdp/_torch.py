@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain, repeat
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from holdfast._torch import mark_launch
 from holdfast.errors import ConfigError
 from holdfast.optim.in_flight import BUCKETED, GradientHook, HeldHook, change_class, gradient_of
 
@@ -111,6 +114,20 @@ class UnitLaunch:
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(
+        cls, described: Sequence[Any], group: dist.ProcessGroup, device: torch.device
+    ) -> UnitLaunch:
+        """Return the collective that `describe` was called on, on a rank of this group."""
+        operation, numel, dtype = described
+        return cls(
+            operation=operation,
+            group=group,
+            numel=numel,
+            dtype=getattr(torch, dtype),
+            device=device,
+        )
+
     def repeat(self) -> dist.Work | None:
         """Make such a collective, from zeros."""
         given = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
@@ -119,21 +136,40 @@ class UnitLaunch:
         if self.operation == "all-gather":
             out = given.new_empty(self.numel * size)
             work = dist.all_gather_single(out, given, group=self.group, async_op=True)
-        elif self.operation == "reduce-scatter":
+        elif self.operation == "reduce-scatter" and not can_watch(self.group, self.device):
             out = given.new_empty(self.numel // size)
             work = dist.reduce_scatter_single(out, given, group=self.group, async_op=True)
         else:
             work = dist.all_reduce(given, group=self.group, async_op=True)
         return work
 
+    def describe(self) -> tuple[str, int, str]:
+        """Return what ranks compare."""
+        return self.operation, self.numel, str(self.dtype).removeprefix("torch.")
+
+
+_LOOK_AFTER = tuple(timedelta(seconds=each) for each in (0.1, 0.2, 0.5))
+"""A wait looks after these times whether another rank has failed, and then every last of them.
+
+A look is one request to the store, some 0.1 ms.
+"""
+
 
 class LaunchLog:
-    """The collectives that all units of a model launch on this rank, in their order."""
+    """The collectives that all units of a model launch on this rank, in their order.
+
+    On the host this rank waits for them here, and looks meanwhile, if `look` is set, whether
+    another rank has failed, which will never come. A device waits by itself.
+    """
 
     def __init__(self) -> None:
         self.launches: list[UnitLaunch] = []
         """Since the last `restart`."""
+        self.look: Callable[[], None] | None = None
+        """Raises if another rank has failed."""
         self._counts: dict[dist.ProcessGroup, int] = {}
+        self._pending: dict[dist.Work, None] = {}
+        """Those on the host that nothing has waited for to the end."""
 
     def restart(self) -> None:
         """Forget the launches; counts stay."""
@@ -142,6 +178,10 @@ class LaunchLog:
     def counts(self) -> Mapping[dist.ProcessGroup, int]:
         """Return the number of launches on each communicator since the model was sharded."""
         return self._counts
+
+    def expect(self, group: dist.ProcessGroup) -> None:
+        """Count the launches on a communicator, also while there are none."""
+        self._counts.setdefault(group, 0)
 
     def add(
         self,
@@ -161,6 +201,26 @@ class LaunchLog:
             )
         )
 
+    def watched(self, work: dist.Work) -> WatchedWork:
+        """Return work on the host that is waited for here."""
+        self._pending[work] = None
+        return WatchedWork(work, self)
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective on the host, and look meanwhile."""
+        times = chain(_LOOK_AFTER, repeat(_LOOK_AFTER[-1]))
+        while self.look is not None and not work.is_completed():
+            try:
+                work.wait(next(times))
+            except RuntimeError:
+                if not work.is_completed():
+                    self.look()
+        # Once it is complete: raises if it has failed.
+        try:
+            work.wait()
+        finally:
+            self._pending.pop(work, None)
+
     def repeat(self, launches: Sequence[UnitLaunch]) -> list[dist.Work]:
         """Make collectives like these, from zeros, without waiting for them."""
         works = []
@@ -172,16 +232,35 @@ class LaunchLog:
                 works.append(work)
         return works
 
+    def take_pending(self) -> list[dist.Work]:
+        """Return the collectives on the host that nothing has waited for, and forget them."""
+        pending = [*self._pending]
+        self._pending.clear()
+        return pending
 
-class Logged:
-    """Makes a collective as another object of FSDP2 does, and notes it."""
 
-    def __init__(
-        self, inner: Any, log: LaunchLog, operation: Literal["all-gather", "reduce-scatter"]
-    ) -> None:
+class WatchedWork(dist.Work):
+    """A collective on the host; a wait for it ends if another rank has failed."""
+
+    def __init__(self, work: dist.Work, log: LaunchLog) -> None:
+        super().__init__()
+        self._work = work
+        self._log = log
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for it, see `LaunchLog.wait`."""
+        del timeout  # that of the communicator counts
+        self._log.wait(self._work)
+        return True
+
+
+class LoggedGather:
+    """Gathers as another object of FSDP2 does, and notes it."""
+
+    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
         self._inner = inner
         self._log = log
-        self._operation = operation
+        self._is_watched = is_watched
         self.allocate = inner.allocate
 
     def __call__(
@@ -189,40 +268,100 @@ class Logged:
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        *args: Any,
-        **options: Any,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Note it and launch it."""
-        used = self._inner.group if isinstance(self._inner, GatherOn) else group
-        self._log.add(self._operation, input_tensor, used)
-        work: dist.Work | None = self._inner(output_tensor, input_tensor, group, *args, **options)
-        return work
+        is_apart = isinstance(self._inner, GatherOn)
+        self._log.add("all-gather", input_tensor, self._inner.group if is_apart else group)
+        work: dist.Work | None = self._inner(
+            output_tensor, input_tensor, group, async_op=async_op or self._is_watched
+        )
+        if work is None or not self._is_watched:
+            return work
+        watched = self._log.watched(work)
+        if async_op or is_apart:
+            return watched
+        watched.wait()
+        return None
 
 
-class LoggedSum:
-    """Notes an all-reduce, after which FSDP2 calls it, and then calls another hook."""
+class LoggedReduction:
+    """Reduces and scatters as another object of FSDP2 does, and notes it.
 
-    def __init__(
-        self, inner: Callable[[torch.Tensor], None] | None, group: dist.ProcessGroup, log: LaunchLog
-    ) -> None:
+    Gloo makes a reduce-scatter of a copy, an all-reduce and another copy, and a wait for it cannot
+    be given up. So where waits are watched it is the all-reduce, in place: FSDP2 does not need what
+    it gave any more.
+    """
+
+    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
         self._inner = inner
+        self._log = log
+        self._is_watched = is_watched
+        self.allocate = inner.allocate
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Note it and launch it."""
+        self._log.add("reduce-scatter", input_tensor, group)
+        if not self._is_watched:
+            work: dist.Work | None = self._inner(
+                output_tensor, input_tensor, group, op, async_op=async_op
+            )
+            return work
+        mark_launch(input_tensor, "reduce_scatter")
+        summed = dist.all_reduce(input_tensor, op=op, group=group, async_op=True)
+        if summed is not None:
+            self._log.watched(summed).wait()
+        numel = output_tensor.numel()
+        output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
+        return None
+
+
+class LoggedSums:
+    """A communicator on which FSDP2 makes its all-reduces, which are noted."""
+
+    def __init__(self, group: dist.ProcessGroup, log: LaunchLog, *, is_watched: bool) -> None:
         self._group = group
         self._log = log
+        self._is_watched = is_watched
 
-    def __call__(self, reduced: torch.Tensor) -> None:
-        """Note it."""
-        self._log.add("all-reduce", reduced, self._group)
-        if self._inner is not None:
-            self._inner(reduced)
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._group.size()
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work | None:
+        """Note an all-reduce and launch it; torch's `all_reduce` calls it and waits."""
+        self._log.add("all-reduce", tensors[0], self._group)
+        work: dist.Work | None = self._group.allreduce(tensors, options)
+        return work if work is None or not self._is_watched else self._log.watched(work)
 
 
 def log_launches(group: Any, log: LaunchLog) -> None:
     """Note all collectives of a group of parameters from now on."""
-    group._all_gather_comm = Logged(group._all_gather_comm, log, "all-gather")
-    group._reduce_scatter_comm = Logged(group._reduce_scatter_comm, log, "reduce-scatter")
+    if isinstance(group.mesh_info, FSDPMeshInfo):
+        gather, over = group._all_gather_comm, group._reduce_scatter_process_group
+        is_watched = can_watch(over, group.device)
+        log.expect(gather.group if isinstance(gather, GatherOn) else over)
+        log.expect(over)
+        group._all_gather_comm = LoggedGather(gather, log, is_watched=is_watched)
+        group._reduce_scatter_comm = LoggedReduction(
+            group._reduce_scatter_comm, log, is_watched=is_watched
+        )
     if isinstance(group.mesh_info, DDPMeshInfo):
         between = group.mesh_info.replicate_process_group
-        group._all_reduce_hook = LoggedSum(group._all_reduce_hook, between, log)
+        log.expect(between)
+        group.sums = LoggedSums(between, log, is_watched=can_watch(between, group.device))
+
+
+def can_watch(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return True if a wait for a collective can be given up: on the host, over gloo."""
+    return device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
 class PendingGradient(GradientHook):
@@ -275,8 +414,14 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Parameters that got a gradient; see `UnitGuard`."""
         self._num_writes: int | None = None
         """Writes to shards before whole parameters were gathered from them in a forward."""
+        self.sums: LoggedSums | None = None
+        """Makes all-reduces, if this group has any."""
         self._pending: dict[Any, tuple[PendingGradient, RemovableHandle]] = {}
         """Members whose shards have a class that notices `zero_grad`."""
+
+    @property
+    def _all_reduce_process_group(self) -> Any:
+        return super()._all_reduce_process_group if self.sums is None else self.sums
 
     def wait_for_unshard(self) -> None:
         """FSDP2 calls it before each forward and backward."""
