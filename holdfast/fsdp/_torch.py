@@ -7,13 +7,13 @@ if a unit has several groups. Its pieces do all of that, so units are made of th
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, repeat
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -103,9 +103,8 @@ class GatherOn:
         return work
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitLaunch:
-    """A collective of a unit."""
+class UnitLaunch(NamedTuple):
+    """A collective of a unit; a tuple, since each launch makes one."""
 
     operation: Literal["all-gather", "reduce-scatter", "all-reduce"]
     group: dist.ProcessGroup
@@ -148,6 +147,7 @@ class UnitLaunch:
         return self.operation, self.numel, str(self.dtype).removeprefix("torch.")
 
 
+_GROUP = attrgetter("group")
 _LOOK_AFTER = tuple(timedelta(seconds=each) for each in (0.1, 0.2, 0.5))
 """A wait looks after these times whether another rank has failed, and then every last of them.
 
@@ -164,20 +164,29 @@ class LaunchLog:
 
     def __init__(self) -> None:
         self.launches: list[UnitLaunch] = []
-        """Since the last `restart`."""
+        """From the last `start` to the last `stop`."""
         self.look: Callable[[], None] | None = None
         """Raises if another rank has failed."""
+        self._is_noting = False
         self._counts: dict[dist.ProcessGroup, int] = {}
+        """Launches but for those in `launches`."""
         self._pending: dict[dist.Work, None] = {}
         """Those on the host that nothing has waited for to the end."""
 
-    def restart(self) -> None:
-        """Forget the launches; counts stay."""
-        self.launches = []
+    def start(self) -> None:
+        """Forget the launches, and note those that follow; counts stay."""
+        self._counts = dict(self.counts())
+        self.launches, self._is_noting = [], True
+
+    def stop(self) -> None:
+        """Only count the launches that follow: an evaluation may be long."""
+        self._is_noting = False
 
     def counts(self) -> Mapping[dist.ProcessGroup, int]:
         """Return the number of launches on each communicator since the model was sharded."""
-        return self._counts
+        counts = Counter(self._counts)
+        counts.update(map(_GROUP, self.launches))
+        return counts
 
     def expect(self, group: dist.ProcessGroup) -> None:
         """Count the launches on a communicator, also while there are none."""
@@ -190,16 +199,11 @@ class LaunchLog:
         group: dist.ProcessGroup,
     ) -> None:
         """Note a launch of this rank."""
-        self._counts[group] = self._counts.get(group, 0) + 1
-        self.launches.append(
-            UnitLaunch(
-                operation=operation,
-                group=group,
-                numel=given.numel(),
-                dtype=given.dtype,
-                device=given.device,
-            )
-        )
+        if self._is_noting:
+            launch = UnitLaunch(operation, group, given.numel(), given.dtype, given.device)
+            self.launches.append(launch)
+        else:
+            self._counts[group] += 1
 
     def watched(self, work: dist.Work) -> WatchedWork:
         """Return work on the host that is waited for here."""
@@ -208,29 +212,29 @@ class LaunchLog:
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective on the host, and look meanwhile."""
-        times = chain(_LOOK_AFTER, repeat(_LOOK_AFTER[-1]))
-        while self.look is not None and not work.is_completed():
+        look = self.look
+        if look is None:
+            self._pending.pop(work, None)
+            work.wait()
+            return
+        for limit in chain(_LOOK_AFTER, repeat(_LOOK_AFTER[-1])):
             try:
-                work.wait(next(times))
+                work.wait(limit)
             except RuntimeError:
                 if not work.is_completed():
-                    self.look()
-        # Once it is complete: raises if it has failed.
-        try:
-            work.wait()
-        finally:
-            self._pending.pop(work, None)
+                    self._pending[work] = None
+                    look()
+                    continue
+                self._pending.pop(work, None)
+                work.wait()  # raises if it has failed
+            else:
+                self._pending.pop(work, None)
+            return
 
     def repeat(self, launches: Sequence[UnitLaunch]) -> list[dist.Work]:
         """Make collectives like these, from zeros, without waiting for them."""
-        works = []
-        for each in launches:
-            self.launches.append(each)
-            self._counts[each.group] = self._counts.get(each.group, 0) + 1
-            work = each.repeat()
-            if work is not None:
-                works.append(work)
-        return works
+        self.launches += launches
+        return [work for each in launches if (work := each.repeat()) is not None]
 
     def take_pending(self) -> list[dist.Work]:
         """Return the collectives on the host that nothing has waited for, and forget them."""
@@ -278,10 +282,9 @@ class LoggedGather:
         )
         if work is None or not self._is_watched:
             return work
-        watched = self._log.watched(work)
         if async_op or is_apart:
-            return watched
-        watched.wait()
+            return self._log.watched(work)
+        self._log.wait(work)
         return None
 
 
@@ -317,7 +320,7 @@ class LoggedReduction:
         mark_launch(input_tensor, "reduce_scatter")
         summed = dist.all_reduce(input_tensor, op=op, group=group, async_op=True)
         if summed is not None:
-            self._log.watched(summed).wait()
+            self._log.wait(summed)
         numel = output_tensor.numel()
         output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
         return None
@@ -412,8 +415,8 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         super().__init__(*args)
         self.used: dict[Any, tuple[int, int]] = {}
         """Parameters that got a gradient; see `UnitGuard`."""
-        self._num_writes: int | None = None
-        """Writes to shards before whole parameters were gathered from them in a forward."""
+        self._versions: list[tuple[int, int]] | None = None
+        """Those of the shards before whole parameters were gathered from them in a forward."""
         self.sums: LoggedSums | None = None
         """Makes all-reduces, if this group has any."""
         self._pending: dict[Any, tuple[PendingGradient, RemovableHandle]] = {}
@@ -433,12 +436,11 @@ class ParameterGroup(_Base):  # type: ignore[misc]
 
     def note_writes(self) -> None:
         """Note that a forward gathers the shards as they are now."""
-        self._num_writes = num_writes_of_shards(self)
+        self._versions = versions_of_shards(self)
 
     def is_written(self) -> bool:
         """Return True if shards were written since, but for writes that count no version."""
-        before = self._num_writes
-        return before is not None and num_writes_of_shards(self) != before
+        return self._versions is not None and versions_of_shards(self) != self._versions
 
     def put_aside(self) -> None:
         """Put shards into the places of whole parameters that are kept."""
@@ -675,8 +677,8 @@ def call_hooks(whole: nn.Parameter, hooks: Any) -> None:
 
 def has_hooks_after_gradients(parameter: nn.Parameter) -> bool:
     """Return True if `register_post_accumulate_grad_hook` was called at a parameter."""
-    hooks: Any = parameter._post_accumulate_grad_hooks or {}
-    return not all(
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    return bool(hooks) and not all(
         isinstance(each, HeldHook) and isinstance(each.hook, PendingGradient | None)
         for each in hooks.values()
     )
@@ -803,9 +805,13 @@ def is_whole(group: Any) -> bool:
     return whole
 
 
+_VERSION = attrgetter("_version")
+_SHARD_VERSIONS = attrgetter("sharded_param._version", "sharded_param._local_tensor._version")
+
+
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Count the writes to each tensor, but for those through `.data`."""
-    return [each._version for each in tensors]
+    return [*map(_VERSION, tensors)]
 
 
 def version_of(member: Any) -> tuple[int, int]:
@@ -813,13 +819,9 @@ def version_of(member: Any) -> tuple[int, int]:
     return (member.sharded_param._version, member._sharded_local_tensor._version)
 
 
-def num_writes_of_shards(group: Any) -> int:
-    """Count the writes to the shards of a group, through DTensors and to their elements."""
-    result = 0
-    for each in group.fsdp_params:
-        parameter = each.sharded_param
-        result += parameter._version + parameter._local_tensor._version
-    return result
+def versions_of_shards(group: Any) -> list[tuple[int, int]]:
+    """Count the writes to each shard of a group, through DTensors and to its elements."""
+    return [*map(_SHARD_VERSIONS, group.fsdp_params)]
 
 
 def set_microbatch(

@@ -35,6 +35,7 @@ class UnitGuard:
         prefetch: Prefetch,
     ) -> None:
         self._name = name or "(the model)"
+        self._place = f"unit '{self._name}'"
         self.state: Any = _torch.state_of(unit)
         self.groups: list[Any] = _torch.param_groups(self.state)
         self._hooks = hooks
@@ -60,7 +61,7 @@ class UnitGuard:
 
     def check_settings(self) -> None:
         """Raise ConfigError if the reduction of this unit is not what the layout says."""
-        reductions = [_torch.reduction_of(group) for group in self.groups]
+        reductions = [*map(_torch.reduction_of, self.groups)]
         if reductions != self._reductions:
             raise ConfigError(
                 f"unit '{self._name}': its gradient divisor, or how its gradients are reduced, was "
@@ -69,19 +70,14 @@ class UnitGuard:
                 f"set_force_sum_reduction_for_comms and set_reduce_scatter_unused_params alone, "
                 f"and scale the loss if you want other gradients"
             )
-        if any(
-            now is not then
-            for now, then in zip(
-                (_torch.gather_of(group) for group in self.groups), self._gathers, strict=True
-            )
-        ):
+        if [*map(_torch.gather_of, self.groups)] != self._gathers:
             raise ConfigError(
                 f"unit '{self._name}': its all-gather was replaced after fully_shard_model; "
                 f"parameters are gathered on the communicators of the groups it was given"
             )
         for group in self.groups:
             for member in _torch.members(group):
-                check_hooks(_torch.sharded(member), where=f"unit '{self._name}'")
+                check_hooks(_torch.sharded(member), where=self._place)
 
     def check_weights(self) -> None:
         """Raise ConfigError if shards were written while whole weights of them were kept.

@@ -271,13 +271,14 @@ class ShardedModel(MicrobatchTaker):
                 settings=(reduces, reduces_outer, reshards, whole, trained),
                 order=self._prefetch.order,
             )
-        self._log.restart()
+        self._log.start()
         self._is_pending = True
         try:
             yield
             # Without a backward in the last one, gradients of those before it are not reduced.
             self._is_pending = not is_last or any(g.has_unreduced() for g in self._guards)
         finally:
+            self._log.stop()
             for guard in self._guards:
                 guard.put_aside()  # after an error, too
                 guard.mark_gradients()
