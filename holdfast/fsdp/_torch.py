@@ -410,6 +410,8 @@ class ParameterGroup(_Base):  # type: ignore[misc]
     """True while whole parameters are kept, and shards are in their places."""
     is_compared = False
     """True if whole parameters that are aside are known to be those of the shards."""
+    is_opened = False
+    """True while whole parameters are in the model's places by `unshard()`, for any code to see."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -427,7 +429,9 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         return super()._all_reduce_process_group if self.sums is None else self.sums
 
     def wait_for_unshard(self) -> None:
-        """FSDP2 calls it before each forward and backward."""
+        """FSDP2 calls it before each forward and backward, and for `unshard()`."""
+        if is_idle(self):
+            self.is_opened = True
         super().wait_for_unshard()
         if self.is_aside:
             for member in self.fsdp_params:
@@ -445,13 +449,22 @@ class ParameterGroup(_Base):  # type: ignore[misc]
     def put_aside(self) -> None:
         """Put shards into the places of whole parameters that are kept."""
         if self.is_unsharded and not self.is_aside:
+            is_lost = self._is_lost()
             for member in self.fsdp_params:
                 member._setattr_on_modules(member.sharded_param)
             self.is_aside, self.is_compared = True, False
+            _refuse_lost(is_lost)
 
     def _to_sharded(self) -> None:
+        is_lost = self._is_lost()
         super()._to_sharded()
         self.is_aside = False
+        _refuse_lost(is_lost)
+
+    def _is_lost(self) -> bool:
+        """Return True if whole parameters were written after `unshard()`, and end now."""
+        is_opened, self.is_opened = self.is_opened, False
+        return is_opened and self.is_unsharded and is_stale(self)
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
         """FSDP2 calls it before autograd adds to gradients.
@@ -542,6 +555,15 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             )
         first = sum(sizes[: parts.index(member)])
         return summed.narrow(0, first, member._sharded_param_data.numel())
+
+
+def _refuse_lost(is_lost: bool) -> None:
+    if is_lost:
+        raise ConfigError(
+            "a whole parameter, or its shard, was written after unshard(): whole ones are copies "
+            "that are thrown away, so what was written to one is lost. Write while the model is "
+            "sharded, to model.parameters()"
+        )
 
 
 def _whole_gradient(member: Any) -> torch.Tensor | None:

@@ -115,6 +115,20 @@ class UnitGuard:
             f"in a forward or a backward; that changed a whole copy, which is thrown away"
         )
 
+    def check_after_error(self) -> None:
+        """Raise ConfigError if whole copies that an error has left in the places were written.
+
+        An error in a microbatch leaves none there. `check_writes` does not see `.data`, so bits are
+        compared; only after an error.
+        """
+        for group in self.groups if self.is_interrupted() else ():
+            if _torch.is_whole(group) and not group.is_aside and _torch.is_stale(group):
+                raise ConfigError(
+                    f"unit '{self._name}': parameters were written after an error outside of "
+                    f"microbatch(...), which had left whole copies in their places; what was "
+                    f"written to these is lost. Write after drop_gradients()"
+                )
+
     def check_ended(self) -> None:
         """Raise ConfigError if an error ended a forward or a backward of this unit.
 

@@ -386,6 +386,8 @@ class ShardedModel(MicrobatchTaker):
         """
         try:
             self._check_writes()
+            for guard in self._guards:
+                guard.check_after_error()
         finally:
             self._forget()
 

@@ -376,6 +376,40 @@ def test_a_write_within_a_forward_is_refused() -> None:
     run_ranks(2, written_by_the_model)
 
 
+def written_to_whole(context: RankContext) -> None:
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for strategy in STRATEGIES:
+            net = build()
+            sharded = shard(net, groups, strategy=strategy)
+            net(rows_of(0)[0])
+            sharded.drop_gradients()
+            before = [full(p) for p in net.parameters()]
+
+            layer: Any = net.layers[1]
+            for writes in (False, True):
+                layer.unshard()
+                if writes:
+                    layer.down.weight.data.mul_(0.5)
+                with pytest.raises(ConfigError, match=r"unshard\(\)") if writes else nullcontext():
+                    layer.reshard()
+            for writes in (False, True):
+                with pytest.raises(Trouble):
+                    in_backward(sharded, rows_of(0)[0])
+                if writes:
+                    layer.down.weight.data.mul_(0.5)
+                lost = pytest.raises(ConfigError, match="after an error outside of microbatch")
+                with lost if writes else nullcontext():
+                    sharded.drop_gradients()
+            after = [full(p) for p in net.parameters()]
+            assert all(map(torch.equal, before, after)), strategy
+            good(sharded, sgd(net.parameters()), 0)
+
+
+def test_a_write_to_a_whole_copy_is_noticed_when_the_copy_ends() -> None:
+    """I1: through `.data` after `unshard()` or an error in a backward; before, it was lost."""
+    run_ranks(2, written_to_whole)
+
+
 def written_before_backward(context: RankContext) -> None:
     with ProcessGroups.create(Layout(dp=2)) as groups:
         for strategy in STRATEGIES:
