@@ -410,8 +410,9 @@ class ParameterGroup(_Base):  # type: ignore[misc]
     """True while whole parameters are kept, and shards are in their places."""
     is_compared = False
     """True if whole parameters that are aside are known to be those of the shards."""
-    is_opened = False
-    """True while whole parameters are in the model's places by `unshard()`, for any code to see."""
+    opened: list[tuple[int, int]] | None = None
+    """Versions of the shards when `unshard()` put whole parameters into the model's places, for any
+    code to see, and until they end."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -431,7 +432,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
     def wait_for_unshard(self) -> None:
         """FSDP2 calls it before each forward and backward, and for `unshard()`."""
         if is_idle(self):
-            self.is_opened = True
+            self.opened = versions_of_shards(self)
         super().wait_for_unshard()
         if self.is_aside:
             for member in self.fsdp_params:
@@ -462,9 +463,12 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         _refuse_lost(is_lost)
 
     def _is_lost(self) -> bool:
-        """Return True if whole parameters were written after `unshard()`, and end now."""
-        is_opened, self.is_opened = self.is_opened, False
-        return is_opened and self.is_unsharded and is_stale(self)
+        """Return True if whole parameters were written after `unshard()`, and end now.
+
+        Where shards were written nothing tells whether whole ones were, too.
+        """
+        opened, self.opened = self.opened, None
+        return self.is_unsharded and opened == versions_of_shards(self) and is_stale(self)
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
         """FSDP2 calls it before autograd adds to gradients.
@@ -486,13 +490,22 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """FSDP2 calls it to reduce gradients, also of units without a backward."""
         self.forget_cleared()
         self.unmark()
+        self._note_used()
         super().post_backward(*unused)
 
     def finalize_backward(self) -> None:
         """FSDP2 calls it at the end of a backward."""
         super().finalize_backward()
+        self._note_used()  # what came after the reduction
         self.put_aside()
         self.mark()
+
+    def _note_used(self) -> None:
+        """Note which parameters autograd has given a gradient: cheaper than a hook at each."""
+        for member in self.fsdp_params:
+            whole = getattr(member, "_unsharded_param", None)
+            if whole is not None and whole.grad is not None:
+                self.used[member] = version_of(member)
 
     def mark(self) -> None:
         """Notice from now on if a gradient that waits is to be forgotten."""
@@ -560,9 +573,8 @@ class ParameterGroup(_Base):  # type: ignore[misc]
 def _refuse_lost(is_lost: bool) -> None:
     if is_lost:
         raise ConfigError(
-            "a whole parameter, or its shard, was written after unshard(): whole ones are copies "
-            "that are thrown away, so what was written to one is lost. Write while the model is "
-            "sharded, to model.parameters()"
+            "a whole parameter was written after unshard(): it is a copy that is thrown away, so "
+            "this is lost. Write to model.parameters() while the model is sharded"
         )
 
 
@@ -974,12 +986,6 @@ def drop_gradients(group: Any) -> None:
         each.unsharded_accumulated_grad = None
         if hasattr(each, "_unsharded_param"):
             each._unsharded_param.grad = None
-
-
-def on_gradient(whole: nn.Parameter, call: Callable[[torch.Tensor], None]) -> None:
-    """Call a function whenever autograd has added to the gradient of a whole parameter."""
-    parameter: Any = whole
-    parameter.register_post_accumulate_grad_hook(call)
 
 
 def is_meta(state: Any) -> bool:
