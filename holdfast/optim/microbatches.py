@@ -151,14 +151,20 @@ def compare_launched(
         missing: dict[str, Sequence[Description]] = {}
         for name, each in taker.launched().items():
             theirs = {rank: by_rank[rank].get(_key(module, name), (-1, ())) for rank in each.ranks}
-            others = [rank for rank, (count, _) in theirs.items() if count != each.count]
             rest = _missing(each, [*theirs.values()]) if completes else None
             if rest is not None:
                 missing[name] = rest
-            elif others:
+                continue
+            own = by_rank[groups.rank][_key(module, name)]
+            others = [
+                rank
+                for rank, their in theirs.items()
+                if their[0] != each.count or (completes and their != own)
+            ]
+            if others:
                 taker.close_communicators(
                     f"an error left the ranks in the middle of different collectives of "
-                    f"{name!r} ({each.count} on rank {groups.rank}, another number on ranks "
+                    f"{name!r} ({each.count} on rank {groups.rank}, others on ranks "
                     f"{shorten_ranks(others)}). {_START_AGAIN}"
                 )
         if not completes:
