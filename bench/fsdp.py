@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from bench.fsdp_picture import draw, record
-from bench.ranks import RankContext, run_ranks
+from bench.ranks import RankContext, give_back_large_blocks, run_ranks
 from bench.timing import Measured, Series, interleave, median_of, slowest, values_of
 from holdfast import Layout, ProcessGroups
 from holdfast.fsdp import fully_shard_model
@@ -120,6 +120,7 @@ def measure(context: RankContext, case: Case) -> RankSteps:
         AssertionError: The arms have trained to different parameters, or launch other numbers of
             gathers or reductions.
     """
+    give_back_large_blocks()
     device = pick_device(context)
     backend = "nccl" if device.type == "cuda" else "gloo"
     x = torch.randn(NUM_ROWS, case.width, device=device)

@@ -143,8 +143,10 @@ def _record_step(groups: ProcessGroups) -> list[Event]:
     events = []
     for number, launch in enumerate(recorder.launches):
         events += [event for place, event in noted if place == number]
-        # What travels is a shard and the whole, whichever is sent.
-        whole = launch.nbytes * NUM_RANKS // (NUM_RANKS + 1)
+        # A gather passes a shard and the whole; a reduction on the host is in place.
+        whole = launch.nbytes
+        if launch.op == GATHER:
+            whole = whole * NUM_RANKS // (NUM_RANKS + 1)
         events.append(Event(what=launch.op, unit=names[whole], row=launch.purpose))
     return events + [event for place, event in noted if place == len(recorder.launches)]
 

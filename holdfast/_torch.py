@@ -27,11 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "DTENSOR_FORMS", "DTENSOR_PLACED", "DTENSOR_SPECS", "AsyncCollectiveTensor",
     "TorchDispatchMode", "argument_names", "buffer_table", "copy_each", "form_check",
-    "give_metadata", "hook_states", "local_tensor", "local_tensor_slot", "local_tensors",
-    "lost_after_s", "mark_eager", "mark_stepped", "module_table", "num_storage_uses",
-    "parameter_table", "registrations", "scale_each", "set_local_tensor", "sparse_members",
-    "spec_of", "storage_id", "unsaved_buffers", "watch_forwards", "without_torch_function",
-    "write_counter",
+    "give_metadata", "hook_states", "launched_as", "local_tensor", "local_tensor_slot",
+    "local_tensors", "lost_after_s", "mark_eager", "mark_launch", "mark_stepped", "module_table",
+    "num_storage_uses", "parameter_table", "registrations", "scale_each", "set_local_tensor",
+    "sparse_members", "spec_of", "storage_id", "unsaved_buffers", "watch_forwards",
+    "without_torch_function", "write_counter",
 ]  # fmt: skip
 
 # ---- DTensors ----
@@ -289,6 +289,17 @@ def lost_after_s(error: Exception) -> float | None:
         return None
     waited = _TIMED_OUT.search(text)
     return 0.0 if waited is None else int(waited[1]) / 1000
+
+
+def mark_launch(given: Tensor, operation: str) -> None:
+    """Let recorders of launches know what a collective over a tensor is for."""
+    given._launched_as = operation  # type: ignore[attr-defined]
+
+
+def launched_as(given: Tensor) -> str | None:
+    """Return what `mark_launch` has noted."""
+    operation: str | None = getattr(given, "_launched_as", None)
+    return operation
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

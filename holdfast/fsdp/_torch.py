@@ -7,11 +7,13 @@ if a unit has several groups. Its pieces do all of that, so units are made of th
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain, repeat
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -21,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from holdfast._torch import mark_launch
 from holdfast.errors import ConfigError
 from holdfast.optim.in_flight import BUCKETED, GradientHook, HeldHook, change_class, gradient_of
 
@@ -100,9 +103,8 @@ class GatherOn:
         return work
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitLaunch:
-    """A collective of a unit."""
+class UnitLaunch(NamedTuple):
+    """A collective of a unit; a tuple, since each launch makes one."""
 
     operation: Literal["all-gather", "reduce-scatter", "all-reduce"]
     group: dist.ProcessGroup
@@ -110,6 +112,20 @@ class UnitLaunch:
     """Elements that this rank gives."""
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(
+        cls, described: Sequence[Any], group: dist.ProcessGroup, device: torch.device
+    ) -> UnitLaunch:
+        """Return the collective that `describe` was called on, on a rank of this group."""
+        operation, numel, dtype = described
+        return cls(
+            operation=operation,
+            group=group,
+            numel=numel,
+            dtype=getattr(torch, dtype),
+            device=device,
+        )
 
     def repeat(self) -> dist.Work | None:
         """Make such a collective, from zeros."""
@@ -119,29 +135,62 @@ class UnitLaunch:
         if self.operation == "all-gather":
             out = given.new_empty(self.numel * size)
             work = dist.all_gather_single(out, given, group=self.group, async_op=True)
-        elif self.operation == "reduce-scatter":
+        elif self.operation == "reduce-scatter" and not can_watch(self.group, self.device):
             out = given.new_empty(self.numel // size)
             work = dist.reduce_scatter_single(out, given, group=self.group, async_op=True)
         else:
             work = dist.all_reduce(given, group=self.group, async_op=True)
         return work
 
+    def describe(self) -> tuple[str, int, str]:
+        """Return what ranks compare."""
+        return self.operation, self.numel, str(self.dtype).removeprefix("torch.")
+
+
+_GROUP = attrgetter("group")
+_LOOK_AFTER = tuple(timedelta(seconds=each) for each in (0.1, 0.2, 0.5))
+"""A wait looks after these times whether another rank has failed, and then every last of them.
+
+A look is one request to the store, some 0.1 ms.
+"""
+
 
 class LaunchLog:
-    """The collectives that all units of a model launch on this rank, in their order."""
+    """The collectives that all units of a model launch on this rank, in their order.
+
+    On the host this rank waits for them here, and looks meanwhile, if `look` is set, whether
+    another rank has failed, which will never come. A device waits by itself.
+    """
 
     def __init__(self) -> None:
         self.launches: list[UnitLaunch] = []
-        """Since the last `restart`."""
+        """From the last `start` to the last `stop`."""
+        self.look: Callable[[], None] | None = None
+        """Raises if another rank has failed."""
+        self._is_noting = False
         self._counts: dict[dist.ProcessGroup, int] = {}
+        """Launches but for those in `launches`."""
+        self._pending: dict[dist.Work, None] = {}
+        """Those on the host that nothing has waited for to the end."""
 
-    def restart(self) -> None:
-        """Forget the launches; counts stay."""
-        self.launches = []
+    def start(self) -> None:
+        """Forget the launches, and note those that follow; counts stay."""
+        self._counts = dict(self.counts())
+        self.launches, self._is_noting = [], True
+
+    def stop(self) -> None:
+        """Only count the launches that follow: an evaluation may be long."""
+        self._is_noting = False
 
     def counts(self) -> Mapping[dist.ProcessGroup, int]:
         """Return the number of launches on each communicator since the model was sharded."""
-        return self._counts
+        counts = Counter(self._counts)
+        counts.update(map(_GROUP, self.launches))
+        return counts
+
+    def expect(self, group: dist.ProcessGroup) -> None:
+        """Count the launches on a communicator, also while there are none."""
+        self._counts.setdefault(group, 0)
 
     def add(
         self,
@@ -150,38 +199,72 @@ class LaunchLog:
         group: dist.ProcessGroup,
     ) -> None:
         """Note a launch of this rank."""
-        self._counts[group] = self._counts.get(group, 0) + 1
-        self.launches.append(
-            UnitLaunch(
-                operation=operation,
-                group=group,
-                numel=given.numel(),
-                dtype=given.dtype,
-                device=given.device,
-            )
-        )
+        if self._is_noting:
+            launch = UnitLaunch(operation, group, given.numel(), given.dtype, given.device)
+            self.launches.append(launch)
+        else:
+            self._counts[group] += 1
+
+    def watched(self, work: dist.Work) -> WatchedWork:
+        """Return work on the host that is waited for here."""
+        self._pending[work] = None
+        return WatchedWork(work, self)
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective on the host, and look meanwhile."""
+        look = self.look
+        if look is None:
+            self._pending.pop(work, None)
+            work.wait()
+            return
+        for limit in chain(_LOOK_AFTER, repeat(_LOOK_AFTER[-1])):
+            try:
+                work.wait(limit)
+            except RuntimeError:
+                if not work.is_completed():
+                    self._pending[work] = None
+                    look()
+                    continue
+                self._pending.pop(work, None)
+                work.wait()  # raises if it has failed
+            else:
+                self._pending.pop(work, None)
+            return
 
     def repeat(self, launches: Sequence[UnitLaunch]) -> list[dist.Work]:
         """Make collectives like these, from zeros, without waiting for them."""
-        works = []
-        for each in launches:
-            self.launches.append(each)
-            self._counts[each.group] = self._counts.get(each.group, 0) + 1
-            work = each.repeat()
-            if work is not None:
-                works.append(work)
-        return works
+        self.launches += launches
+        return [work for each in launches if (work := each.repeat()) is not None]
+
+    def take_pending(self) -> list[dist.Work]:
+        """Return the collectives on the host that nothing has waited for, and forget them."""
+        pending = [*self._pending]
+        self._pending.clear()
+        return pending
 
 
-class Logged:
-    """Makes a collective as another object of FSDP2 does, and notes it."""
+class WatchedWork(dist.Work):
+    """A collective on the host; a wait for it ends if another rank has failed."""
 
-    def __init__(
-        self, inner: Any, log: LaunchLog, operation: Literal["all-gather", "reduce-scatter"]
-    ) -> None:
+    def __init__(self, work: dist.Work, log: LaunchLog) -> None:
+        super().__init__()
+        self._work = work
+        self._log = log
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for it, see `LaunchLog.wait`."""
+        del timeout  # that of the communicator counts
+        self._log.wait(self._work)
+        return True
+
+
+class LoggedGather:
+    """Gathers as another object of FSDP2 does, and notes it."""
+
+    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
         self._inner = inner
         self._log = log
-        self._operation = operation
+        self._is_watched = is_watched
         self.allocate = inner.allocate
 
     def __call__(
@@ -189,40 +272,99 @@ class Logged:
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        *args: Any,
-        **options: Any,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Note it and launch it."""
-        used = self._inner.group if isinstance(self._inner, GatherOn) else group
-        self._log.add(self._operation, input_tensor, used)
-        work: dist.Work | None = self._inner(output_tensor, input_tensor, group, *args, **options)
-        return work
+        is_apart = isinstance(self._inner, GatherOn)
+        self._log.add("all-gather", input_tensor, self._inner.group if is_apart else group)
+        work: dist.Work | None = self._inner(
+            output_tensor, input_tensor, group, async_op=async_op or self._is_watched
+        )
+        if work is None or not self._is_watched:
+            return work
+        if async_op or is_apart:
+            return self._log.watched(work)
+        self._log.wait(work)
+        return None
 
 
-class LoggedSum:
-    """Notes an all-reduce, after which FSDP2 calls it, and then calls another hook."""
+class LoggedReduction:
+    """Reduces and scatters as another object of FSDP2 does, and notes it.
 
-    def __init__(
-        self, inner: Callable[[torch.Tensor], None] | None, group: dist.ProcessGroup, log: LaunchLog
-    ) -> None:
+    Gloo makes a reduce-scatter of a copy, an all-reduce and another copy, and a wait for it cannot
+    be given up. So where waits are watched it is the all-reduce, in place: FSDP2 does not need what
+    it gave any more.
+    """
+
+    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
         self._inner = inner
+        self._log = log
+        self._is_watched = is_watched
+        self.allocate = inner.allocate
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Note it and launch it."""
+        self._log.add("reduce-scatter", input_tensor, group)
+        if not self._is_watched:
+            work: dist.Work | None = self._inner(
+                output_tensor, input_tensor, group, op, async_op=async_op
+            )
+            return work
+        mark_launch(input_tensor, "reduce_scatter")
+        summed = dist.all_reduce(input_tensor, op=op, group=group, async_op=True)
+        if summed is not None:
+            self._log.wait(summed)
+        numel = output_tensor.numel()
+        output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
+        return None
+
+
+class LoggedSums:
+    """A communicator on which FSDP2 makes its all-reduces, which are noted."""
+
+    def __init__(self, group: dist.ProcessGroup, log: LaunchLog, *, is_watched: bool) -> None:
         self._group = group
         self._log = log
+        self._is_watched = is_watched
 
-    def __call__(self, reduced: torch.Tensor) -> None:
-        """Note it."""
-        self._log.add("all-reduce", reduced, self._group)
-        if self._inner is not None:
-            self._inner(reduced)
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._group.size()
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work | None:
+        """Note an all-reduce and launch it; torch's `all_reduce` calls it and waits."""
+        self._log.add("all-reduce", tensors[0], self._group)
+        work: dist.Work | None = self._group.allreduce(tensors, options)
+        return work if work is None or not self._is_watched else self._log.watched(work)
 
 
 def log_launches(group: Any, log: LaunchLog) -> None:
     """Note all collectives of a group of parameters from now on."""
-    group._all_gather_comm = Logged(group._all_gather_comm, log, "all-gather")
-    group._reduce_scatter_comm = Logged(group._reduce_scatter_comm, log, "reduce-scatter")
+    if isinstance(group.mesh_info, FSDPMeshInfo):
+        gather, over = group._all_gather_comm, group._reduce_scatter_process_group
+        is_watched = can_watch(over, group.device)
+        log.expect(gather.group if isinstance(gather, GatherOn) else over)
+        log.expect(over)
+        group._all_gather_comm = LoggedGather(gather, log, is_watched=is_watched)
+        group._reduce_scatter_comm = LoggedReduction(
+            group._reduce_scatter_comm, log, is_watched=is_watched
+        )
     if isinstance(group.mesh_info, DDPMeshInfo):
         between = group.mesh_info.replicate_process_group
-        group._all_reduce_hook = LoggedSum(group._all_reduce_hook, between, log)
+        log.expect(between)
+        group.sums = LoggedSums(between, log, is_watched=can_watch(between, group.device))
+
+
+def can_watch(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return True if a wait for a collective can be given up: on the host, over gloo."""
+    return device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
 class PendingGradient(GradientHook):
@@ -268,18 +410,29 @@ class ParameterGroup(_Base):  # type: ignore[misc]
     """True while whole parameters are kept, and shards are in their places."""
     is_compared = False
     """True if whole parameters that are aside are known to be those of the shards."""
+    opened: list[tuple[int, int]] | None = None
+    """Versions of the shards when `unshard()` put whole parameters into the model's places, for any
+    code to see, and until they end."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.used: dict[Any, tuple[int, int]] = {}
         """Parameters that got a gradient; see `UnitGuard`."""
-        self._num_writes: int | None = None
-        """Writes to shards before whole parameters were gathered from them in a forward."""
+        self._versions: list[tuple[int, int]] | None = None
+        """Those of the shards before whole parameters were gathered from them in a forward."""
+        self.sums: LoggedSums | None = None
+        """Makes all-reduces, if this group has any."""
         self._pending: dict[Any, tuple[PendingGradient, RemovableHandle]] = {}
         """Members whose shards have a class that notices `zero_grad`."""
 
+    @property
+    def _all_reduce_process_group(self) -> Any:
+        return super()._all_reduce_process_group if self.sums is None else self.sums
+
     def wait_for_unshard(self) -> None:
-        """FSDP2 calls it before each forward and backward."""
+        """FSDP2 calls it before each forward and backward, and for `unshard()`."""
+        if is_idle(self):
+            self.opened = versions_of_shards(self)
         super().wait_for_unshard()
         if self.is_aside:
             for member in self.fsdp_params:
@@ -288,23 +441,34 @@ class ParameterGroup(_Base):  # type: ignore[misc]
 
     def note_writes(self) -> None:
         """Note that a forward gathers the shards as they are now."""
-        self._num_writes = num_writes_of_shards(self)
+        self._versions = versions_of_shards(self)
 
     def is_written(self) -> bool:
         """Return True if shards were written since, but for writes that count no version."""
-        before = self._num_writes
-        return before is not None and num_writes_of_shards(self) != before
+        return self._versions is not None and versions_of_shards(self) != self._versions
 
     def put_aside(self) -> None:
         """Put shards into the places of whole parameters that are kept."""
         if self.is_unsharded and not self.is_aside:
+            is_lost = self._is_lost()
             for member in self.fsdp_params:
                 member._setattr_on_modules(member.sharded_param)
             self.is_aside, self.is_compared = True, False
+            _refuse_lost(is_lost)
 
     def _to_sharded(self) -> None:
+        is_lost = self._is_lost()
         super()._to_sharded()
         self.is_aside = False
+        _refuse_lost(is_lost)
+
+    def _is_lost(self) -> bool:
+        """Return True if whole parameters were written after `unshard()`, and end now.
+
+        Where shards were written nothing tells whether whole ones were, too.
+        """
+        opened, self.opened = self.opened, None
+        return self.is_unsharded and opened == versions_of_shards(self) and is_stale(self)
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
         """FSDP2 calls it before autograd adds to gradients.
@@ -326,13 +490,22 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """FSDP2 calls it to reduce gradients, also of units without a backward."""
         self.forget_cleared()
         self.unmark()
+        self._note_used()
         super().post_backward(*unused)
 
     def finalize_backward(self) -> None:
         """FSDP2 calls it at the end of a backward."""
         super().finalize_backward()
+        self._note_used()  # what came after the reduction
         self.put_aside()
         self.mark()
+
+    def _note_used(self) -> None:
+        """Note which parameters autograd has given a gradient: cheaper than a hook at each."""
+        for member in self.fsdp_params:
+            whole = getattr(member, "_unsharded_param", None)
+            if whole is not None and whole.grad is not None:
+                self.used[member] = version_of(member)
 
     def mark(self) -> None:
         """Notice from now on if a gradient that waits is to be forgotten."""
@@ -395,6 +568,14 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             )
         first = sum(sizes[: parts.index(member)])
         return summed.narrow(0, first, member._sharded_param_data.numel())
+
+
+def _refuse_lost(is_lost: bool) -> None:
+    if is_lost:
+        raise ConfigError(
+            "a whole parameter was written after unshard(): it is a copy that is thrown away, so "
+            "this is lost. Write to model.parameters() while the model is sharded"
+        )
 
 
 def _whole_gradient(member: Any) -> torch.Tensor | None:
@@ -530,8 +711,8 @@ def call_hooks(whole: nn.Parameter, hooks: Any) -> None:
 
 def has_hooks_after_gradients(parameter: nn.Parameter) -> bool:
     """Return True if `register_post_accumulate_grad_hook` was called at a parameter."""
-    hooks: Any = parameter._post_accumulate_grad_hooks or {}
-    return not all(
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    return bool(hooks) and not all(
         isinstance(each, HeldHook) and isinstance(each.hook, PendingGradient | None)
         for each in hooks.values()
     )
@@ -658,9 +839,13 @@ def is_whole(group: Any) -> bool:
     return whole
 
 
+_VERSION = attrgetter("_version")
+_SHARD_VERSIONS = attrgetter("sharded_param._version", "sharded_param._local_tensor._version")
+
+
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Count the writes to each tensor, but for those through `.data`."""
-    return [each._version for each in tensors]
+    return [*map(_VERSION, tensors)]
 
 
 def version_of(member: Any) -> tuple[int, int]:
@@ -668,13 +853,9 @@ def version_of(member: Any) -> tuple[int, int]:
     return (member.sharded_param._version, member._sharded_local_tensor._version)
 
 
-def num_writes_of_shards(group: Any) -> int:
-    """Count the writes to the shards of a group, through DTensors and to their elements."""
-    result = 0
-    for each in group.fsdp_params:
-        parameter = each.sharded_param
-        result += parameter._version + parameter._local_tensor._version
-    return result
+def versions_of_shards(group: Any) -> list[tuple[int, int]]:
+    """Count the writes to each shard of a group, through DTensors and to its elements."""
+    return [*map(_SHARD_VERSIONS, group.fsdp_params)]
 
 
 def set_microbatch(
@@ -805,12 +986,6 @@ def drop_gradients(group: Any) -> None:
         each.unsharded_accumulated_grad = None
         if hasattr(each, "_unsharded_param"):
             each._unsharded_param.grad = None
-
-
-def on_gradient(whole: nn.Parameter, call: Callable[[torch.Tensor], None]) -> None:
-    """Call a function whenever autograd has added to the gradient of a whole parameter."""
-    parameter: Any = whole
-    parameter.register_post_accumulate_grad_hook(call)
 
 
 def is_meta(state: Any) -> bool:

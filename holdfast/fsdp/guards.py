@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
@@ -35,6 +33,7 @@ class UnitGuard:
         prefetch: Prefetch,
     ) -> None:
         self._name = name or "(the model)"
+        self._place = f"unit '{self._name}'"
         self.state: Any = _torch.state_of(unit)
         self.groups: list[Any] = _torch.param_groups(self.state)
         self._hooks = hooks
@@ -45,22 +44,22 @@ class UnitGuard:
         """Guards of all units of the model."""
         self._wholes: list[nn.Parameter] = []
         self._whole_versions: list[int] = []
-        self._unwatched: list[tuple[Any, nn.Parameter]] = []
-        """Whole parameters whose gradients are not watched: frozen ones."""
+        self._unhooked: list[tuple[Any, nn.Parameter]] = []
+        """Whole parameters that users' hooks are not at yet: frozen ones."""
         self._used: dict[Any, tuple[int, int]] = {}
         """Parameters that got a gradient, with the versions of their shards then."""
         for group in self.groups:
             group.used = self._used
         # The first is before FSDP2's own hook, the second after it.
         unit.register_forward_pre_hook(self._before_gather, prepend=True)
-        unit.register_forward_pre_hook(self._after_gather)
+        self._after_gathers = unit.register_forward_pre_hook(self._after_gather)
         if not _torch.regathers(self.state):
             # After FSDP2's own, which leaves whole parameters until the backward.
             unit.register_forward_hook(self._after_forward)
 
     def check_settings(self) -> None:
         """Raise ConfigError if the reduction of this unit is not what the layout says."""
-        reductions = [_torch.reduction_of(group) for group in self.groups]
+        reductions = [*map(_torch.reduction_of, self.groups)]
         if reductions != self._reductions:
             raise ConfigError(
                 f"unit '{self._name}': its gradient divisor, or how its gradients are reduced, was "
@@ -69,19 +68,14 @@ class UnitGuard:
                 f"set_force_sum_reduction_for_comms and set_reduce_scatter_unused_params alone, "
                 f"and scale the loss if you want other gradients"
             )
-        if any(
-            now is not then
-            for now, then in zip(
-                (_torch.gather_of(group) for group in self.groups), self._gathers, strict=True
-            )
-        ):
+        if [*map(_torch.gather_of, self.groups)] != self._gathers:
             raise ConfigError(
                 f"unit '{self._name}': its all-gather was replaced after fully_shard_model; "
                 f"parameters are gathered on the communicators of the groups it was given"
             )
         for group in self.groups:
             for member in _torch.members(group):
-                check_hooks(_torch.sharded(member), where=f"unit '{self._name}'")
+                check_hooks(_torch.sharded(member), where=self._place)
 
     def check_weights(self) -> None:
         """Raise ConfigError if shards were written while whole weights of them were kept.
@@ -118,6 +112,21 @@ class UnitGuard:
             f"unit '{self._name}': a parameter of shape {shape} was written by code of the model "
             f"in a forward or a backward; that changed a whole copy, which is thrown away"
         )
+
+    def check_after_error(self) -> None:
+        """Raise ConfigError if whole copies that an error has left in the places were written.
+
+        An error in a microbatch leaves none there. `check_writes` does not see `.data`, so bits are
+        compared; only after an error. Where shards were written nothing tells of the copies.
+        """
+        for group in self.groups if self.is_interrupted() else ():
+            is_open = _torch.is_whole(group) and not group.is_aside and not group.is_written()
+            if is_open and _torch.is_stale(group):
+                raise ConfigError(
+                    f"unit '{self._name}': parameters were written after an error outside of "
+                    f"microbatch(...), which had left whole copies in their places; what was "
+                    f"written to these is lost. Write after drop_gradients()"
+                )
 
     def check_ended(self) -> None:
         """Raise ConfigError if an error ended a forward or a backward of this unit.
@@ -214,38 +223,25 @@ class UnitGuard:
             for group in self.groups:
                 wholes = _torch.whole_parameters(group)
                 self._wholes += wholes
-                self._unwatched += zip(_torch.members(group), wholes, strict=True)
+                for member, whole in zip(_torch.members(group), wholes, strict=True):
+                    _torch.carry_over(_torch.sharded(member), whole)
+                    if member in self._hooks:
+                        self._unhooked.append((member, whole))
             self._whole_versions = _torch.versions(self._wholes)
-            for member, whole in self._unwatched:
-                _torch.carry_over(_torch.sharded(member), whole)
-        if any(whole.requires_grad for _, whole in self._unwatched):
-            self._watch_gradients()
+        if self._unhooked:
+            self._pass_hooks()
+        if not self._unhooked:
+            self._after_gathers.remove()  # nothing is left to do
 
-    def _watch_gradients(self) -> None:
-        """Note which parameters get a gradient, and call users' hooks with it."""
+    def _pass_hooks(self) -> None:
+        """Have users' hooks called with gradients of whole parameters; frozen ones have none."""
         frozen = []
-        for member, whole in self._unwatched:
-            if not whole.requires_grad:
-                frozen.append((member, whole))
-                continue
-            if member in self._hooks:
+        for member, whole in self._unhooked:
+            if whole.requires_grad:
                 _torch.call_hooks(whole, self._hooks[member])
-            _torch.on_gradient(whole, self._note_use(member))
-        self._unwatched = frozen
-
-    def _note_use(self, member: Any) -> Callable[[torch.Tensor], None]:
-        # Weakly: Python's collector does not see that torch keeps such a hook at its parameter, so
-        # one that leads back to the parameter keeps the model, and its communicators with their
-        # threads and descriptors, to the end of the process.
-        guard_ref, member_ref = weakref.ref(self), weakref.ref(member)
-
-        def note(whole: torch.Tensor) -> None:
-            del whole
-            guard, member = guard_ref(), member_ref()
-            if guard is not None and member is not None:
-                guard._used[member] = _torch.version_of(member)
-
-        return note
+            else:
+                frozen.append((member, whole))
+        self._unhooked = frozen
 
 
 def check_hooks(parameter: nn.Parameter, *, where: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from holdfast.fsdp.prefetch import Prefetch
 from holdfast.optim import LossScaler, StepOutcome, collectives
 from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import ALONE
-from holdfast.optim.microbatches import Launched, Microbatches, MicrobatchTaker
+from holdfast.optim.microbatches import Description, Launched, Microbatches, MicrobatchTaker
 from holdfast.optim.norms import GradientPart, gradient_parts
 from holdfast.optim.reduced import JoinedOptimizer, PlainStepper
 from holdfast.parallel import ProcessGroups
@@ -184,6 +184,15 @@ class ShardedModel(MicrobatchTaker):
             guard.units = guards
         self._prefetch = prefetch
         self.axes = axes
+        self._log = log
+        self._device = next((axis.device for axis in axes.values()), torch.device("cpu"))
+        self._predicts = not all(
+            _torch.can_watch(group, self._device) for group in self._log.counts()
+        )
+        """True if this rank makes the rest of a microbatch that failed here by those before it.
+
+        Others may wait for their devices, and then cannot look whether a rank has failed.
+        """
         self._members = [
             (member, kind)
             for guard in guards
@@ -197,13 +206,10 @@ class ShardedModel(MicrobatchTaker):
         self._is_ready = False
         """True from the first forward."""
         self._is_pending = False
-        self._log = log
         gathers_apart = all(axis.gather is not None for axis in axes.values())
         self._programs = Programs(gathers_apart=gathers_apart)
         self._kind = MicrobatchKind(settings=(), order=())
         """Of the last microbatch."""
-        self._launched: list[_torch.UnitLaunch] = []
-        """Its collectives."""
         self._microbatches = Microbatches({ALONE: self}, groups)
         self._stepper: ShardedModelStepper | None = None
         """Stepper with the optimizer of the last `step`."""
@@ -224,10 +230,12 @@ class ShardedModel(MicrobatchTaker):
         An error in it on some ranks ends the step on all, at the end of this microbatch: it keeps
         its type where it occurred, and the other ranks raise a HoldfastError that names it. Call
         `drop_gradients` on all ranks then, and repeat the step; what comes before that is refused.
-        So that no rank waits, the one that failed makes the remaining collectives, as they were in
-        an earlier microbatch of the same kind. If there was none, or other ranks wait in
-        collectives of the model itself (`tp`), they raise when the limit of that communicator is
-        over; then start again from the last checkpoint.
+        Ranks that wait for the one that failed in a gather or a reduction of theirs leave it, and
+        all complete what was launched. Devices cannot leave: there the one that failed makes the
+        remaining collectives, as they were in an earlier microbatch of the same kind. If there was
+        none, and a rank waits for its device before the microbatch ends, or in collectives of the
+        model itself (`tp`), it raises when the limit of that communicator is over; then start again
+        from the last checkpoint.
 
         Args:
             is_last: True if a step follows. Otherwise gradients are kept as the strategy says.
@@ -256,38 +264,57 @@ class ShardedModel(MicrobatchTaker):
         reduces_outer = is_last or self._outer_reduction == "microbatch"
         reshards = is_last or self._schedule.regathers
         self._set(reduces=reduces, reduces_outer=reduces_outer, reshards=reshards)
-        whole = tuple(guard.is_whole() for guard in self._guards)
-        trained = tuple(_torch.sharded(member).requires_grad for member, _ in self._members)
-        self._kind = MicrobatchKind(
-            settings=(reduces, reduces_outer, reshards, whole, trained),
-            order=self._prefetch.order,
-        )
-        self._log.restart()
+        if self._predicts:
+            whole = tuple(guard.is_whole() for guard in self._guards)
+            trained = tuple(_torch.sharded(member).requires_grad for member, _ in self._members)
+            self._kind = MicrobatchKind(
+                settings=(reduces, reduces_outer, reshards, whole, trained),
+                order=self._prefetch.order,
+            )
+        self._log.start()
         self._is_pending = True
         try:
             yield
             # Without a backward in the last one, gradients of those before it are not reduced.
             self._is_pending = not is_last or any(g.has_unreduced() for g in self._guards)
         finally:
+            self._log.stop()
             for guard in self._guards:
                 guard.put_aside()  # after an error, too
                 guard.mark_gradients()
             self._set(reduces=True, reduces_outer=True, reshards=True)
-            self._launched = [*self._log.launches]
 
     def close_microbatch(self) -> None:
-        self._programs.remember(self._kind, self._launched)
+        if self._predicts:
+            self._programs.remember(self._kind, [*self._log.launches])
 
     def join_microbatch(self) -> Sequence[Pending]:
         """Launch the collectives that are missing, as in the last microbatch of the same kind."""
-        return self._log.repeat(self._programs.rest(self._kind, self._launched))
+        if not self._predicts:
+            return ()
+        return self._log.repeat(self._programs.rest(self._kind, self._log.launches))
+
+    def watch_others(self, look: Callable[[], None] | None) -> None:
+        self._log.look = look
 
     def launched(self) -> dict[str, Launched]:
-        names: dict[str, Launched] = {}
-        for group, count in self._log.counts().items():
-            ranks = dist.get_process_group_ranks(group)
-            names[group.group_name] = Launched(ranks=ranks, count=count)
-        return names
+        return {
+            group.group_name: Launched(
+                ranks=dist.get_process_group_ranks(group),
+                count=count,
+                recent=[each.describe() for each in self._log.launches if each.group is group],
+            )
+            for group, count in self._log.counts().items()
+        }
+
+    def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:
+        groups = {str(group.group_name): group for group in self._log.counts()}
+        launches = [
+            _torch.UnitLaunch.of(each, groups[name], self._device)
+            for name, rest in missing.items()
+            for each in rest
+        ]
+        return [*self._log.take_pending(), *self._log.repeat(launches)]
 
     def step(
         self,
@@ -359,15 +386,18 @@ class ShardedModel(MicrobatchTaker):
         """
         try:
             self._check_writes()
+            for guard in self._guards:
+                guard.check_after_error()
         finally:
             self._forget()
 
     def _forget(self) -> None:
         if self._is_interrupted:
             self._prefetch.forget()
-        self._is_pending = self._is_interrupted = False
-        if any(guard.is_interrupted() for guard in self._guards):
+        # What was gathered ahead may have been completed from zeros.
+        if self._is_interrupted or any(guard.is_interrupted() for guard in self._guards):
             _torch.reset(self.model)
+        self._is_pending = self._is_interrupted = False
         for guard in self._guards:
             guard.forget_used()
             # After an error some ranks have whole parameters and others not: all gather again.
@@ -423,7 +453,7 @@ class ShardedModel(MicrobatchTaker):
                         f"device and not stored in checkpoints (persistent=False), so its values "
                         f"would be lost; build it on a real device, or store it"
                     )
-        device = next((axis.device for axis in self.axes.values()), torch.device("cpu"))
+        device = self._device
         _torch.replace_tensors(self.model, lambda t: _filled(t, device) if t.is_meta else t)
 
     # ---- for `ShardedModelStepper` ----
@@ -582,8 +612,14 @@ class ShardedModelStepper(PlainStepper):
     def join_microbatch(self) -> Sequence[Pending]:
         return self._sharded.join_microbatch()
 
+    def watch_others(self, look: Callable[[], None] | None) -> None:
+        self._sharded.watch_others(look)
+
     def launched(self) -> dict[str, Launched]:
         return self._sharded.launched()
+
+    def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:
+        return self._sharded.launch_missing(missing)
 
     def close_communicators(self, reason: str) -> None:
         self._sharded.close_communicators(reason)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.optim import collectives
@@ -16,17 +17,25 @@ from holdfast.parallel import ModuleGroups, ProcessGroups
 from holdfast.parallel.ranks import shorten_ranks
 
 _PHASE = "microbatch"
+_START_AGAIN = "Create the groups and the model again, and load the last checkpoint"
 _MODEL_AXES = ("tp", "cp", "pp", "ep")
 """Axes along which a model may have collectives of its own in forward and backward."""
 
 
+Description = tuple[str, int, str]
+"""A collective as ranks compare it: operation, elements that a rank gives, and their dtype."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """The collectives that a rank has launched on one communicator since it was created."""
+    """The collectives that a rank has launched on one communicator."""
 
     ranks: Sequence[int]
     """Members of the communicator."""
     count: int
+    """Number of launches since it was created."""
+    recent: Sequence[Description] = ()
+    """The last of them, those of this microbatch, if `launch_missing` can repeat them."""
 
 
 class MicrobatchTaker(ABC):
@@ -59,10 +68,25 @@ class MicrobatchTaker(ABC):
     def launched(self) -> Mapping[str, Launched]:
         """Return, by communicator, what ranks compare after a failure; empty if nothing can part.
 
-        A kind whose `join_microbatch` cannot know every collective of the other ranks says here how
-        many it has made.
+        A kind whose `join_microbatch` cannot know every collective of the other ranks says here
+        which it has made.
         """
         return {}
+
+    def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:
+        """Launch collectives that other ranks have launched and this one has not, by communicator.
+
+        After it all ranks have launched the same. Returns all that are not complete, own ones, too.
+        """
+        del missing
+        return ()
+
+    def watch_others(self, look: Callable[[], None] | None) -> None:  # noqa: B027
+        """Call `look` from now on while waits for other ranks last; None to stop.
+
+        It raises if another rank has failed in this microbatch. A kind needs it whose
+        `join_microbatch` does not know every collective of the other ranks.
+        """
 
     def close_communicators(self, reason: str) -> None:
         """Refuse everything from now on: the ranks' collectives do not match any more."""
@@ -101,13 +125,22 @@ class MicrobatchTaker(ABC):
             )
 
 
-def compare_launched(takers: Mapping[str, MicrobatchTaker], groups: ProcessGroups) -> None:
+def compare_launched(
+    takers: Mapping[str, MicrobatchTaker], groups: ProcessGroups, *, completes: bool = False
+) -> None:
     """Close the communicators of modules on which ranks have launched different collectives.
 
     The next one would be answered by another one's bytes. Collective, after a failure.
+
+    Args:
+        takers: by module.
+        groups: of all ranks of all modules.
+        completes: launch what this rank lacks, from zeros, where ranks differ only in how far they
+            have come in a microbatch. Its gradients must be dropped afterwards, and whole
+            parameters gathered again.
     """
     mine = {
-        _key(module, name): each.count
+        _key(module, name): (each.count, each.recent)
         for module, taker in takers.items()
         for name, each in taker.launched().items()
     }
@@ -115,16 +148,50 @@ def compare_launched(takers: Mapping[str, MicrobatchTaker], groups: ProcessGroup
         answers = groups.control.all_gather(json.dumps(mine).encode(), phase="collectives")
     by_rank = dict(zip(groups.control.ranks, map(json.loads, answers), strict=True))
     for module, taker in takers.items():
+        missing: dict[str, Sequence[Description]] = {}
         for name, each in taker.launched().items():
-            key = _key(module, name)
-            others = [rank for rank in each.ranks if by_rank[rank].get(key) != each.count]
+            theirs = {rank: by_rank[rank].get(_key(module, name), (-1, ())) for rank in each.ranks}
+            rest = _missing(each, [*theirs.values()]) if completes else None
+            if rest is not None:
+                missing[name] = rest
+                continue
+            own = by_rank[groups.rank][_key(module, name)]
+            others = [
+                rank
+                for rank, their in theirs.items()
+                if their[0] != each.count or (completes and their != own)
+            ]
             if others:
                 taker.close_communicators(
                     f"an error left the ranks in the middle of different collectives of "
-                    f"{name!r} ({each.count} on rank {groups.rank}, another number on ranks "
-                    f"{shorten_ranks(others)}). Create the groups and the model again, and load "
-                    f"the last checkpoint"
+                    f"{name!r} ({each.count} on rank {groups.rank}, others on ranks "
+                    f"{shorten_ranks(others)}). {_START_AGAIN}"
                 )
+        if not completes:
+            continue
+        for work in taker.launch_missing(missing):
+            try:
+                collectives.wait(work, "the rest of a microbatch that failed on some rank")
+            except DeadlineError as error:
+                taker.close_communicators(f"{error} {_START_AGAIN}")
+
+
+def _missing(
+    own: Launched, all_ranks: Sequence[tuple[int, Sequence[Sequence[object]]]]
+) -> Sequence[Description] | None:
+    """Return what this rank has not launched and others have; None if one cannot come to match.
+
+    Every rank launches the same in the same order, so each one's launches start those of the rank
+    that came furthest.
+    """
+    before = own.count - len(own.recent)
+    launched = [[*map(tuple, recent)] for _, recent in all_ranks]
+    furthest = max(launched, key=len)
+    for (count, _), recent in zip(all_ranks, launched, strict=True):
+        if count - len(recent) != before or furthest[: len(recent)] != recent:
+            return None
+    rest: Any = furthest[len(own.recent) :]
+    return [*rest]
 
 
 class Microbatches:
@@ -132,10 +199,12 @@ class Microbatches:
 
     An exception that leaves one on some ranks ends the step on all, at the end of that microbatch:
 
-    1. The rank that failed launches the collectives in which others may wait for it.
+    1. The rank that failed launches the collectives in which others may wait for it, as far as it
+       knows them, and announces its failure. Ranks that wait in others look, and leave.
     2. It sends its error instead of the agreement that ends every microbatch; if modules are
        bridged, to the ranks that wait in a bridge, too. All ranks raise.
-    3. All compare what they have launched, and refuse everything up to `drop_gradients`.
+    3. All compare what they have launched, complete it so that communicators can be used again, and
+       refuse everything up to `drop_gradients`.
 
     The agreement is over `control`, so it waits for other ranks and never for a device. With
     pipeline stages there is none: an error is raised where it occurred, and the other ranks name
@@ -154,6 +223,8 @@ class Microbatches:
         self._bridged = bridged
         self._is_known = False
         """True while an error would come from the agreement at the end, on all ranks."""
+        self._is_victim = False
+        """True if this rank has left its waits because another one has failed."""
         # Inside of a pipeline's schedule stages enter and leave their microbatches at other times.
         self._agrees = bridged is not None or groups.layout.pp == 1
         self._may_wait_in_model = any(groups.layout.size(axis) > 1 for axis in _MODEL_AXES)
@@ -168,7 +239,7 @@ class Microbatches:
                 entering.enter_context(taker.take_microbatch(is_last=is_last))
             contexts = entering.pop_all()
         try:
-            with contexts:
+            with self._watching(), contexts:
                 yield
             if self._agrees:
                 self._agree()
@@ -180,6 +251,30 @@ class Microbatches:
             if isinstance(error, Exception):  # an interrupt leaves at once
                 self._end_on_all(error)
             raise
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Let waits for other ranks end if one has failed."""
+        self._is_victim = False
+        if not self._agrees or self._groups.control.size == 1:
+            yield
+            return
+        for taker in self._takers.values():
+            taker.watch_others(self._look)
+        try:
+            yield
+        finally:
+            for taker in self._takers.values():
+                taker.watch_others(None)
+
+    def _look(self) -> None:
+        """Raise HoldfastError if another rank has announced that it has failed."""
+        rank = self._groups.control.failing_rank()
+        if rank is not None:
+            self._is_victim = True
+            raise HoldfastError(
+                f"rank {rank} has failed in this microbatch", details={"failed_ranks": [rank]}
+            )
 
     def _agree(self) -> None:
         """Wait for all ranks; raise if one has failed."""
@@ -196,18 +291,21 @@ class Microbatches:
             # Some ranks are not in a microbatch, so none compares what this one has launched.
             for taker in self._takers.values():
                 taker.close_communicators(
-                    f"the last microbatch was not one of all ranks ({error}) Create the groups and "
-                    f"the model again, and load the last checkpoint"
+                    f"the last microbatch was not one of all ranks ({error}) {_START_AGAIN}"
                 )
             return
         if control.is_broken or control.size == 1:
             return
-        lost = collectives.lost_to_others(error)
+        lost = None if self._is_victim else collectives.lost_to_others(error)
         if lost is None and not self._agrees:
             return  # the other stages wait for this one in the schedule, and see it leave
         failure = lost or error
         if isinstance(failure, DeadlineError) and failure is error and self._bridged is not None:
             return  # the others wait for the same rank
+        if self._is_victim:
+            control.shared_error = error  # the message of all ranks is that of the rank that failed
+        elif not is_known:
+            control.announce_failure()
         works: list[Pending] = []
         for taker in self._takers.values():
             try:
@@ -223,8 +321,9 @@ class Microbatches:
         for work in works:
             with contextlib.suppress(DeadlineError):  # the comparison tells
                 collectives.wait(work, "the rest of a microbatch that failed on this rank")
-        compare_launched(self._takers, self._groups)
-        if shared is not error and (failure is not error or isinstance(error, HoldfastError)):
+        compare_launched(self._takers, self._groups, completes=True)
+        is_own = failure is error and not self._is_victim and not isinstance(error, HoldfastError)
+        if shared is not error and not is_own:
             raise shared from error
 
     def _fail(self, error: Exception, *, is_known: bool) -> BaseException:

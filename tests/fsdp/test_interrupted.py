@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast import Checkpointer, ConfigError, Layout, ProcessGroups
+from holdfast import Checkpointer, ConfigError, HoldfastError, Layout, ProcessGroups
 from holdfast.fsdp import ShardedModel
 from tests.fsdp.common import STRATEGIES, build, difference, full, place, rows_of, sgd, shard, truth
 from tests.harness import RankContext, run_ranks
@@ -135,6 +135,86 @@ def test_after_an_error_in_a_microbatch_training_goes_on(
     outcome = run_ranks(sizes["dp"], errors, sizes, strategies, timeout_s=300, fresh=True)
     for wrong in outcome.results:
         assert wrong == []
+
+
+def attempt_alone(
+    sharded: ShardedModel, step: int, fail: Callable[..., None], *, at: int
+) -> tuple[str, str]:
+    """A step that fails on rank 1 alone, in one microbatch; what this rank raised."""
+    groups = sharded.groups
+    parts = rows_of(step, index=groups.index("dp_cp"), shares=groups.size("dp_cp"))
+
+    def run() -> None:
+        for number, rows in enumerate(parts):
+            with sharded.microbatch(is_last=number == len(parts) - 1):
+                if number == at and groups.rank == 1:
+                    fail(sharded, rows)
+                (sharded.model(rows).mean() / len(parts)).backward()
+
+    with pytest.raises((Trouble, HoldfastError)) as caught:
+        run()
+    sharded.drop_gradients()
+    return caught.typename, str(caught.value)
+
+
+@contextmanager
+def frozen(net: nn.Module) -> Iterator[None]:
+    net.layers[0].requires_grad_(False)  # type: ignore[operator, union-attr, index]
+    yield
+    for name, parameter in net.layers[0].named_parameters():  # type: ignore[union-attr, index]
+        parameter.requires_grad_(name != "shift")
+
+
+@contextmanager
+def backwards(net: nn.Module) -> Iterator[None]:
+    layers: Any = net.layers
+    net.layers = nn.ModuleList(reversed([*layers]))
+    yield
+    net.layers = layers
+
+
+NEW_KINDS: tuple[Callable[..., Any], ...] = (nullcontext, frozen, backwards)
+"""What makes the collectives of a microbatch others than those of all before it."""
+
+
+def errors_in_new_kinds(context: RankContext, sizes: dict[str, Any], names: Any) -> list[Any]:
+    raised = []
+    expected, reference = truth(sgd, steps=len(NEW_KINDS))
+    for turn, strategy in enumerate(STRATEGIES):
+        with ProcessGroups.create(Layout(**sizes), names=names) as groups:
+            net = place(build(), groups)
+            sharded = shard(net, groups, strategy=strategy)
+            optimizer = sgd(net.parameters())
+            norms = []
+            for step, kind in enumerate(NEW_KINDS):
+                fail = PLACES[(turn + step) % len(PLACES)]
+                with kind(net):
+                    raised.append(attempt_alone(sharded, step, fail, at=(turn + step) % 2))
+                norms.append(good(sharded, optimizer, step))
+            off = max(abs(a - b[1]) for a, b in zip(norms, reference, strict=True))
+            assert off < 1e-5, (strategy, norms, reference)
+            assert difference(net, expected) < 1e-6, strategy
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ({"dp": 2}, None),
+        ({"dp": 2}, ("dp_cp", "expt_dp")),  # one communicator for gathers and reductions
+        pytest.param({"dp": 4, "replicas": 2}, None, marks=pytest.mark.slow),
+        pytest.param({"dp": 4, "ep": 2}, None, marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_in_a_microbatch_unlike_all_before_ends_on_all_ranks_at_once(
+    sizes: dict[str, Any], names: tuple[str, ...] | None
+) -> None:
+    """I1: before, the other ranks waited for `data_timeout_s`, which is ten minutes here."""
+    outcome = run_ranks(sizes["dp"], errors_in_new_kinds, sizes, names, timeout_s=100)
+    for rank, raised in enumerate(outcome.results):
+        for kind, text in raised:
+            assert kind == ("Trouble" if rank == 1 else "HoldfastError"), text
+            assert rank == 1 or "rank 1: Trouble" in text, text
 
 
 def skipped(context: RankContext) -> None:
@@ -294,6 +374,40 @@ def written_by_the_model(context: RankContext) -> None:
 def test_a_write_within_a_forward_is_refused() -> None:
     """I1: it goes to a whole copy."""
     run_ranks(2, written_by_the_model)
+
+
+def written_to_whole(context: RankContext) -> None:
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for strategy in STRATEGIES:
+            net = build()
+            sharded = shard(net, groups, strategy=strategy)
+            net(rows_of(0)[0])
+            sharded.drop_gradients()
+            before = [full(p) for p in net.parameters()]
+
+            layer: Any = net.layers[1]
+            for writes in (False, True):
+                layer.unshard()
+                if writes:
+                    layer.down.weight.data.mul_(0.5)
+                with pytest.raises(ConfigError, match=r"unshard\(\)") if writes else nullcontext():
+                    layer.reshard()
+            for writes in (False, True):
+                with pytest.raises(Trouble):
+                    in_backward(sharded, rows_of(0)[0])
+                if writes:
+                    layer.down.weight.data.mul_(0.5)
+                lost = pytest.raises(ConfigError, match="after an error outside of microbatch")
+                with lost if writes else nullcontext():
+                    sharded.drop_gradients()
+            after = [full(p) for p in net.parameters()]
+            assert all(map(torch.equal, before, after)), strategy
+            good(sharded, sgd(net.parameters()), 0)
+
+
+def test_a_write_to_a_whole_copy_is_noticed_when_the_copy_ends() -> None:
+    """I1: through `.data` after `unshard()` or an error in a backward; before, it was lost."""
+    run_ranks(2, written_to_whole)
 
 
 def written_before_backward(context: RankContext) -> None:

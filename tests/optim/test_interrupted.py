@@ -83,10 +83,13 @@ class Trained:
         self.groups = groups
         kind, _, detail = way.removesuffix(" by layers").partition(" ")
         self.by_layers = way.endswith(" by layers")
+        is_predicted = detail.endswith(" predicted")
         if kind == "fsdp":
             self.taker: Any = fully_shard_model(
-                self.model, groups, experts=(), units=layers, strategy=detail
+                self.model, groups, experts=(), units=layers, strategy=detail.partition(" ")[0]
             )
+            # As on a device, where a wait for another rank cannot be left.
+            self.taker._predicts = is_predicted
             self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1)
         else:
             self.taker = self.optimizer = ShardedOptimizer(
@@ -155,6 +158,7 @@ def failing_on_one_rank(context: RankContext, way: str) -> list[str]:
     [
         *(f"fsdp {each}" for each in ("no_shard", "optim", "optim_grads", "optim_grads_params")),
         "fsdp optim_grads by layers",  # each unit is a root of its own
+        "fsdp optim_grads_params predicted",
         *("sharded 1", "sharded 2", "sharded 1 overlap", "sharded 2 overlap"),
     ],
 )

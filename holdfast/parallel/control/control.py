@@ -393,6 +393,23 @@ class Control:
                 raise late from error
         raise GroupError(f"Phase {phase!r}: no rank received the failure.") from error
 
+    def announce_failure(self) -> None:
+        """Let ranks that look, `failing_rank`, know that this one will call `fail` next.
+
+        Ranks that wait in something else than a call of `control` look while they wait.
+
+        Cost: one request to the store; none for one rank.
+        """
+        if self._transport is not None:
+            self._transport.announce(self._sequence + 1)
+
+    def failing_rank(self) -> int | None:
+        """Return a rank that fails the next call of all ranks, as far as this one knows.
+
+        Cost: one request to the store.
+        """
+        return None if self._transport is None else self._transport.announced(self._sequence + 1)
+
     def exchange(
         self,
         outgoing: Sequence[tuple[int, memoryview]],

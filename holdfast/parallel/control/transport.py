@@ -164,6 +164,18 @@ class Transport:
         self.exchange([], [(index, memoryview(buffer)) for (index, _), buffer in pairs])
         return [bytes(buffer) for buffer in buffers]
 
+    def announce(self, sequence: int) -> None:
+        """Note in the store that this rank fails a call; without it the others wait longer."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"failing/{sequence}", str(self._rank))
+
+    def announced(self, sequence: int) -> int | None:
+        """Return the rank that has noted that it fails a call, if one has."""
+        key = f"failing/{sequence}"
+        with contextlib.suppress(RuntimeError):  # a store that is gone knows of none
+            return int(self._store.get(key)) if self._store.check([key]) else None
+        return None
+
     def extend(self, timeout_s: float) -> None:
         """Give the call in progress `timeout_s` from now on."""
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s

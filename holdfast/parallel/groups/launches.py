@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from holdfast._torch import TorchDispatchMode, argument_names
+from holdfast._torch import TorchDispatchMode, argument_names, launched_as
 from holdfast.parallel.groups import _torch
 from holdfast.parallel.groups.process_groups import ProcessGroups
 
@@ -86,10 +86,11 @@ class LaunchRecorder(TorchDispatchMode):
         if group is None:
             return
         tensors = [t for value in arguments.values() for t in _tensors(value)]
+        marks = (mark for tensor in tensors if (mark := launched_as(tensor)))
         self._launches.append(
             Launch(
                 order=len(self._launches),
-                op=_plain(name),
+                op=next(marks, None) or _plain(name),
                 purpose=self._purpose(group),
                 ranks=tuple(_torch.group_ranks(group)),
                 nbytes=sum(t.numel() * t.element_size() for t in tensors),
