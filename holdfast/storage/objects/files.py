@@ -224,6 +224,32 @@ class ObjectSource:
         """Do nothing: no connection belongs to a file."""
 
 
+class HeldSource:
+    """A small file whose bytes are at hand; see `Source`."""
+
+    step_nbytes = ObjectSource.step_nbytes
+    knows_size = True
+
+    def __init__(self, data: bytes, *, place: str) -> None:
+        self._data, self._place = data, place
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self._data)
+
+    def readinto(self, buffer: memoryview, *, start: int) -> None:
+        """See `Source.readinto`."""
+        view = buffer.cast("B")
+        data = self._data[start : start + len(view)]
+        if len(data) != len(view):
+            raise truncated(self._place, start=start, nbytes=len(view), available=len(data))
+        view[:] = data
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def read_into(bucket: BucketClient, key: str, view: memoryview, start: int, *, place: str) -> None:
     """Fill a byte view from an object; StorageError if it is absent or too short."""
     if len(view) <= 2 * _RANGE_NBYTES:
