@@ -37,7 +37,7 @@ of other steps, so that a list of many takes few requests.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ INNER = ".store"
 """The prefix of what only this room knows: data, the summary of names, the clock."""
 SUFFIX = ".dir"
 """The end of a name's key."""
-_DATA = f"{INNER}/data"
+DATA = f"{INNER}/data"
 _MIN_NBYTES = 64
 """A name of at least so many bytes stands for a directory; a smaller one is free. So a listing
 shows which names stand for something."""
@@ -322,7 +322,7 @@ class Names:
 
     def data_key(self, record: NameRecord, *names: str) -> str:
         """Return the key of a file in a directory; without names the prefix of all of them."""
-        return "/".join((_DATA, record.prefix, *names))
+        return "/".join((DATA, record.prefix, *names))
 
     def records(self, listing: ObjectListing, *, steps_only: bool = False) -> dict[str, NameRecord]:
         """Return what all names of a listing stand for, or those without a dot.
@@ -378,14 +378,16 @@ class Names:
                     done.append(name)
         return done
 
-    def nameless(self) -> list[str]:
+    def nameless(self, begun: Collection[str] = ()) -> list[str]:
         """Return the prefixes of data that no name stands for.
+
+        `begun` are those of data of which nothing can be listed yet.
 
         A name that moves during the look may be missed at both of its places: look twice, and
         with time in between, before anything is removed.
         """
         # The data first: who makes a directory writes its name before any data.
-        prefixes = self._bucket.list(_DATA).dirs
+        prefixes = self._bucket.list(DATA).dirs | {each.rpartition("/")[2] for each in begun}
         if not prefixes:
             return []
         listing = self._bucket.list("")
@@ -397,7 +399,7 @@ class Names:
         ]
         named = {record.prefix for record in records}
         named |= {r.move.other.prefix for r in records if r.move and r.move.other}
-        return sorted(f"{_DATA}/{prefix}" for prefix in prefixes - named)
+        return sorted(f"{DATA}/{prefix}" for prefix in prefixes - named)
 
     def _make_move(
         self,

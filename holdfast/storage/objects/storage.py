@@ -36,6 +36,7 @@ from holdfast.storage.objects.files import (
     truncated,
 )
 from holdfast.storage.objects.names import (
+    DATA,
     INNER,
     MAX_HELD_NBYTES,
     SUFFIX,
@@ -44,6 +45,7 @@ from holdfast.storage.objects.names import (
     Names,
     listed_names,
 )
+from holdfast.storage.objects.uploads import Upload, UploadsUnknown
 from holdfast.storage.objects.urls import parse_url
 from holdfast.storage.paths import split_path
 from holdfast.storage.storage_protocol import Observer, Sink, Source
@@ -532,26 +534,48 @@ class ObjectStorage:
         if keys:
             self._do("remove", paths[0], lambda: self._bucket.delete(keys))
 
-    def collect_garbage(self, *, dry_run: bool = False) -> builtins.list[str]:
+    def collect_garbage(self, *, dry_run: bool = False) -> tuple[dict[str, str], str]:
         """Complete what dead processes left of renames and removals; return what was removed.
 
         Data without a name is removed if it has none at two looks and was not written to for an
-        hour. Unfinished uploads cannot be listed by obstore: a lifecycle rule removes them.
+        hour. An unfinished upload is aborted if it is to such data: nothing can name that any more.
+
+        Returns:
+            What was removed -> why; and why unfinished uploads cannot be listed or aborted, empty
+            if they can.
         """
-        removed: builtins.list[str] = []
+        removed: dict[str, str] = {}
         if not dry_run:
             self._do("list", "", lambda: self._names.tidy(self._bucket.list("")))
-        nameless = self._do("list", "", self._names.nameless)
+        # Uploads before names: one that begins after this look may be of a name that comes later.
+        problem, uploads = "", dict[str, Upload]()
+        try:
+            uploads = self._bucket.unfinished(DATA)
+        except UploadsUnknown as error:
+            problem = str(error)
+        begun = {"/".join(key.split("/")[:3]) for key in uploads}
+        nameless = self._do("list", "", lambda: self._names.nameless(begun))
         for prefix in nameless:
             objects = self._do("list", "", lambda at=prefix: self._bucket.list_all(at))  # type: ignore[misc]
             newest = max((meta.changed for meta in objects.values()), default=0.0)
-            if self._now() - newest < _GARBAGE_S:
+            is_old = bool(objects) and self._now() - newest >= _GARBAGE_S
+            of_it = {key: each for key, each in uploads.items() if key.startswith(f"{prefix}/")}
+            if not (is_old or of_it) or prefix not in self._do(
+                "list", "", lambda: self._names.nameless(begun)
+            ):
                 continue
-            if prefix in self._do("list", "", self._names.nameless):
-                removed.append(prefix)
+            try:
+                for key, upload in of_it.items():
+                    if not dry_run:
+                        self._bucket.abort(upload)
+                    removed[key] = "an unfinished upload of a save that is gone"
+            except UploadsUnknown as error:
+                problem = str(error)
+            if is_old:
+                removed[prefix] = "data of an interrupted removal"
                 if not dry_run:
                     self._do("remove", "", lambda at=objects: self._bucket.delete([*at]))  # type: ignore[misc]
-        return removed
+        return removed, problem
 
     def free_nbytes(self) -> int:
         """See `Storage.free_nbytes`: a bucket has no end."""
