@@ -117,11 +117,11 @@ def _collect(storage: Storage, *, dry_run: bool) -> list[Leftover]:
         removed, problem = collect(dry_run=dry_run)
     except StorageError as error:
         return [Leftover(name="data without a name", step=None, fate="kept", why=str(error))]
-    found = [Leftover(name=n, step=None, fate="removed", why=why) for n, why in removed.items()]
+    leftovers = [Leftover(name=n, step=None, fate="removed", why=why) for n, why in removed.items()]
     if problem:
         why = f"{problem}; a lifecycle rule of the bucket removes them (see docs/object-stores.md)"
-        found.append(Leftover(name="unfinished uploads", step=None, fate="unseen", why=why))
-    return found
+        leftovers.append(Leftover(name="unfinished uploads", step=None, fate="unseen", why=why))
+    return leftovers
 
 
 def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> None:

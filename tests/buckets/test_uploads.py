@@ -37,6 +37,7 @@ def a_save_in_progress(storage: ObjectStorage, step: int) -> str:
 
 
 def test_uploads_of_saves_that_are_gone_are_aborted(s3: str) -> None:
+    """P19: what a killed save has left is removed, also where no listing of objects shows it."""
     bucket = new_bucket(s3)
     storage = ObjectStorage(f"s3://{bucket}/run")
     Checkpointer(storage, settle_s=0.0).save(1, state_of(1))

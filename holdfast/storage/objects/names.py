@@ -49,7 +49,7 @@ from holdfast.storage.objects._obstore import Failure
 from holdfast.storage.objects.bucket import BucketClient, ObjectListing, RequestFailed, Tag
 
 INNER = ".store"
-"""The prefix of what only this room knows: data, the summary of names, the clock."""
+"""The prefix of what only this room knows: data, the clock."""
 SUFFIX = ".dir"
 """The end of a name's key."""
 DATA = f"{INNER}/data"
@@ -378,16 +378,16 @@ class Names:
                     done.append(name)
         return done
 
-    def nameless(self, begun: Collection[str] = ()) -> list[str]:
+    def nameless(self, started: Collection[str] = ()) -> list[str]:
         """Return the prefixes of data that no name stands for.
 
-        `begun` are those of data of which nothing can be listed yet.
+        `started` are those of data of which nothing can be listed yet.
 
         A name that moves during the look may be missed at both of its places: look twice, and
         with time in between, before anything is removed.
         """
         # The data first: who makes a directory writes its name before any data.
-        prefixes = self._bucket.list(DATA).dirs | {each.rpartition("/")[2] for each in begun}
+        prefixes = self._bucket.list(DATA).dirs | {each.rpartition("/")[2] for each in started}
         if not prefixes:
             return []
         listing = self._bucket.list("")

@@ -271,7 +271,7 @@ class ObjectStorage:
         """Return the directories of the first level that had a file when they got their name.
 
         Only names without a dot, which a whole directory gets in one step. Two requests, and one
-        for each name that has changed since this process looked and is not in the summary.
+        for each name that has changed since this process looked and that the newest does not know.
         """
         records = self._records()
         return sorted(name for name, record in records.items() if file in record.files)
@@ -522,18 +522,6 @@ class ObjectStorage:
         if only_if is None:
             self._remove_dir(path)
 
-    def remove_files(self, paths: Sequence[str]) -> None:
-        """Remove files, many with each request; those that are absent are no error."""
-        keys = []
-        for path in paths:
-            key, held = self._file(path, "remove")
-            if held is not None:
-                self._release(path)
-            else:
-                keys.append(key)
-        if keys:
-            self._do("remove", paths[0], lambda: self._bucket.delete(keys))
-
     def collect_garbage(self, *, dry_run: bool = False) -> tuple[dict[str, str], str]:
         """Complete what dead processes left of renames and removals; return what was removed.
 
@@ -553,15 +541,15 @@ class ObjectStorage:
             uploads = self._bucket.unfinished(DATA)
         except UploadsUnknown as error:
             problem = str(error)
-        begun = {"/".join(key.split("/")[:3]) for key in uploads}
-        nameless = self._do("list", "", lambda: self._names.nameless(begun))
+        started = {"/".join(key.split("/")[:3]) for key in uploads}
+        nameless = self._do("list", "", lambda: self._names.nameless(started))
         for prefix in nameless:
             objects = self._do("list", "", lambda at=prefix: self._bucket.list_all(at))  # type: ignore[misc]
             newest = max((meta.changed for meta in objects.values()), default=0.0)
             is_old = bool(objects) and self._now() - newest >= _GARBAGE_S
             of_it = {key: each for key, each in uploads.items() if key.startswith(f"{prefix}/")}
             if not (is_old or of_it) or prefix not in self._do(
-                "list", "", lambda: self._names.nameless(begun)
+                "list", "", lambda: self._names.nameless(started)
             ):
                 continue
             try:

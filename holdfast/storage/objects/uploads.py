@@ -1,4 +1,4 @@
-"""Unfinished uploads of killed processes on S3: found and aborted, which obstore cannot.
+"""Unfinished uploads of killed processes on S3: uploads and aborted, which obstore cannot.
 
 They are asked for by two requests of S3's own, signed here. Where, as whom and in which region is
 taken from a URL that obstore signs, so that it is the same account and endpoint as for all other
@@ -69,14 +69,14 @@ class S3Uploads:
     def list(self, prefix: str) -> list[Upload]:
         """Return the unfinished uploads of keys that begin with `prefix`; UploadsUnknown."""
         account = self._account()
-        found: list[Upload] = []
+        uploads: list[Upload] = []
         markers: dict[str, str] = {}
         while True:
             text = self._ask(account, "GET", "", {"uploads": "", "prefix": prefix, **markers})
             for each in _UPLOAD.findall(text):
-                found.append(Upload(_text(each, "Key"), _text(each, "UploadId")))
+                uploads.append(Upload(_text(each, "Key"), _text(each, "UploadId")))
             if _text(text, "IsTruncated") != "true":
-                return found
+                return uploads
             markers = {
                 "key-marker": _text(text, "NextKeyMarker"),
                 "upload-id-marker": _text(text, "NextUploadIdMarker"),
