@@ -76,8 +76,9 @@ class Storage(Protocol):
     `join_dir` and `holds` (directories whose names hold small files), `file_sizes` (of many files
     with one request), `update_file` (a put on condition), `requests` (how many so far, by kind, for
     reports), `note` (see `annotate`), `is_one_place` (its root cannot be unmounted),
-    `collect_garbage` (for `repair`), and `address` (how a writer process opens it). `storage/objects/storage.py` has all of them. One whose processes share a kernel may
-    have `locking` and `is_locked` (whether a save has a writer), as `storage/posix.py` has.
+    `collect_garbage` (for `repair`), and `address` (how a writer process opens it).
+    `storage/objects/storage.py` has all of them. One whose processes share a kernel may have
+    `locking` and `is_locked` (whether a save has a writer), as `storage/posix.py` has.
 
     `exchange_dir` may be two renames. `sync_dir` may do nothing if directories cannot be synced:
     then promise 3 depends on the file system.
