@@ -481,6 +481,8 @@ def _write_image(
         storage.create(path, nbytes=image.nbytes) as sink,
         checksums(job.file, image, put) as sums,
     ):
+        # The image stays as it is until the sync; only a file is written again in places.
+        write = getattr(sink, "write_kept", sink.write_at)
         late: list[int] = []
         for start in range(0, image.nbytes, _WRITE_NBYTES):
             end = min(start + _WRITE_NBYTES, image.nbytes)
@@ -494,7 +496,7 @@ def _write_image(
             if sums is not None:
                 put_now = sums.put_until(needed, staged=staged)
                 late += [place for place in put_now if place < start]
-            sink.write_at(start, image[start:end])
+            write(start, image[start:end])
             if on_progress is not None:
                 on_progress(end)
         for place in late:  # of chunks that ended long after these bytes were written
