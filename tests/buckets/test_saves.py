@@ -306,8 +306,13 @@ url = {url!r}
 storage = ObjectStorage(url)
 with Checkpointer(storage, settle_s=0.0) as checkpointer:
     print(checkpointer.save(1, {{"t": {{"a": torch.zeros(9)}}}}), repr(storage))
-    checkpointer.save_async(2, {{"t": {{"a": torch.zeros(9)}}}}).result()
-for words in (["ls", url], ["show", url, "--json"], ["verify", url], ["ls", "s3://no-bucket/x"]):
+    print(checkpointer.save_async(2, {{"t": {{"a": torch.zeros(9)}}}}).result())
+    print(checkpointer.load({{"t": {{"a": torch.zeros(9)}}}}), checkpointer, storage._bucket)
+for words in (
+    ["ls", url], ["show", url, "--json"], ["verify", url], ["ls", "s3://no-bucket/x"],
+    ["repair", url], ["tag", url, "1", "a"], ["prune", url, "--keep-last", "1", "--yes"],
+    ["copy", url, "copied"], ["copy", "copied", url + "-2"], ["export", url + "/iter_0000002"],
+):
     main(words)
 for options in (
     {{"access_key_id": "AKIA-other", "secret_access_key": "{SECRET_KEY}"}},
