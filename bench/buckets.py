@@ -4,6 +4,9 @@ One process and one state. In turns within one run: obstore alone, which uploads
 same bytes in the same parts and reads it back by ranges; a `Checkpointer`; and DCP through fsspec
 (`FsspecWriter`, needs the package s3fs). Without `--url` the bucket is in a moto server, a process
 of its own on the same cores.
+
+Two ratios to the bare client: of seconds, which on a busy machine say little, and of CPU seconds of
+this process, which are the client's and hold anywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -29,8 +32,10 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
 
-from bench.timing import Measured, interleave, median_of, timed, values_of
+from bench.timing import Measured, interleave, median_of, timed_with_cpu, values_of
 from holdfast import Checkpointer, KeepLast
+from holdfast.format.summaries import requests_in_words
+from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.storage.objects import ObjectStorage
 
 BARE, HOLDFAST, DCP = "obstore alone", "holdfast", "dcp over s3fs"
@@ -129,25 +134,39 @@ def measure(url: str, megabytes: int, num_rounds: int, console: Console) -> int:
         rival = DcpOverFsspec(url, state)
     else:
         console.print(f"left out: {DCP} (the package s3fs is not installed)")
+    keeper = ObjectStorage(f"{url}/run")
+    counts: dict[str, Mapping[str, int]] = {}
     storage = ObjectStorage(f"{url}/run", part_nbytes=_PART_NBYTES, uploads_at_once=_AT_ONCE)
-    with Checkpointer(storage, settle_s=0.0, retention=KeepLast(1)) as checkpointer:
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
 
         def both(save: Callable[[int], object], load: Callable[[], object]) -> Any:
             def arm(number: int) -> Measured:
-                saved = timed(lambda: save(number), "save")
-                return saved | timed(load, "load")
+                measured: Measured = {}
+                for name, action in (("save", lambda: save(number)), ("load", load)):
+                    for quantity, value in timed_with_cpu(action).items():
+                        measured[name if quantity == "seconds" else f"{name} {quantity}"] = value
+                # Outside of the times: the others save over what they have saved before.
+                apply_retention(keeper, plan_retention(keeper, KeepLast(1)))
+                return measured
 
             return arm
 
+        def save_and_count(number: int) -> None:
+            counts["save"] = checkpointer.save(number, state).requests
+
+        def load_and_count() -> None:
+            counts["load"] = checkpointer.load(state).requests
+
         arms: dict[str, Any] = {
             BARE: both(lambda _: bare.save(), bare.load),
-            HOLDFAST: both(lambda n: checkpointer.save(n, state), lambda: checkpointer.load(state)),
+            HOLDFAST: both(save_and_count, load_and_count),
         }
         if rival is not None:
             arms[DCP] = both(lambda _: rival.save(), rival.load)
         series = interleave(arms, repeats=num_rounds, before_each=lambda: None)
     table = Table(
-        "", "save, s", "x bare", "least x", "load, s", "x bare", "least x",
+        "", "save, s", "x bare", "least x", "cpu, s", "x bare",
+        "load, s", "x bare", "least x", "cpu, s", "x bare",
         title=f"{megabytes} MiB, one process, {os.cpu_count()} cores, load "
         f"{os.getloadavg()[0]:.1f}, {num_rounds} rounds",
     )  # fmt: skip
@@ -158,13 +177,17 @@ def measure(url: str, megabytes: int, num_rounds: int, console: Console) -> int:
             median = median_of(series, name, quantity)
             ratio = median / median_of(series, BARE, quantity)
             least = min(values_of(series, name, quantity)) / min(values_of(series, BARE, quantity))
-            row += [f"{median:.2f}", f"{ratio:.2f}", f"{least:.2f}"]
+            cpu = median_of(series, name, f"{quantity} cpu")
+            of_bare = cpu / median_of(series, BARE, f"{quantity} cpu")
+            row += [f"{median:.2f}", f"{ratio:.2f}", f"{least:.2f}", f"{cpu:.2f}", f"{of_bare:.2f}"]
             if name == HOLDFAST:
                 is_met &= min(ratio, least) <= BARS[quantity]
             elif name == DCP:
                 is_met &= median_of(series, HOLDFAST, quantity) <= median
         table.add_row(*row)
     console.print(table)
+    for name, requests in counts.items():
+        console.print(f"{HOLDFAST}, one {name}: {requests_in_words(requests)}")
     console.print(
         f"Bars: save {BARS['save']} x, load {BARS['load']} x of {BARE}, and ahead of {DCP}: "
         f"{'met' if is_met else 'missed'}"
@@ -181,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
-    console = Console(width=100)
+    console = Console(width=130)
     if options.url is not None:
         return measure(options.url.rstrip("/"), options.megabytes, options.rounds, console)
     with moto_server() as url:

@@ -27,6 +27,9 @@ RANK_LOG_DIR = "events"
 SAVING_PREFIX = ".saving-"
 REPLACED_PREFIX = ".replaced-"
 
+UpdateFile = Callable[[str, Callable[[bytes | None], bytes | None]], bool]
+"""`update_file` of a storage; see `ObjectStorage`."""
+
 _NUM_LOOKS = 3
 _STEP = re.compile(r"iter_([0-9]{7,18})", re.ASCII)
 _SAVING = re.compile(r"\.saving-(iter_[0-9]{7,18})-([0-9A-Za-z_.]{1,64})", re.ASCII)
@@ -134,25 +137,33 @@ def _is_file_with(storage: Storage, path: str, data: bytes) -> bool:
         return False
 
 
-def _update_pointer(
-    storage: Storage, update: Callable[[str, Callable[[], bytes | None]], bool]
-) -> int | None:
+def _update_pointer(storage: Storage, update: UpdateFile, committed: int | None) -> int | None:
     """`point_to_newest` where a file can be replaced on condition that it has not changed."""
     newest: int | None = None
 
-    def text() -> bytes | None:
+    def text(own: bytes | None) -> bytes | None:
         nonlocal newest
-        newest = latest_step(storage)
+        before = own.strip() if own is not None else b""
+        if committed is not None and before.isdigit() and int(before) < committed:
+            # This process wrote the pointer last, and to the newest step of then.
+            newest = committed
+        else:
+            newest = latest_step(storage)
         return f"{newest}\n".encode() if newest is not None else None
 
     return newest if update(LATEST, text) else None
 
 
-def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
+def point_to_newest(
+    storage: Storage, *, committed: int | None = None, dry_run: bool = False
+) -> int | None:
     """Make the pointer file name the newest committed step, if any step is committed.
 
     Args:
         storage: The directory of checkpoints.
+        committed: A step that this process has just committed. Where a look at all steps is a
+            request, it is the newest if it is newer than the step to which this process was the
+            last to point.
         dry_run: Only look.
 
     Returns:
@@ -161,7 +172,7 @@ def point_to_newest(storage: Storage, *, dry_run: bool = False) -> int | None:
     changed: int | None = None
     update = getattr(storage, "update_file", None)
     if update is not None and not dry_run:
-        return _update_pointer(storage, update)
+        return _update_pointer(storage, update, committed)
     # Several looks: a save may commit between the listing and the writing.
     for _ in range(_NUM_LOOKS):
         newest = latest_step(storage)

@@ -7,7 +7,7 @@ a load reads the manifest and proves its digest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -51,9 +51,24 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def annotate(
-    storage: Storage, directory: str, manifest: Manifest, *, requests: Mapping[str, int] = {}
+    storage: Storage,
+    directory: str,
+    manifest: Manifest,
+    *,
+    requests: Mapping[str, int] = {},
+    held: Mapping[str, bytes] | None = None,
+    aside: Sequence[str] = (),
 ) -> None:
-    """Give a directory the summary of its checkpoint before it gets its name, if notes are kept."""
+    """Give a directory the summary of its checkpoint before it gets its name, if notes are kept.
+
+    Args:
+        storage: Root of the checkpoints.
+        directory: The directory.
+        manifest: Of its checkpoint.
+        requests: See `Summary`.
+        held: Small files that come with the name; None for those that it has.
+        aside: Paths of files in it that are to be gone with its present name.
+    """
     keep = getattr(storage, "annotate", None)
     if keep is None:
         return
@@ -61,7 +76,8 @@ def annotate(
     extras = [extra.name for extra in manifest.extras]
     names = {name.partition("/")[0] for name in (*manifest.file_sizes, *extras)}
     files = sorted({*names, INDEX, MANIFEST})
-    keep(directory, note.decode() if len(note) <= _MAX_NBYTES else "", files)
+    text = note.decode() if len(note) <= _MAX_NBYTES else ""
+    keep(directory, text, files, held=held, aside=aside)
 
 
 def requests_of_save(storage: Storage, directory: str, *, step: int) -> dict[str, int]:

@@ -349,8 +349,11 @@ def read_lease(
     with ExitStack() as stack:
         if lease.problem is None:
             stack.callback(_remove_lease, storage, lease.path)
-        # After its own lease is written: a remover that comes now sees it.
-        _await_removers(storage, directory, wait_s)
+        # After its own lease is written: a remover that comes now sees it. Where a look is a
+        # request, the next one shows as much: that the checkpoint has its name. A remover takes the
+        # name first, looks for leases once more, and gives it back if there is one.
+        if not pause_of(storage) or lease.problem is not None:
+            _await_removers(storage, directory, wait_s)
         if lease.problem is None:
             every_s = life_s / _RENEWALS_PER_LEASE
             stack.enter_context(repeated(lease.renew, every_s=every_s, name="holdfast-lease"))

@@ -24,7 +24,7 @@ from holdfast.format.names import (
 )
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node
-from holdfast.format.versions import announce_removal, read_manifest
+from holdfast.format.versions import announce_removal, read_manifest, readers_of
 from holdfast.retention.tags import list_tags
 from holdfast.storage import Storage
 from holdfast.storage.reading import read_at_most
@@ -257,11 +257,17 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
             return f"tagged {', '.join(sorted(tags))} since the plan was made"
         if _stamp(storage, step_dir(plan.newest)) != plan.newest_stamp:
             return f"step {plan.newest}, from which a run would restart, has changed since"
-        # Checked once more after it has lost its name: from here on no save can replace it, and a
-        # version saved between the check above and the renaming must not be removed.
-        storage.remove_tree(
-            directory, only_if=lambda aside: _stamp(storage, aside) == removal.stamp
-        )
+
+        # Checked once more after it has lost its name: from here on no save can replace it and no
+        # reader find it. A version saved between the check above and the renaming must not be
+        # removed, nor one that a reader has opened.
+        def may_go(aside: str) -> bool:
+            readers.extend(readers_of(storage, directory))
+            return not readers and _stamp(storage, aside) == removal.stamp
+
+        storage.remove_tree(directory, only_if=may_go)
+        if readers:
+            return f"being read by {', '.join(readers)}"
         if storage.exists(directory):
             return "saved again since the plan was made"
     return None

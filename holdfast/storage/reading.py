@@ -10,7 +10,7 @@ what any store can.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
@@ -118,14 +118,32 @@ def sizes_below(storage: Storage, directory: str) -> dict[str, int] | None:
     return sizes
 
 
-def remove_files(storage: Storage, paths: Sequence[str]) -> None:
-    """Remove files that are there, not durably; in one request, if a storage can."""
-    remove = getattr(storage, "remove_files", None)
-    if remove is not None:
-        remove(paths)
+def make_dir_with(storage: Storage, path: str, files: Mapping[str, bytes]) -> None:
+    """Make a directory of the first level with small files in it, in one request if they fit."""
+    make = getattr(storage, "make_dir_with", None)
+    if make is not None:
+        make(path, files)
         return
-    for path in paths:
-        storage.remove_tree(path, durable=False)
+    storage.make_dir(path, durable=False)
+    for name, data in files.items():
+        storage.write_file(f"{path}/{name}", data, durable=False)
+
+
+def is_joined(storage: Storage, path: str) -> bool:
+    """Return True if another process has made a directory that lacks this process's files."""
+    join = getattr(storage, "join_dir", None)
+    return bool(storage.is_dir(path) if join is None else join(path))
+
+
+def held_with_name(storage: Storage, files: Mapping[str, bytes]) -> dict[str, bytes] | None:
+    """Return the small files of a directory that its name shall hold, so that no request is theirs.
+
+    All of them or, if they are too large, none; None where names hold no files.
+    """
+    holds = getattr(storage, "holds", None)
+    if holds is None:
+        return None
+    return dict(files) if holds(files) else {}
 
 
 def locking(storage: Storage, directory: str) -> AbstractContextManager[Callable[[], None]]:

@@ -72,12 +72,13 @@ class Storage(Protocol):
 
     A storage where each operation is a request may have more, and what it lacks is done by the
     methods below: `read_at_most`, `reads_at_once` and `least_pause_s` (`storage/reading.py`),
-    `dirs_with`, `survey` and `annotate` (lists of steps without a look at each), `file_sizes` and
-    `remove_files` (many files with one request), `update_file` (a put on condition), `requests`
-    (how many so far, by kind, for reports), `note` (see `annotate`), `is_one_place` (its root
-    cannot be unmounted), `collect_garbage` (for `repair`), and `address` (how a writer process
-    opens it). `storage/objects/storage.py` has all of them. One whose processes share a kernel may
-    have `locking` and `is_locked` (whether a save has a writer), as `storage/posix.py` has.
+    `dirs_with`, `survey` and `annotate` (lists of steps without a look at each), `make_dir_with`,
+    `join_dir` and `holds` (directories whose names hold small files), `file_sizes` (of many files
+    with one request), `update_file` (a put on condition), `requests` (how many so far, by kind, for
+    reports), `note` (see `annotate`), `is_one_place` (its root cannot be unmounted),
+    `collect_garbage` (for `repair`), and `address` (how a writer process opens it).
+    `storage/objects/storage.py` has all of them. One whose processes share a kernel may have
+    `locking` and `is_locked` (whether a save has a writer), as `storage/posix.py` has.
 
     `exchange_dir` may be two renames. `sync_dir` may do nothing if directories cannot be synced:
     then promise 3 depends on the file system.

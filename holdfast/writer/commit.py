@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,12 @@ from holdfast.format.summaries import annotate
 from holdfast.format.values import Node, merge_nodes
 from holdfast.format.versions import retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
-from holdfast.storage.reading import for_each, remove_files, requests_of, sizes_below
+from holdfast.storage.reading import (
+    for_each,
+    held_with_name,
+    requests_of,
+    sizes_below,
+)
 from holdfast.writer.plan_memo import PlanMemo
 from holdfast.writer.records import (
     DONE_DIR,
@@ -106,7 +112,7 @@ def commit_save(
     final = step_dir(header.step)
     # Phase 1: prove that all bytes are there and complete the directory.
     try:
-        manifest, records = _complete(storage, directory, plan, header, sizes, own)
+        done = _complete(storage, directory, plan, header, sizes, own)
     except StorageError:
         if storage.exists(directory) or save_id_of(storage, final) != header.save_id:
             raise
@@ -115,14 +121,16 @@ def commit_save(
         # Phase 2: give it its name. From here on the checkpoint exists.
         requests: Counter[str] = Counter()
         if before is not None:
-            for record in records:
+            for record in done.records:
                 requests += Counter(record.requests if record is not own else {})
             requests += requests_of(storage) - before
-        annotate(storage, directory, manifest, requests=requests)
+        annotate(
+            storage, directory, done.manifest, requests=requests, held=done.held, aside=done.aside
+        )
         publish(storage, directory, final, header)
     # Phase 3: the pointer, for people and other tools only: a failure is not one of the save.
     try:
-        point_to_newest(storage)
+        point_to_newest(storage, committed=header.step)
     except HoldfastError as error:
         _LOG.warning(
             "step %d is committed, but %s cannot be replaced: %s; the next save or `holdfast "
@@ -133,6 +141,23 @@ def commit_save(
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Completed:
+    """A complete checkpoint that lacks only its name.
+
+    Args:
+        manifest: Of it.
+        records: Of all ranks.
+        held: Small files that come with the name, where a name can hold some; else None.
+        aside: Paths of the notes of the save that are to be gone with its present name.
+    """
+
+    manifest: Manifest
+    records: list[DoneRecord]
+    held: dict[str, bytes] | None
+    aside: list[str]
+
+
 def _complete(
     storage: Storage,
     directory: str,
@@ -140,7 +165,7 @@ def _complete(
     header: SaveHeader,
     sizes: Mapping[str, int] | None,
     own: DoneRecord | None,
-) -> tuple[Manifest, list[DoneRecord]]:
+) -> _Completed:
     """Make the directory a complete, durable checkpoint that lacks only its name."""
     if sizes is None:
         sizes = sizes_below(storage, directory)
@@ -173,22 +198,26 @@ def _complete(
         if name in present:  # of an earlier, killed commit
             storage.remove_tree(f"{directory}/{name}", durable=False)
     _write_synced(storage, directory, extras)
-    for name, data in ((INDEX, index_bytes), (MANIFEST, manifest_bytes)):
-        _write_synced(storage, directory, {name: data})
+    held = held_with_name(storage, {INDEX: index_bytes, MANIFEST: manifest_bytes})
+    if not held:
+        for name, data in ((INDEX, index_bytes), (MANIFEST, manifest_bytes)):
+            _write_synced(storage, directory, {name: data})
     # Fourth, remove the notes of the save, which a reader would report as stray files.
+    aside: list[str] = []
     if sizes is None:
         unnamed = [name for name in present if name.startswith((".tmp-", ".trash-"))]
         for name in ("plan", DONE_DIR, *unnamed):  # the latter are of an earlier, killed commit
             storage.remove_tree(f"{directory}/{name}", durable=False)
     else:
+        # Where a look shows all files, the name knows of them, and they go with it.
         kept = {*manifest.file_sizes, *extras, INDEX, MANIFEST}
-        remove_files(storage, [f"{directory}/{name}" for name in present if name not in kept])
+        aside = [name for name in present if name not in kept]
     # Fifth, sync the names inside. The rename must not be durable before them: after a crash, a
     # directory with its final name would lack files.
     if plan.plan.writers:
         storage.sync_dir(f"{directory}/data")
     storage.sync_dir(directory)
-    return manifest, records
+    return _Completed(manifest=manifest, records=records, held=held, aside=aside)
 
 
 def _compare_sizes(

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -28,7 +29,14 @@ from holdfast.format.names import parse_saving_dir, step_dir
 from holdfast.format.root_identity import require_root
 from holdfast.format.versions import LEASES_DIR, repeated
 from holdfast.storage import PosixStorage, Storage
-from holdfast.storage.reading import locking, pause_of, requests_of, sizes_below
+from holdfast.storage.reading import (
+    is_joined,
+    locking,
+    make_dir_with,
+    pause_of,
+    requests_of,
+    sizes_below,
+)
 from holdfast.writer.checksums import CRC_NBYTES, Put, checksums
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import (
@@ -56,6 +64,8 @@ from holdfast.writer.records import (
 
 HEARTBEAT_S = 2.0
 _WRITE_NBYTES = 16 << 20
+_LATE_S = 0.1
+"""Where a write is a request: how long a rank gives the one that makes the save's directory."""
 
 
 class JobGate:
@@ -304,15 +314,18 @@ def perform_job(
     with ExitStack() as stack:
         if isinstance(storage, PosixStorage):
             stack.enter_context(storage.holding_dirs())
-        for name in ("plan", DONE_DIR, "data"):  # the heartbeat locks their directory
-            storage.make_dir(f"{job.directory}/{name}", durable=False)
+        _make_directory(storage, job, plan)  # the heartbeat locks it
         is_written = stack.enter_context(heartbeat(storage, job.directory, position=job.position))
         # Phase 1: write this rank's bytes and its done-record.
-        if plan is not None:
+        if plan is not None and not pause_of(storage):
             _write_plan(storage, job, plan)
         own = write_share(
             storage, job, image, gate=gate, put=put, on_progress=on_progress, before=before
         )
+        # Where a write is a request, the rank that commits needs no record on storage if all other
+        # ranks have written by now: the commit is its next step.
+        if plan is None or not pause_of(storage):
+            own.publish()
         written = time.monotonic()
         if on_written is not None:
             on_written()
@@ -334,21 +347,39 @@ def perform_job(
     )
 
 
+def _make_directory(storage: Storage, job: WriteJob, plan: EncodedPlan | None) -> None:
+    """Make the directory of the save; where a write is a request, with plan and header in it.
+
+    There the age of the directory is the first heartbeat, and one rank makes it: the others look
+    for it, and make it only if that rank is late.
+    """
+    if not pause_of(storage):
+        for name in ("plan", DONE_DIR, "data"):
+            storage.make_dir(f"{job.directory}/{name}", durable=False)
+    elif plan is not None:
+        make_dir_with(storage, job.directory, _plan_files(job, plan))
+    elif not is_joined(storage, job.directory):
+        time.sleep(_LATE_S)
+        if not is_joined(storage, job.directory):
+            storage.make_dir(job.directory, durable=False)
+
+
+def _plan_files(job: WriteJob, plan: EncodedPlan) -> dict[str, bytes]:
+    """Return plan and header by their paths: with them a repair can finish the save."""
+    return {PLAN_FILE: plan.data, HEADER_FILE: seal(msgspec.msgpack.encode(job.header))}
+
+
 def _write_plan(storage: Storage, job: WriteJob, plan: EncodedPlan) -> None:
     """Write plan and header on the rank that commits, for a repair.
 
     Nothing here is synced: the commit makes durable what the checkpoint keeps of it. If the machine
     stops and the rest is lost, the save is abandoned.
-
-    Where a write is a request there is no first heartbeat: the age of the directory is one.
     """
-    if not pause_of(storage):
-        # The first heartbeat: its content is this clock's time, its own time is the storage's.
-        now = f"{time.time():.3f}".encode()
-        storage.replace_file(f"{job.directory}/{ALIVE_FILE}", now, durable=False)
-    storage.write_file(f"{job.directory}/{PLAN_FILE}", plan.data, durable=False)
-    header = seal(msgspec.msgpack.encode(job.header))
-    storage.write_file(f"{job.directory}/{HEADER_FILE}", header, durable=False)
+    # The first heartbeat: its content is this clock's time, its own time is the storage's.
+    now = f"{time.time():.3f}".encode()
+    storage.replace_file(f"{job.directory}/{ALIVE_FILE}", now, durable=False)
+    for path, data in _plan_files(job, plan).items():
+        storage.write_file(f"{job.directory}/{path}", data, durable=False)
 
 
 def write_share(
@@ -360,8 +391,8 @@ def write_share(
     put: Put | None = None,
     on_progress: Callable[[int], object] | None = None,
     before: Counter[str] | None = None,
-) -> DoneRecord:
-    """Write and sync a rank's data file, then publish its done-record and return it.
+) -> OwnRecord:
+    """Write and sync a rank's data file; return its done-record, which the caller publishes.
 
     Nothing here is visible as a checkpoint, whatever happens.
 
@@ -405,14 +436,32 @@ def write_share(
         checks=checks,
         lanes=column(digests.lanes),
         values=job.values,
-        # And the record itself, which is one more.
+        # And the record itself, which is one more, of a rank that does not commit.
         requests=dict(sent + Counter(put=1)) if sent else {},
     )
-    # After the sync of the data, and not synced itself: if the machine stops and the record is
-    # lost, the save is abandoned; if it is there, so are the bytes that it vouches for.
-    data = seal(msgspec.msgpack.encode(record))
-    storage.write_file(f"{job.directory}/{done_file(job.position)}", data, durable=False)
-    return record
+    path = f"{job.directory}/{done_file(job.position)}"
+    return OwnRecord(storage, path, record)
+
+
+@dataclass(slots=True)
+class OwnRecord:
+    """This rank's done-record, and its place on storage."""
+
+    storage: Storage
+    path: str
+    record: DoneRecord
+    is_there: bool = False
+
+    def publish(self) -> None:
+        """Write it, once; after the sync of the data that it vouches for.
+
+        Not synced itself: if the machine stops and the record is lost, the save is abandoned; if it
+        is there, so are the bytes.
+        """
+        if not self.is_there:
+            data = seal(msgspec.msgpack.encode(self.record))
+            self.storage.write_file(self.path, data, durable=False)
+            self.is_there = True
 
 
 def _write_image(
@@ -432,6 +481,8 @@ def _write_image(
         storage.create(path, nbytes=image.nbytes) as sink,
         checksums(job.file, image, put) as sums,
     ):
+        # The image stays as it is until the sync; only a file is written again in places.
+        write = getattr(sink, "write_kept", sink.write_at)
         late: list[int] = []
         for start in range(0, image.nbytes, _WRITE_NBYTES):
             end = min(start + _WRITE_NBYTES, image.nbytes)
@@ -445,7 +496,7 @@ def _write_image(
             if sums is not None:
                 put_now = sums.put_until(needed, staged=staged)
                 late += [place for place in put_now if place < start]
-            sink.write_at(start, image[start:end])
+            write(start, image[start:end])
             if on_progress is not None:
                 on_progress(end)
         for place in late:  # of chunks that ended long after these bytes were written
@@ -466,18 +517,25 @@ def _commit_when_complete(
     job: WriteJob,
     plan: EncodedPlan,
     deadline: float,
-    own: DoneRecord,
+    own: OwnRecord,
     before: Counter[str],
 ) -> None:
     """Wait for every rank's done-record, then commit; `before` are the requests before the job."""
     ranks = plan.plan.ranks
     began = time.monotonic()
+    is_alone = len(ranks) == 1 and not own.is_there
     while True:
-        sizes = sizes_below(storage, job.directory)
+        sizes: dict[str, int] | None
+        if is_alone:  # what it has written is what is there: each upload was answered
+            sizes = {own.record.file: own.record.nbytes} if own.record.file is not None else {}
+        else:
+            sizes = sizes_below(storage, job.directory)
         if sizes is None:
             names = storage.list(f"{job.directory}/{DONE_DIR}")
         else:
             names = [path[len(DONE_DIR) + 1 :] for path in sizes if path.startswith(f"{DONE_DIR}/")]
+        if not own.is_there:
+            names.append(done_file(job.position)[len(DONE_DIR) + 1 :])
         failed = [name for name in names if name.endswith(".failed")]
         if failed:
             raise read_failure(storage, f"{job.directory}/{DONE_DIR}/{failed[0]}")
@@ -489,9 +547,11 @@ def _commit_when_complete(
                 plan=plan,
                 header=job.header,
                 sizes=sizes,
-                own=own,
+                own=own.record,
                 before=before,
             )
+        # From here on others can finish the save if this process dies.
+        own.publish()
         now = time.monotonic()
         if now > deadline:
             raise DeadlineError(

@@ -48,7 +48,7 @@ ALIVE_S = 30.0
 _STARTING_S = 0.5
 """Seconds that a process may take from the directory of a save to its lock on it."""
 
-Fate = Literal["finished", "removed", "alive", "read", "kept"]
+Fate = Literal["finished", "removed", "alive", "read", "kept", "unseen"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Leftover:
         name: Name of the directory or file under the root.
         step: The step in its name.
         fate: "finished" or "removed"; "alive" or "read" if it was left alone for its owner or its
-            readers; "kept" if it cannot be removed.
+            readers; "kept" if it cannot be removed; "unseen" if it cannot be looked at.
         why: The reason, for people.
     """
 
@@ -114,11 +114,14 @@ def _collect(storage: Storage, *, dry_run: bool) -> list[Leftover]:
     if collect is None:
         return []
     try:
-        removed = collect(dry_run=dry_run)
+        removed, problem = collect(dry_run=dry_run)
     except StorageError as error:
         return [Leftover(name="data without a name", step=None, fate="kept", why=str(error))]
-    why = "data of an interrupted removal"
-    return [Leftover(name=name, step=None, fate="removed", why=why) for name in removed]
+    leftovers = [Leftover(name=n, step=None, fate="removed", why=why) for n, why in removed.items()]
+    if problem:
+        why = f"{problem}; a lifecycle rule of the bucket removes them (see docs/object-stores.md)"
+        leftovers.append(Leftover(name="unfinished uploads", step=None, fate="unseen", why=why))
+    return leftovers
 
 
 def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> None:

@@ -346,8 +346,11 @@ def test_an_abandoned_step_dir_is_what_it_was(s3: str) -> None:
     Checkpointer(url, settle_s=0.0).save(1, state_of(1))
     reader = ObjectStorage(url)
     with reader.pin(step_dir(1)) as held:
+        before = held.read(f"{step_dir(1)}/manifest.json")
+        (file,) = held.list(f"{step_dir(1)}/data")
         Checkpointer(url, settle_s=0.0).save(1, state_of(2), overwrite=True)
         assert version_of(url, 1) == 2
         # Its data is gone by now: never the other version's.
+        assert held.read(f"{step_dir(1)}/manifest.json") == before
         with pytest.raises(StorageError):
-            held.read(f"{step_dir(1)}/manifest.json")
+            held.read(f"{step_dir(1)}/data/{file}")

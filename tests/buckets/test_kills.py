@@ -93,14 +93,14 @@ def writer_killed_at(s3: str, at: int, *, overwrite: bool) -> int:
 
 
 def test_the_writer_is_killed_at_its_commit(s3: str) -> None:
-    writer_killed_at(s3, 12, overwrite=False)
+    writer_killed_at(s3, 9, overwrite=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_the_writer_is_killed_at_every_request(s3: str, overwrite: bool) -> None:
     num_requests = writer_killed_at(s3, NEVER, overwrite=overwrite)
-    assert num_requests > 15
+    assert num_requests > 12
     for at in range(1, num_requests + 1):
         writer_killed_at(s3, at, overwrite=overwrite)
 

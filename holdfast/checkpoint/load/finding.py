@@ -17,6 +17,7 @@ from holdfast.format.versions import Records, read_lease, save_id_of
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.ranks import disagreement
 from holdfast.storage import Storage
+from holdfast.storage.reading import pause_of
 from holdfast.writer.leftovers import wait_for_writers
 
 HOST_ID = "HOLDFAST_HOST_ID"
@@ -170,7 +171,7 @@ class Finder:
         Where retention removes it in between, there is a newer one: look again.
         """
         for left in reversed(range(_NUM_TRIES)):
-            chosen = self._choose(step)
+            chosen = self._choose(step, may_be_there=left == _NUM_TRIES - 1)
             directory = step_dir(chosen)
             with ExitStack() as stack:
                 try:
@@ -188,10 +189,15 @@ class Finder:
                 return chosen, files
         raise StorageError(f"{self._storage.describe('')}: no checkpoint there stays long enough")
 
-    def _choose(self, step: int | None) -> int:
-        """Return the step to load, None for the newest; StorageError if no checkpoint exists."""
+    def _choose(self, step: int | None, *, may_be_there: bool = False) -> int:
+        """Return the step to load, None for the newest; StorageError if no checkpoint exists.
+
+        With `may_be_there`, a given step is not looked for where that is a request.
+        """
         storage = self._storage
         self.wait_for_writers()
+        if step is not None and pause_of(storage) and may_be_there:
+            return step  # what opens it will see; a look at all steps is a request
         try:
             steps = list_steps(storage)
         except StorageError:

@@ -30,6 +30,7 @@ from holdfast.parallel import ProcessGroups
 from holdfast.parallel.ranks import disagreement
 from holdfast.state.module_tree import some_of
 from holdfast.storage import Storage
+from holdfast.storage.reading import pause_of
 from holdfast.writer.leftovers import repair
 from holdfast.writer.outcomes import discard_save
 
@@ -225,6 +226,7 @@ class Handshake:
             envelope=options.envelope,
         )
         self.unreported = UnreportedSaves()
+        self._steps: set[int] = set()
         self._num_saves = 0
         self._is_repaired = False
 
@@ -326,7 +328,7 @@ class Handshake:
         final = step_dir(request.step)
         if not self._root.id:
             self._storage.make_dir("")
-        if not request.overwrite and self._storage.exists(final):
+        if not request.overwrite and self._may_exist(request.step) and self._storage.exists(final):
             raise StorageError(
                 f"{self._storage.describe(final)} exists already; to replace it save with "
                 f"overwrite=True"
@@ -334,6 +336,17 @@ class Handshake:
         if not self._is_repaired:
             repair(self._storage)
             self._is_repaired = True
+            if pause_of(self._storage):
+                self._steps.update(list_steps(self._storage))
+        self._steps.add(request.step)
+
+    def _may_exist(self, step: int) -> bool:
+        """Return False if it is enough that the commit refuses a step that exists.
+
+        Where a look is a request, that is so of a step that was not there at the first save, and
+        that this process has not tried to save since.
+        """
+        return not self._is_repaired or not pause_of(self._storage) or step in self._steps
 
     def _plan_at_hand(self, local: LocalState, compares: bool) -> RankPlan | None:
         """Return the plan at hand if it fits the state; StorageError if there is no room for it."""

@@ -19,6 +19,7 @@ _WORDS_AND_STYLES: dict[Fate, tuple[str, str]] = {
     "alive": ("left alone", "dim"),
     "read": ("left to its readers", "dim"),
     "kept": ("stuck", "red"),
+    "unseen": ("not looked at", "dim"),
 }
 
 

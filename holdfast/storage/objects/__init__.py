@@ -8,13 +8,13 @@ version to the end; and of two jobs that save one step exactly one gets its name
 
 Objects of a run at `s3://bucket/run`:
 
-    run/iter_0000100.dir                 the name of a directory: its prefix, and a summary
+    run/iter_0000100.dir                 the name of a directory: its prefix, and its small files
     run/.store/data/<random>-<name>/…    the data of directories
-    run/.store/names.json                a summary of names, from which a list takes few requests
     run/latest_checkpointed_iteration.txt, run/tags/…, run/.reading/…    files as they are called
 
 Read first: `storage.py` (the protocol), `names.py`. Then `bucket.py` (requests, what is repeated
-and what is settled), `files.py` (uploads in parts, reads by ranges), `_obstore.py` (the library).
+and what is settled), `files.py` (uploads in parts, reads by ranges), `uploads.py` (those that were
+not finished), `_obstore.py` (the library).
 """
 
 from __future__ import annotations

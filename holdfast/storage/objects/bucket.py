@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from holdfast.errors import StorageError
 from holdfast.storage.objects._obstore import Failure, explain, library, make_store, memory_store
+from holdfast.storage.objects.uploads import S3Uploads, Upload
 from holdfast.storage.storage_protocol import Observer
 
 T = TypeVar("T")
@@ -103,6 +104,9 @@ class BucketClient:
             # parts of an upload obstore must repeat, since it alone has them.
             self._store = make_store(scheme, name, options, num_retries=0, timeout_s=timeout_s)
             self._uploads = make_store(scheme, name, options, num_retries=10, timeout_s=timeout_s)
+        self._s3_uploads = (
+            S3Uploads(self._store, options, timeout_s=timeout_s) if scheme == "s3" else None
+        )
         self._retry_s = retry_s
         self._observer = observer
         self._has_conditions = has_conditions
@@ -252,6 +256,30 @@ class BucketClient:
             except RequestFailed as error:
                 if error.failure.kind != "absent":
                     raise
+
+    def unfinished(self, prefix: str) -> dict[str, Upload]:
+        """Return the unfinished uploads below a prefix, by key; none but on S3.
+
+        Of several to one key, one. Raises UploadsUnknown if they cannot be listed.
+        """
+        if self._s3_uploads is None:
+            return {}
+        if self._observer is not None:
+            self._observer("list", prefix, 0, 0)
+        with self._lock:
+            self.requests["list"] += 1
+        cut = len(self._prefix) + 1 if self._prefix else 0
+        uploads = self._s3_uploads.list(f"{self._key(prefix)}/")
+        return {each.key[cut:]: each for each in uploads}
+
+    def abort(self, upload: Upload) -> None:
+        """Abort an unfinished upload; UploadsUnknown if that fails."""
+        assert self._s3_uploads is not None
+        if self._observer is not None:
+            self._observer("delete", upload.key, 0, 0)
+        with self._lock:
+            self.requests["delete"] += 1
+        self._s3_uploads.abort(upload)
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix and key else self._prefix or key

@@ -23,11 +23,11 @@ _QUEUED = 2
 class ObjectSink:
     """A file being written; see `Sink`. It appears as a whole when it is synced or closed.
 
-    A file of at most one part is one put. A larger one is uploaded while it is written: each piece
-    is copied to memory, and several parts are on their way at once. Pieces that come before their
-    turn wait in memory, so write in order. Bytes that are never written are zeros.
+    A file of at most one part is one put. A larger one is uploaded while it is written, several
+    parts at once. Pieces that come before their turn wait in memory, so write in order. Bytes that
+    are never written are zeros.
 
-    Cost: memory for `at_once` + 3 parts.
+    Cost: a copy of each piece, so memory for `at_once` + 3 parts; none for memory that stays.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ObjectSink:
         self._next = 0
         self._early: dict[int, bytes] = {}
         self._small = bytearray()
-        self._pieces: queue.Queue[bytes | None] = queue.Queue(_QUEUED)
+        self._pieces: queue.Queue[bytes | memoryview | None] = queue.Queue(_QUEUED)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._has_ended = threading.Event()
@@ -63,6 +63,16 @@ class ObjectSink:
 
     def write_at(self, offset: int, buffer: memoryview) -> None:
         """See `Sink.write_at`; waits while `at_once` parts are on their way."""
+        self._write(offset, buffer, is_kept=False)
+
+    def write_kept(self, offset: int, buffer: memoryview) -> None:
+        """Write from memory that stays and does not change until `sync` or `abort` has returned.
+
+        It is sent from there, without a copy.
+        """
+        self._write(offset, buffer, is_kept=True)
+
+    def _write(self, offset: int, buffer: memoryview, *, is_kept: bool) -> None:
         if offset < 0 or offset + buffer.nbytes > self._nbytes:
             raise StorageError(
                 f"{self._place}: {buffer.nbytes} bytes at offset {offset} do not fit a file "
@@ -75,7 +85,7 @@ class ObjectSink:
             if offset != self._next:
                 self._early[offset] = bytes(view)
                 return
-            self._pass_on(view)
+            self._pass_on(view, is_kept=is_kept)
             while (early := self._early.pop(self._next, None)) is not None:
                 self._pass_on(memoryview(early))
 
@@ -125,7 +135,7 @@ class ObjectSink:
             self._pass_on(memoryview(bytes(count)))
             nbytes -= count
 
-    def _pass_on(self, view: memoryview) -> None:
+    def _pass_on(self, view: memoryview, *, is_kept: bool = False) -> None:
         """Give the next bytes to the upload."""
         self._next += len(view)
         if self._nbytes <= self._part_nbytes:
@@ -136,11 +146,12 @@ class ObjectSink:
                 target=self._upload, name="holdfast-upload", daemon=True
             )
             self._thread.start()
-        # Copied: the caller may change its memory when this returns, and the upload be later.
         for start in range(0, len(view), self._part_nbytes):
-            self._put(bytes(view[start : start + self._part_nbytes]))
+            piece = view[start : start + self._part_nbytes]
+            # Copied: the caller may change its memory when this returns, and the upload be later.
+            self._put(piece if is_kept else bytes(piece))
 
-    def _put(self, piece: bytes | None) -> None:
+    def _put(self, piece: bytes | memoryview | None) -> None:
         """Queue a piece, waiting for room; the upload's error ends the waiting."""
         while True:
             if self._has_ended.is_set() and piece is not None:
@@ -163,7 +174,7 @@ class ObjectSink:
         finally:
             self._has_ended.set()
 
-    def _take(self) -> Iterator[bytes]:
+    def _take(self) -> Iterator[bytes | memoryview]:
         while (piece := self._pieces.get()) is not None:
             yield piece
         if self._is_aborted:
@@ -222,6 +233,32 @@ class ObjectSource:
 
     def close(self) -> None:
         """Do nothing: no connection belongs to a file."""
+
+
+class HeldSource:
+    """A small file whose bytes are at hand; see `Source`."""
+
+    step_nbytes = ObjectSource.step_nbytes
+    knows_size = True
+
+    def __init__(self, data: bytes, *, place: str) -> None:
+        self._data, self._place = data, place
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self._data)
+
+    def readinto(self, buffer: memoryview, *, start: int) -> None:
+        """See `Source.readinto`."""
+        view = buffer.cast("B")
+        data = self._data[start : start + len(view)]
+        if len(data) != len(view):
+            raise truncated(self._place, start=start, nbytes=len(view), available=len(data))
+        view[:] = data
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def read_into(bucket: BucketClient, key: str, view: memoryview, start: int, *, place: str) -> None:

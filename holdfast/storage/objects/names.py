@@ -23,12 +23,21 @@ made. A process that wants to change a name first completes (3) what a dead one 
 prevents (2) by writing the target's name again with the same content: the condition of the other's
 put then fails. A target with a number is not changed again before its source is tidied, so the
 number is there for as long as a look at the source needs it.
+
+A save states its move when it makes its name: an *early* move, to the name of its step, on
+condition that this is absent. So (1) takes no request of its own, and a save is committed by (2)
+alone. Who finds such a name and wants to change it prevents the move as any other, by a free name
+where the step has none: from then on the step's name is never absent again.
+
+A name may also hold small files of its directory: the records of a checkpoint are in the put that
+commits it, and reading the name reads them. And the name of a step states what this process knows
+of other steps, so that a list of many takes few requests.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,23 +46,24 @@ import msgspec
 
 from holdfast.errors import CorruptionError
 from holdfast.storage.objects._obstore import Failure
-from holdfast.storage.objects.bucket import BucketClient, Meta, ObjectListing, RequestFailed, Tag
+from holdfast.storage.objects.bucket import BucketClient, ObjectListing, RequestFailed, Tag
 
 INNER = ".store"
-"""The prefix of what only this room knows: data, the summary of names, the clock."""
+"""The prefix of what only this room knows: data, the clock."""
 SUFFIX = ".dir"
 """The end of a name's key."""
-_DATA = f"{INNER}/data"
-_SUMMARY = f"{INNER}/names.json"
+DATA = f"{INNER}/data"
 _MIN_NBYTES = 64
 """A name of at least so many bytes stands for a directory; a smaller one is free. So a listing
 shows which names stand for something."""
 _NUM_TRIES = 50
-_NUM_SUMMARY_TRIES = 4
 _MAX_SEEN = 16
 _NUM_THREADS = 16
-_MAX_SUMMARY_NBYTES = 1 << 22
-_MAX_NAMES = 1000
+MAX_HELD_NBYTES = 1 << 18
+"""Bytes of small files that a name holds; what has more is objects."""
+_MAX_OTHERS = 128
+_MAX_OTHERS_NBYTES = 1 << 17
+"""How much a name says of other names."""
 
 
 class NameMove(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,20 +73,27 @@ class NameMove(msgspec.Struct, frozen=True, kw_only=True):
         id: Its number, which no other move has.
         to: The target.
         before: The version of the target's name that the move is on condition of; empty for none.
-        other: Prefix, files and note of the target, for an exchange.
+        other: What the target stood for, for an exchange.
+        early: It was stated when the name was made, and may never be wanted.
     """
 
     id: str
     to: str
     before: str
-    other: tuple[str, tuple[str, ...], str] | None = None
+    other: NameRecord | None = None
+    early: bool = False
 
 
 class Came(msgspec.Struct, frozen=True, kw_only=True):
-    """The move by which a directory got its name: its number and source."""
+    """The move by which a directory got its name: its number and source.
+
+    `aside` are directories inside of it that are no part of it any more: with the source's name
+    their files are deleted.
+    """
 
     id: str
     source: str
+    aside: tuple[str, ...] = ()
 
 
 class NameRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +106,8 @@ class NameRecord(msgspec.Struct, frozen=True, kw_only=True):
         note: A text about the directory, from who made it, for lists.
         move: The move that is in progress from here.
         came: The move that brought it here.
+        held: Small files in the directory that are no objects, by their paths in it.
+        others: What other names stand for, by name and version; only a help for lists.
     """
 
     prefix: str
@@ -97,6 +116,25 @@ class NameRecord(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     move: NameMove | None = None
     came: Came | None = None
+    held: dict[str, bytes] = {}
+    others: dict[str, NameRecord] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameNotes:
+    """What is known of a directory before its next move.
+
+    Args:
+        text: For lists.
+        files: The names in it.
+        held: The small files that its name shall hold; None for those that it holds already.
+        aside: The files in it that are no part of it after the move.
+    """
+
+    text: str
+    files: Sequence[str]
+    held: Mapping[str, bytes] | None = None
+    aside: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +158,15 @@ class Names:
         # By name and version. A version is never changed, so this is never wrong. By the name, too:
         # in some stores two objects written at one instant have versions that look alike.
         self._known: dict[str, NameRecord] = {}
-        self._notes: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self._has_looked = False
+        self._notes: dict[str, NameNotes] = {}
         # Names with a dot as this process last wrote or saw them. One that another process has
         # changed since only costs a put whose condition does not hold, and is then read again.
         self._seen: dict[str, NameEntry] = {}
-        self._summary: tuple[dict[str, NameRecord], Tag] | None = None
 
-    def annotate(self, name: str, note: str, files: Sequence[str]) -> None:
-        """Give a directory a note and say which files it has, for its name's next move."""
-        self._notes[name] = note, tuple(sorted(files))
+    def annotate(self, name: str, notes: NameNotes) -> None:
+        """Say what a directory has, for its name's next move to a name without a dot."""
+        self._notes[name] = notes
 
     def look(self, name: str) -> NameRecord | None:
         """Return what a name stands for now; None for nothing. One request, rarely more."""
@@ -144,36 +182,70 @@ class Names:
             move = entry.record.move
             if move is None:
                 return entry
-            if _is_made(move, self._get(move.to)):
+            there = self._get(move.to)
+            if _is_made(move, there):
                 return _after(entry, move)
+            if there is None and not move.before and not move.to.startswith("."):
+                return entry  # no step's name is ever deleted: it was absent at the first look
             # Only if the source is as before was the target's look one of the same moment.
             again = self._get(name)
             if again is not None and again.tag == entry.tag:
                 return entry
         raise _busy(name)
 
-    def make(self, name: str) -> NameRecord:
-        """Give a name to a new, empty directory; or return what it stands for already."""
-        record = NameRecord(prefix=f"{secrets.token_hex(4)}-{name[:200]}", nonce=_nonce())
+    def make(
+        self, name: str, *, to: str = "", held: Mapping[str, bytes] | None = None
+    ) -> NameRecord:
+        """Give a name to a new, empty directory; or return what it stands for already.
+
+        Args:
+            name: The name.
+            to: The name that the directory is to have later, if that is known; see the text of the
+                module.
+            held: Small files in it.
+        """
+        record = NameRecord(
+            prefix=f"{secrets.token_hex(4)}-{name[:200]}",
+            nonce=_nonce(),
+            move=NameMove(id=_nonce(), to=to, before="", early=True) if to else None,
+            held=dict(held or {}),
+        )
         put = self._bucket.put_if(name + SUFFIX, msgspec.json.encode(record), tag=None)
         if put.tag is not None:
             self._see(name, NameEntry(record, put.tag))
             return record
-        if put.present is not None:
-            # Most often: another rank of the same save was first.
-            there = _decode(bytes(put.present[0]), name)
-            if there is not None and there.move is None:
-                self._see(name, NameEntry(there, put.present[1].tag))
-                return there
         for _ in range(_NUM_TRIES):
-            present = self.look(name)
-            if present is not None:
-                return present
+            # Most often: another rank of the same save was first.
+            present = self.entry(name)
+            if present is not None and present.record is not None:
+                if not held or present.record.held:
+                    self._see(name, present)
+                    return present.record
+                with_files = msgspec.structs.replace(present.record, held=dict(held))
+                if (own := self._swap(name, present, with_files)) is not None:
+                    assert own.record is not None
+                    return own.record
+                continue
             entry = self._get(name)
             if entry is not None and entry.record is not None:
                 self._tidy(name, entry)
             elif self._swap(name, entry, record) is not None:
                 return record
+        raise _busy(name)
+
+    def join(self, name: str) -> NameRecord | None:
+        """Return what a name stands for that cannot have been moved yet; one request."""
+        entry = self._get(name)
+        return entry.record if entry is not None else None
+
+    def release(self, name: str, file: str) -> None:
+        """Take a file out of those that a name holds, so that it may be an object."""
+        for _ in range(_NUM_TRIES):
+            own = self._own(name)
+            assert own.record is not None
+            held = {path: data for path, data in own.record.held.items() if path != file}
+            if self._swap(name, own, msgspec.structs.replace(own.record, held=held)) is not None:
+                return
         raise _busy(name)
 
     def move(self, source: str, target: str) -> None:
@@ -183,8 +255,17 @@ class Names:
             FileNotFoundError: The source stands for nothing.
             FileExistsError: The target stands for something.
         """
-        for number in range(_NUM_TRIES):
+        seen = self._seen.get(source)
+        early = seen.record.move if seen is not None and seen.record is not None else None
+        is_tried = False
+        if seen is not None and early is not None and early.to == target:
+            if self._finish_move(source, seen, early, None):
+                return
+            is_tried = True
+        for number in range(is_tried, _NUM_TRIES):
             own = self._own(source)
+            if seen is not None and not _is_same(seen, own):
+                raise FileNotFoundError(source)  # removed, and made again by a process that is late
             # At first as if the target were absent, as it nearly always is: the condition of the
             # put says whether that is so.
             there = self._get(target) if number else None
@@ -202,7 +283,7 @@ class Names:
         for _ in range(_NUM_TRIES):
             own, there = self._own(first), self._own(second)
             assert there.record is not None
-            other = (there.record.prefix, there.record.files, there.record.note)
+            other = _plain(there.record)
             if self._make_move(first, own, second, there, other):
                 return
         raise _busy(first)
@@ -232,34 +313,48 @@ class Names:
     def _see(self, name: str, entry: NameEntry) -> None:
         """Remember a name that this process may change next."""
         record = entry.record
-        if name.startswith(".") and record is not None and not (record.move or record.came):
+        is_early = record is not None and record.move is not None and record.move.early
+        is_moving = record is not None and record.move is not None and not is_early
+        if name.startswith(".") and record is not None and not (is_moving or record.came):
             self._seen[name] = entry
             while len(self._seen) > _MAX_SEEN:  # of saves that another rank commits
                 self._seen.pop(next(iter(self._seen)), None)
 
     def data_key(self, record: NameRecord, *names: str) -> str:
         """Return the key of a file in a directory; without names the prefix of all of them."""
-        return "/".join((_DATA, record.prefix, *names))
+        return "/".join((DATA, record.prefix, *names))
 
-    def records(self, listing: ObjectListing) -> dict[str, NameRecord]:
-        """Return what all names of a listing stand for.
+    def records(self, listing: ObjectListing, *, steps_only: bool = False) -> dict[str, NameRecord]:
+        """Return what all names of a listing stand for, or those without a dot.
 
-        Cost: one request for the summary; one for each name that it lacks and this process has
-        not seen, several at a time.
+        Without the small files that they hold. Of a name with a dot the move may have been made.
+
+        Cost: one request for the newest name that this process has not seen, which says what it
+        knows of others; one for each that is unknown then, several at a time.
         """
         listed = listed_names(listing)
-        unknown = [name for name in listed if _known_key(listing, name) not in self._known]
-        if len(unknown) > 1:
-            self._read_summary()
-            unknown = [name for name in listed if _known_key(listing, name) not in self._known]
+        if steps_only:
+            listed = [name for name in listed if not name.startswith(".")]
+        self._has_looked = True
         records: dict[str, NameRecord] = {}
+        unknown = [name for name in listed if _known_key(listing, name) not in self._known]
+        while len(unknown) > 1:
+            newest = max(unknown, key=lambda each: (listing.objects[each + SUFFIX].changed, each))
+            entry = self.entry(newest)
+            if entry is not None and entry.record is not None:
+                records[newest] = entry.record
+            before = len(unknown) - 1
+            unknown = [name for name in unknown if name != newest]
+            unknown = [name for name in unknown if _known_key(listing, name) not in self._known]
+            if len(unknown) == before:
+                break
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             for name, entry in zip(unknown, pool.map(self.entry, unknown), strict=True):
                 if entry is not None and entry.record is not None:
                     records[name] = entry.record
         for name in listed:
             known = self._known.get(_known_key(listing, name))
-            if known is not None and known.move is not None:
+            if known is not None and known.move is not None and not known.move.early:
                 # In progress, or left by a dead process: only the target says which.
                 known = self.look(name)
             if known is not None:
@@ -269,22 +364,30 @@ class Names:
     def tidy(self, listing: ObjectListing) -> list[str]:
         """Complete the moves that were made and not tidied; return the names."""
         done = []
+        self.records(listing)
         for name in listed_names(listing):
+            known = self._known.get(_known_key(listing, name))
+            if known is not None and known.move is None:
+                continue
             entry = self._get(name)
             move = entry.record.move if entry is not None and entry.record is not None else None
-            if entry is not None and move is not None and _is_made(move, self._get(move.to)):
-                self._tidy(name, entry)
-                done.append(name)
+            if entry is not None and move is not None:
+                there = self._get(move.to)
+                if _is_made(move, there):
+                    self._tidy(name, entry, there)
+                    done.append(name)
         return done
 
-    def nameless(self) -> list[str]:
+    def nameless(self, started: Collection[str] = ()) -> list[str]:
         """Return the prefixes of data that no name stands for.
+
+        `started` are those of data of which nothing can be listed yet.
 
         A name that moves during the look may be missed at both of its places: look twice, and
         with time in between, before anything is removed.
         """
         # The data first: who makes a directory writes its name before any data.
-        prefixes = self._bucket.list(_DATA).dirs
+        prefixes = self._bucket.list(DATA).dirs | {each.rpartition("/")[2] for each in started}
         if not prefixes:
             return []
         listing = self._bucket.list("")
@@ -295,8 +398,8 @@ class Names:
             if (version := _known_key(listing, name)) in self._known
         ]
         named = {record.prefix for record in records}
-        named |= {r.move.other[0] for r in records if r.move is not None and r.move.other}
-        return sorted(f"{_DATA}/{prefix}" for prefix in prefixes - named)
+        named |= {r.move.other.prefix for r in records if r.move and r.move.other}
+        return sorted(f"{DATA}/{prefix}" for prefix in prefixes - named)
 
     def _make_move(
         self,
@@ -304,7 +407,7 @@ class Names:
         own: NameEntry,
         target: str,
         there: NameEntry | None,
-        other: tuple[str, tuple[str, ...], str] | None,
+        other: NameRecord | None,
     ) -> bool:
         """Make a move as in the text of the module; False if it is to be tried again.
 
@@ -317,36 +420,77 @@ class Names:
         locked = self._swap(source, own, msgspec.structs.replace(plain, move=move))
         if locked is None:
             return False
-        record = msgspec.structs.replace(plain, came=Came(id=move.id, source=source))
+        if self._finish_move(source, locked, move, there):
+            return True
+        self._swap(source, locked, plain)
+        return False
+
+    def _finish_move(
+        self, source: str, locked: NameEntry, move: NameMove, there: NameEntry | None
+    ) -> bool:
+        """Make a move that the source's name states; False if the target is not as it was."""
+        assert locked.record is not None
+        record, target, aside = _plain(locked.record), move.to, None
+        came = Came(id=move.id, source=source)
         if not target.startswith("."):
-            note, files = self._notes.get(source, (plain.note, None))
-            files = self._files(plain) if files is None else files
-            record = msgspec.structs.replace(record, files=files, note=note)
+            notes = self._notes.get(source)
+            if notes is None:
+                record = msgspec.structs.replace(record, files=self._files(record))
+            else:
+                aside = [self.data_key(record, path) for path in notes.aside]
+                dirs = sorted({path.partition("/")[0] for path in notes.aside})
+                came = msgspec.structs.replace(came, aside=tuple(dirs))
+                record = msgspec.structs.replace(
+                    record,
+                    files=tuple(sorted(notes.files)),
+                    note=notes.text,
+                    held=record.held if notes.held is None else dict(notes.held),
+                )
+            record = msgspec.structs.replace(record, others=self._others(target))
+        record = msgspec.structs.replace(record, came=came)
         made = self._swap(target, there, record)
         if made is None:
-            self._swap(source, locked, plain)
             return False
         # The move is made: what fails from here on is for the next that looks.
         self._notes.pop(source, None)
+        self._seen.pop(source, None)
         with suppress(RequestFailed):
-            self._tidy(source, locked)
-        if made.record is not None and not target.startswith("."):
-            self._write_summary(target, made)
+            self._tidy(source, locked, made, aside)
         return True
+
+    def _others(self, name: str) -> dict[str, NameRecord]:
+        """Return what this process knows of other names without a dot, the newest of them."""
+        if not self._has_looked:
+            with suppress(RequestFailed):
+                self.records(self._bucket.list(""), steps_only=True)
+        others: dict[str, NameRecord] = {}
+        seen, nbytes = {name}, 0
+        for key, record in reversed(self._known.items()):
+            other = key.partition(" ")[0]
+            if other in seen or other.startswith(".") or record.move is not None:
+                continue
+            seen.add(other)
+            nbytes += len(record.note) + sum(map(len, record.files)) + _MIN_NBYTES
+            if len(others) == _MAX_OTHERS or nbytes > _MAX_OTHERS_NBYTES:
+                break
+            others[key] = msgspec.structs.replace(record, came=None)
+        return others
 
     def _files(self, record: NameRecord) -> tuple[str, ...]:
         listing = self._bucket.list(self.data_key(record))
-        return tuple(sorted({*listing.dirs, *listing.objects}))
+        held = {path.partition("/")[0] for path in record.held}
+        return tuple(sorted({*listing.dirs, *listing.objects, *held}))
 
     def _own(self, name: str) -> NameEntry:
         """Return a name without a move in it or unfinished before it, to be changed by the caller.
 
         A move that another process has begun is completed if it was made, else prevented.
         """
-        if (seen := self._seen.pop(name, None)) is not None:
-            return seen
+        entry = self._seen.pop(name, None)
+        if entry is not None and entry.record is not None and entry.record.move is None:
+            return entry
         for _ in range(_NUM_TRIES):
-            entry = self._get(name)
+            entry = entry or self._get(name)
             if entry is None or entry.record is None:
                 raise FileNotFoundError(name)
             if entry.record.came is not None:
@@ -356,11 +500,14 @@ class Names:
                 return entry
             there = self._get(move.to)
             if _is_made(move, there):
-                self._tidy(name, entry)
+                self._tidy(name, entry, there)
             elif self._prevent(move, there):
+                if move.early:
+                    return entry  # it does no harm any more
                 freed = msgspec.structs.replace(entry.record, move=None)
                 if (own := self._swap(name, entry, freed)) is not None:
                     return own
+            entry = None
         raise _busy(name)
 
     def _prevent(self, move: NameMove, there: NameEntry | None) -> bool:
@@ -378,15 +525,41 @@ class Names:
         if entry.record.move.id == came.id:
             self._tidy(came.source, entry)
 
-    def _tidy(self, name: str, entry: NameEntry) -> None:
-        """Give the source of a move that was made what it has after that."""
+    def _tidy(
+        self,
+        name: str,
+        entry: NameEntry,
+        there: NameEntry | None = None,
+        aside: Sequence[str] | None = None,
+    ) -> None:
+        """Give the source of a move that was made what it has after that.
+
+        Args:
+            name: The source's name.
+            entry: What it states.
+            there: What the target states; None if it is to be read.
+            aside: Keys of the objects that are no part of the directory any more; None if they are
+                to be listed.
+        """
         assert entry.record is not None
-        assert entry.record.move is not None
-        record = _after(entry, entry.record.move)
-        if record is not None or not name.startswith("."):
-            self._swap(name, entry, record.record if record is not None else None)
-        else:
-            self._bucket.delete([name + SUFFIX])
+        move = entry.record.move
+        assert move is not None
+        if aside is None:
+            there = there or self._get(move.to)
+            came = there.record.came if there is not None and there.record is not None else None
+            is_of = came is not None and came.id == move.id
+            aside = [
+                key
+                for each in (came.aside if came is not None and is_of else ())
+                for key in self._bucket.list_all(self.data_key(entry.record, each))
+            ]
+        after = _after(entry, move)
+        if after is None and name.startswith("."):
+            # The name last: while it is there, the next that looks does the rest.
+            self._bucket.delete([*aside, name + SUFFIX])
+            return
+        self._bucket.delete(aside)
+        self._swap(name, entry, after.record if after is not None else None)
 
     def _get(self, name: str) -> NameEntry | None:
         """Read a name's object; None if there is none."""
@@ -396,8 +569,20 @@ class Names:
         data, meta = answer
         record = _decode(bytes(data), name)
         if record is not None:
-            self._known[f"{name} {_version(meta.tag)}"] = record
+            self._known = record.others | self._known
+            record = msgspec.structs.replace(record, others={})
+            self._know(name, meta.tag, record)
         return NameEntry(record, meta.tag, meta.changed)
+
+    def _know(self, name: str, tag: Tag, record: NameRecord) -> None:
+        """Remember what a version of a name states, but for the files that it holds."""
+        move = record.move
+        if move is not None and move.other is not None:
+            other = msgspec.structs.replace(move.other, held={})
+            move = msgspec.structs.replace(move, other=other)
+        self._known[f"{name} {_version(tag)}"] = msgspec.structs.replace(
+            record, move=move, held={}, others={}
+        )
 
     def _swap(
         self, name: str, entry: NameEntry | None, record: NameRecord | None
@@ -413,46 +598,9 @@ class Names:
         if tag is None:
             return None
         if record is not None:
-            self._known[f"{name} {_version(tag)}"] = record
+            self._know(name, tag, record)
             self._see(name, NameEntry(record, tag))
         return NameEntry(record, tag)
-
-    def _read_summary(self) -> tuple[dict[str, NameRecord], Tag | None]:
-        """Learn the names in the summary; an unreadable one is of no use and no harm."""
-        answer = self._bucket.get(_SUMMARY)
-        return ({}, None) if answer is None else self._learn(*answer)
-
-    def _learn(self, data: memoryview, meta: Meta) -> tuple[dict[str, NameRecord], Tag | None]:
-        stored: dict[str, NameRecord] = {}
-        if meta.nbytes <= _MAX_SUMMARY_NBYTES:
-            with suppress(msgspec.DecodeError):
-                stored = msgspec.json.decode(data, type=dict[str, NameRecord])
-        self._known |= stored
-        return stored, meta.tag
-
-    def _write_summary(self, name: str, made: NameEntry) -> None:
-        """Add a name to the summary, from which a list of many steps takes few requests.
-
-        One put, if this process wrote it last; after some tries the name is left out, and a list
-        then reads it alone.
-        """
-        assert made.record is not None
-        try:
-            stored, before = self._summary or self._read_summary()
-            for _ in range(_NUM_SUMMARY_TRIES):
-                stored = stored | {f"{name} {_version(made.tag)}": made.record}
-                data = msgspec.json.encode(stored)
-                while stored and (len(data) > _MAX_SUMMARY_NBYTES or len(stored) > _MAX_NAMES):
-                    for tag in list(stored)[: 1 + len(stored) // 10]:  # the oldest
-                        del stored[tag]
-                    data = msgspec.json.encode(stored)
-                put = self._bucket.put_if(_SUMMARY, data, tag=before)
-                self._summary = (stored, put.tag) if put.tag is not None else None
-                if put.tag is not None:
-                    return
-                stored, before = ({}, None) if put.present is None else self._learn(*put.present)
-        except RequestFailed:
-            return  # the move was made, and this is only a help
 
 
 def listed_names(listing: ObjectListing) -> list[str]:
@@ -502,10 +650,18 @@ def _after(entry: NameEntry, move: NameMove) -> NameEntry | None:
     """Return what the source of a move stands for after it; None for nothing."""
     if move.other is None:
         return None
-    prefix, files, note = move.other
-    return NameEntry(
-        NameRecord(prefix=prefix, nonce="", files=files, note=note), entry.tag, entry.changed
-    )
+    return NameEntry(move.other, entry.tag, entry.changed)
+
+
+def _plain(record: NameRecord) -> NameRecord:
+    """Return what a name states of its directory alone."""
+    return msgspec.structs.replace(record, nonce="", move=None, came=None, others={})
+
+
+def _is_same(seen: NameEntry, now: NameEntry) -> bool:
+    """Return True if a name stands for the directory that it stood for."""
+    before, after = seen.record, now.record
+    return before is not None and after is not None and before.prefix == after.prefix
 
 
 def _busy(name: str) -> RequestFailed:

@@ -26,6 +26,7 @@ from holdfast.storage.objects.bucket import (
 )
 from holdfast.storage.objects.files import (
     MIN_PART_NBYTES,
+    HeldSource,
     ObjectSink,
     ObjectSource,
     absent,
@@ -34,7 +35,17 @@ from holdfast.storage.objects.files import (
     taken,
     truncated,
 )
-from holdfast.storage.objects.names import INNER, SUFFIX, NameRecord, Names, listed_names
+from holdfast.storage.objects.names import (
+    DATA,
+    INNER,
+    MAX_HELD_NBYTES,
+    SUFFIX,
+    NameNotes,
+    NameRecord,
+    Names,
+    listed_names,
+)
+from holdfast.storage.objects.uploads import Upload, UploadsUnknown
 from holdfast.storage.objects.urls import parse_url
 from holdfast.storage.paths import split_path
 from holdfast.storage.storage_protocol import Observer, Sink, Source
@@ -46,12 +57,15 @@ FIXED_DIRS = frozenset({"tags", ".reading", ".plans", "events"})
 _DIRS_ONLY = re.compile(r"iter_[0-9]{7,18}|\.(saving|old|replaced)-.+", re.DOTALL)
 """Names at the root that only directories have. So it takes no request to know that none of them
 is a file's."""
+_SAVING = re.compile(r"\.saving-(iter_[0-9]{7,18})-.+", re.DOTALL)
+"""Names of directories that are made to get the name of a step."""
 _CLOCK = f"{INNER}/clock"
 _PROBE = f"{INNER}/probe"
 _CLOCK_S = 600.0
 """Seconds for which a reading of the store's clock is used."""
-_RESOLVED_S = 2.0
-"""Seconds for which the prefix of a directory with a dot is remembered."""
+_RESOLVED_S = 10.0
+"""Seconds for which the prefix of a directory with a dot is remembered: less than a save must be
+silent before a repair takes it for abandoned."""
 _GARBAGE_S = 3600.0
 """Seconds after its last write for which data without a name is left alone."""
 _MAX_PART_NBYTES = 64 << 20
@@ -159,29 +173,40 @@ class ObjectStorage:
 
     def read(self, path: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
         """See `Storage.read`; one request, and one for the directory's name."""
-        key, place = self._file_key(path, "read"), self.describe(path)
+        place = self.describe(path)
         if start < 0 or (nbytes or 0) < 0:
             raise StorageError(f"{place}: {nbytes} bytes at offset {start} are not in any file")
-        if nbytes == 0:
-            return b""
-        data = fetch(self._bucket, key, start=start, nbytes=nbytes, place=place)
+        data = self._fetch(path, start, nbytes)
         if nbytes is not None and len(data) != nbytes:
             raise truncated(place, start=start, nbytes=nbytes, available=len(data))
         return bytes(data)
 
     def read_at_most(self, path: str, nbytes: int, *, start: int = 0) -> bytes:
         """Return bytes from `start`, fewer than `nbytes` if the file ends before; one request."""
-        key, place = self._file_key(path, "read"), self.describe(path)
-        return bytes(fetch(self._bucket, key, start=start, nbytes=nbytes, place=place))
+        return bytes(self._fetch(path, start, nbytes))
+
+    def _fetch(self, path: str, start: int, nbytes: int | None) -> memoryview:
+        """Return the bytes of a file from `start`, at most `nbytes` of them (None: all)."""
+        key, held = self._file(path, "read")
+        if held is not None:
+            return memoryview(held)[start : None if nbytes is None else start + nbytes]
+        if nbytes == 0:
+            return memoryview(b"")
+        return fetch(self._bucket, key, start=start, nbytes=nbytes, place=self.describe(path))
 
     def readinto(self, path: str, buffer: memoryview, *, start: int = 0) -> None:
         """See `Storage.readinto`; a large read is several requests at once."""
-        key = self._file_key(path, "read")
+        key, held = self._file(path, "read")
+        if held is not None:
+            HeldSource(held, place=self.describe(path)).readinto(buffer, start=start)
+            return
         read_into(self._bucket, key, buffer.cast("B"), start, place=self.describe(path))
 
     def open(self, path: str) -> Source:
         """See `Storage.open`; of a pinned directory without a request."""
-        key, place = self._file_key(path, "open"), self.describe(path)
+        (key, held), place = self._file(path, "open"), self.describe(path)
+        if held is not None:
+            return HeldSource(held, place=place)
         source = ObjectSource(self._bucket, key, place=place)
         if self._pinned is None:
             _ = source.nbytes  # whether it is there
@@ -189,7 +214,9 @@ class ObjectStorage:
 
     def size(self, path: str) -> int:
         """See `Storage.size`."""
-        key = self._file_key(path, "examine")
+        key, held = self._file(path, "examine")
+        if held is not None:
+            return len(held)
         meta = self._do("examine", path, lambda: self._bucket.head(key))
         if meta is None:
             raise absent("examine", self.describe(path))
@@ -197,6 +224,11 @@ class ObjectStorage:
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""
+        names = split_path(path)
+        if len(names) > 1 and not self._is_in_fixed(names):
+            record = self._do("examine", path, lambda: self._find(names[0]))
+            if record is None or "/".join(names[1:]) in record.held:
+                return record is not None
         return self._do("examine", path, lambda: self._examine(path) is not None)
 
     def age_s(self, path: str) -> float:
@@ -223,17 +255,23 @@ class ObjectStorage:
         if not names:
             return self._list_root()
         if self._is_in_fixed(names):
-            key = path
-        else:
-            key = self._names.data_key(self._resolve(names[0], "list", path), *names[1:])
+            listing = self._do("list", path, lambda: self._bucket.list(path))
+            return sorted({*listing.dirs, *listing.objects})
+        record = self._resolve(names[0], "list", path)
+        key = self._names.data_key(record, *names[1:])
         listing = self._do("list", path, lambda: self._bucket.list(key))
-        return sorted({*listing.dirs, *listing.objects})
+        below = "/".join((*names[1:], ""))
+        held = {
+            each[len(below) :].partition("/")[0] for each in record.held if each.startswith(below)
+        }
+        is_over = set(_over(record)) if len(names) == 1 else set()
+        return sorted({*listing.dirs, *listing.objects, *held} - is_over)
 
     def dirs_with(self, file: str) -> builtins.list[str]:
         """Return the directories of the first level that had a file when they got their name.
 
         Only names without a dot, which a whole directory gets in one step. Two requests, and one
-        for each name that has changed since this process looked and is not in the summary.
+        for each name that has changed since this process looked and that the newest does not know.
         """
         records = self._records()
         return sorted(name for name, record in records.items() if file in record.files)
@@ -244,19 +282,38 @@ class ObjectStorage:
         See `dirs_with` for what is known without a request for each.
         """
         listing = self._do("list", "", lambda: self._bucket.list(""))
-        records = self._do("list", "", lambda: self._names.records(listing))
+        records = self._do("list", "", lambda: self._names.records(listing, steps_only=True))
         return Survey(
             names=self._names_in(listing),
             files={name: record.files for name, record in records.items()},
             notes={name: record.note for name, record in records.items() if record.note},
         )
 
-    def annotate(self, path: str, note: str, files: Sequence[str]) -> None:
+    def annotate(
+        self,
+        path: str,
+        note: str,
+        files: Sequence[str],
+        *,
+        held: Mapping[str, bytes] | None = None,
+        aside: Sequence[str] = (),
+    ) -> None:
         """Give a directory a short text, kept with its name from the next `rename_dir` on.
 
-        `files` are the names in it, which need not be listed then.
+        Args:
+            path: The directory.
+            note: The text.
+            files: The names in it, which need not be listed then.
+            held: Small files that its name shall hold from then on instead of those that it holds;
+                see `holds`.
+            aside: Files below it that are no part of it from then on, and are deleted.
         """
-        self._names.annotate(path, note, files)
+        notes = NameNotes(text=note, files=files, held=held, aside=aside)
+        self._names.annotate(path, notes)
+
+    def holds(self, files: Mapping[str, bytes]) -> bool:
+        """Return True if a directory's name can hold these files, so that they take no request."""
+        return sum(map(len, files.values())) <= MAX_HELD_NBYTES
 
     def note(self, path: str) -> str:
         """Return the text that a directory got by `annotate`; empty for none. One request."""
@@ -269,9 +326,18 @@ class ObjectStorage:
         One request for each thousand files.
         """
         record = self._resolve(split_path(path)[0], "list", path)
-        key = self._names.data_key(record, *split_path(path)[1:])
+        names = split_path(path)
+        key = self._names.data_key(record, *names[1:])
         objects = self._do("list", path, lambda: self._bucket.list_all(key))
-        return {name[len(key) + 1 :]: meta.nbytes for name, meta in objects.items()}
+        below = "/".join((*names[1:], ""))
+        sizes = {name[len(key) + 1 :]: meta.nbytes for name, meta in objects.items()}
+        sizes |= {
+            name[len(below) :]: len(data)
+            for name, data in record.held.items()
+            if name.startswith(below)
+        }
+        is_over = _over(record) if len(names) == 1 else ()
+        return {name: size for name, size in sizes.items() if name.partition("/")[0] not in is_over}
 
     @contextmanager
     def pin(self, path: str) -> Iterator[ObjectStorage]:
@@ -296,19 +362,21 @@ class ObjectStorage:
         """See `Storage.replace_file`; durable in any case."""
         self.write_file(path, data)
 
-    def update_file(self, path: str, make: Callable[[], bytes | None]) -> bool:
+    def update_file(self, path: str, make: Callable[[bytes | None], bytes | None]) -> bool:
         """Replace a small file by what `make` returns, unless another process does meanwhile.
 
-        Then `make` is called again: so the file has what was made after the last look at it.
+        Then `make` is called again: so the file has what was made after the last look at it. It is
+        given what this process has written last, as long as no other is known to have changed it.
         Return False if nothing was written: `make` returned None, or the content is there. One put,
         if this process wrote it last and nothing has changed it. Files of equal content are equal.
         """
         key = self._new_key(path, "write")
         known = self._updated.pop(path, None)
+        own = known[0] if known is not None else None
         if known is None:
             known = self._do("read", path, lambda: self._content(key))
         while True:
-            if (data := make()) is None:
+            if (data := make(own)) is None:
                 return False
             if known is not None and known[0] == data:
                 # What this process remembers may be of long ago.
@@ -323,6 +391,7 @@ class ObjectStorage:
                 self._updated[path] = data, put.tag
                 return True
             known = (bytes(put.present[0]), put.present[1].tag) if put.present else None
+            own = None
 
     def _content(self, key: str) -> tuple[bytes, Tag] | None:
         answer = self._bucket.get(key)
@@ -357,9 +426,37 @@ class ObjectStorage:
         names = split_path(path)
         if not names or names[0] in FIXED_DIRS or self._remembered(names[0]) is not None:
             return
+        self._make(names[0], {})
+
+    def make_dir_with(self, path: str, files: Mapping[str, bytes]) -> None:
+        """Make a directory of the first level with small files in it.
+
+        One conditional put, if its name can hold them; a plain one for each file otherwise.
+        """
+        is_small = self.holds(files)
+        self._make(path, files if is_small else {})
+        for name, data in {} if is_small else files.items():
+            self.write_file(f"{path}/{name}", data)
+
+    def join_dir(self, path: str) -> bool:
+        """Return True if a directory is there, which lacks this process's files to be whole.
+
+        One request: so it cannot have been given another name, and nothing else is looked at.
+        """
+        record = self._do("make the directory", path, lambda: self._names.join(path))
+        if record is not None:
+            self._remember(path, record)
+        return record is not None
+
+    def _make(self, name: str, files: Mapping[str, bytes]) -> None:
         self._prove()
-        record = self._do("make the directory", path, lambda: self._names.make(names[0]))
-        self._remember(names[0], record)
+        to = _SAVING.fullmatch(name)
+        record = self._do(
+            "make the directory",
+            name,
+            lambda: self._names.make(name, to=to[1] if to is not None else "", held=files),
+        )
+        self._remember(name, record)
 
     def sync_dir(self, path: str) -> None:
         """See `Storage.sync_dir`: every put is durable, so this only looks whether it is there."""
@@ -407,8 +504,11 @@ class ObjectStorage:
             self._delete_below(path, path)
             return
         if len(names) > 1:
-            record = self._resolve(names[0], "remove", path)
-            self._delete_below(path, self._names.data_key(record, *names[1:]))
+            key, held = self._file(path, "remove")
+            if held is not None:
+                self._release(path)
+            else:
+                self._delete_below(path, key)
             return
         is_seen = self._names.seen(path) is not None
         if not is_seen and self._do("remove", path, lambda: self._names.entry(path)) is None:
@@ -422,32 +522,48 @@ class ObjectStorage:
         if only_if is None:
             self._remove_dir(path)
 
-    def remove_files(self, paths: Sequence[str]) -> None:
-        """Remove files, many with each request; those that are absent are no error."""
-        keys = [self._file_key(path, "remove") for path in paths]
-        if keys:
-            self._do("remove", paths[0], lambda: self._bucket.delete(keys))
-
-    def collect_garbage(self, *, dry_run: bool = False) -> builtins.list[str]:
+    def collect_garbage(self, *, dry_run: bool = False) -> tuple[dict[str, str], str]:
         """Complete what dead processes left of renames and removals; return what was removed.
 
         Data without a name is removed if it has none at two looks and was not written to for an
-        hour. Unfinished uploads cannot be listed by obstore: a lifecycle rule removes them.
+        hour. An unfinished upload is aborted if it is to such data: nothing can name that any more.
+
+        Returns:
+            What was removed -> why; and why unfinished uploads cannot be listed or aborted, empty
+            if they can.
         """
-        removed: builtins.list[str] = []
+        removed: dict[str, str] = {}
         if not dry_run:
             self._do("list", "", lambda: self._names.tidy(self._bucket.list("")))
-        nameless = self._do("list", "", self._names.nameless)
+        # Uploads before names: one that begins after this look may be of a name that comes later.
+        problem, uploads = "", dict[str, Upload]()
+        try:
+            uploads = self._bucket.unfinished(DATA)
+        except UploadsUnknown as error:
+            problem = str(error)
+        started = {"/".join(key.split("/")[:3]) for key in uploads}
+        nameless = self._do("list", "", lambda: self._names.nameless(started))
         for prefix in nameless:
             objects = self._do("list", "", lambda at=prefix: self._bucket.list_all(at))  # type: ignore[misc]
             newest = max((meta.changed for meta in objects.values()), default=0.0)
-            if self._now() - newest < _GARBAGE_S:
+            is_old = bool(objects) and self._now() - newest >= _GARBAGE_S
+            of_it = {key: each for key, each in uploads.items() if key.startswith(f"{prefix}/")}
+            if not (is_old or of_it) or prefix not in self._do(
+                "list", "", lambda: self._names.nameless(started)
+            ):
                 continue
-            if prefix in self._do("list", "", self._names.nameless):
-                removed.append(prefix)
+            try:
+                for key, upload in of_it.items():
+                    if not dry_run:
+                        self._bucket.abort(upload)
+                    removed[key] = "an unfinished upload of a save that is gone"
+            except UploadsUnknown as error:
+                problem = str(error)
+            if is_old:
+                removed[prefix] = "data of an interrupted removal"
                 if not dry_run:
                     self._do("remove", "", lambda at=objects: self._bucket.delete([*at]))  # type: ignore[misc]
-        return removed
+        return removed, problem
 
     def free_nbytes(self) -> int:
         """See `Storage.free_nbytes`: a bucket has no end."""
@@ -500,6 +616,9 @@ class ObjectStorage:
         record = self._find(names[0])
         if record is None:
             return None
+        if "/".join(names[1:]) in record.held:
+            entry = self._names.entry(names[0])
+            return entry.changed if entry is not None else None
         key = self._names.data_key(record, *names[1:])
         changed = self._file_changed(key)
         if changed is None and is_dir and "." not in names[-1][1:]:
@@ -520,6 +639,9 @@ class ObjectStorage:
         record = self._find(names[0])
         if record is None or len(names) == 1:
             return record is not None
+        below = "/".join((*names[1:], ""))
+        if any(each.startswith(below) for each in record.held):
+            return True
         listing = self._bucket.list(self._names.data_key(record, *names[1:]))
         return bool(listing.dirs or listing.objects)
 
@@ -532,16 +654,22 @@ class ObjectStorage:
         return sorted({*files, *dirs, *listed_names(listing)})
 
     def _records(self) -> dict[str, NameRecord]:
-        return self._do("list", "", lambda: self._names.records(self._bucket.list("")))
+        return self._do(
+            "list", "", lambda: self._names.records(self._bucket.list(""), steps_only=True)
+        )
 
-    def _file_key(self, path: str, action: str) -> str:
-        """Return the key of a file; StorageError if its directory is not there."""
+    def _file(self, path: str, action: str) -> tuple[str, bytes | None]:
+        """Return the key of a file, and its bytes if its directory's name holds them.
+
+        StorageError if the directory is not there.
+        """
         names = split_path(path)
         if not names:
             raise StorageError(f"cannot {action}: {self.url} is the root and not a regular file")
         if len(names) == 1 or names[0] in FIXED_DIRS:
-            return path
-        return self._names.data_key(self._resolve(names[0], action, path), *names[1:])
+            return path, None
+        record = self._resolve(names[0], action, path)
+        return self._names.data_key(record, *names[1:]), record.held.get("/".join(names[1:]))
 
     def _new_key(self, path: str, action: str) -> str:
         """Return the key of a file to write; StorageError for the root and for reserved names."""
@@ -552,7 +680,16 @@ class ObjectStorage:
             raise StorageError(f"{self.describe(path)}: names like this are the store's own")
         if len(names) == 1 and _DIRS_ONLY.fullmatch(path):
             raise StorageError(f"{self.describe(path)}: only a directory has a name like this")
-        return self._file_key(path, action)
+        key, held = self._file(path, action)
+        if held is not None:
+            self._release(path)  # from now on it is an object
+        return key
+
+    def _release(self, path: str) -> None:
+        """Take a file out of its directory's name, which holds it."""
+        name, _, file = path.partition("/")
+        self._do("write", path, lambda: self._names.release(name, file))
+        self._forget(name)
 
     def _is_in_fixed(self, names: Sequence[str]) -> bool:
         return bool(names) and names[0] in FIXED_DIRS
@@ -707,6 +844,11 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def _over(record: NameRecord) -> Sequence[str]:
+    """Return what is no part of a directory any more, but may still have files."""
+    return record.came.aside if record.came is not None else ()
 
 
 def _refused(action: str, place: str) -> StorageError:
