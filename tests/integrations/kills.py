@@ -80,3 +80,32 @@ def check_sharded(
     lines = server.lines(halved, directory / "c", 2, **four)
     assert lines[0].startswith(f"step {step}, weights")
     assert len(set(lines)) == 1
+
+
+def check_killed_twenty_times(
+    server: ForkServer,
+    program: str,
+    directory: Path,
+    *words: object,
+    steps: int,
+    num_ranks: int,
+    prelude: str = "",
+) -> None:
+    """Kill one run twenty times, each after a random number of steps, and let it end.
+
+    Half as many starts as twenty runs that are killed once; what one start resumes wrongly, the
+    last one ends with.
+
+    Args:
+        program: its command line is a root, the number of steps, and `words`.
+        steps: more than twenty starts make that save every second one.
+        prelude: executed before the program.
+    """
+    draws, named = random.Random(28), {"directory": directory, "num_ranks": num_ranks}
+    straight = server.lines(program, directory / "a", steps, *words, prelude=prelude, **named)
+    for _ in range(20):
+        kill = KILL_AT_ADAMW.format(at=draws.randrange(1, 5), rank=draws.randrange(num_ranks))
+        ends = server.run(program, directory / "b", steps, *words, prelude=prelude + kill, **named)
+        assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
+    resumed = server.lines(program, directory / "b", steps, *words, prelude=prelude, **named)
+    assert resumed == straight
