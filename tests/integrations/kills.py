@@ -87,9 +87,7 @@ def check_killed_twenty_times(
     program: str,
     directory: Path,
     *words: object,
-    steps: int,
     num_ranks: int,
-    prelude: str = "",
 ) -> None:
     """Kill one run twenty times, each after a random number of steps, and let it end.
 
@@ -97,15 +95,15 @@ def check_killed_twenty_times(
     last one ends with.
 
     Args:
-        program: its command line is a root, the number of steps, and `words`.
-        steps: more than twenty starts make that save every second one.
-        prelude: executed before the program.
+        program: its command line is a root, the number of steps, and `words`; it has one optimizer.
     """
-    draws, named = random.Random(28), {"directory": directory, "num_ranks": num_ranks}
-    straight = server.lines(program, directory / "a", steps, *words, prelude=prelude, **named)
-    for _ in range(20):
-        kill = KILL_AT_ADAMW.format(at=draws.randrange(1, 5), rank=draws.randrange(num_ranks))
-        ends = server.run(program, directory / "b", steps, *words, prelude=prelude + kill, **named)
+    draws = random.Random(28)
+    kills = [(draws.randrange(1, 6), draws.randrange(num_ranks)) for _ in range(20)]
+    steps = 1 + sum(at - 1 for at, _ in kills)  # what they reach if every step is saved, and one
+    named: dict[str, Any] = {"directory": directory, "num_ranks": num_ranks}
+    straight = server.lines(program, directory / "a", steps, *words, **named)
+    for at, rank in kills:
+        kill = KILL_AT_ADAMW.format(at=at, rank=rank)
+        ends = server.run(program, directory / "b", steps, *words, prelude=kill, **named)
         assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
-    resumed = server.lines(program, directory / "b", steps, *words, prelude=prelude, **named)
-    assert resumed == straight
+    assert server.lines(program, directory / "b", steps, *words, **named) == straight
