@@ -236,7 +236,7 @@ def measure_dcp(setting: Setting, measure: Measure) -> None:
 
 
 def measure_megatron(setting: Setting, measure: Measure) -> None:
-    """`dist_checkpointing.save` and `load` through the strategies, next to Megatron's own."""
+    """`dist_checkpointing` through the strategies and Megatron's own; a load opens the root."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -272,7 +272,7 @@ def measure_megatron(setting: Setting, measure: Measure) -> None:
         shutil.rmtree(own)
         own.mkdir()
         # Megatron asks for these without a GPU, too.
-        current_device = mock.patch("torch.cuda.current_device", lambda: "cpu")
+        current_device = mock.patch("torch.cuda.current_device", return_value="cpu")
         with mock.patch("torch.cuda.synchronize"), current_device:
             dist_checkpointing.save(state(), str(own))
         _make_durable(own)
@@ -287,8 +287,13 @@ def measure_megatron(setting: Setting, measure: Measure) -> None:
         native.save(1, {"all": tensors}, overwrite=True)
 
     measure("save", _timed({NATIVE: save_native, HELD: save, OWN: save_own}))
+
+    def load_native(number: int) -> None:
+        with Checkpointer(setting.directory / "native") as checkpointer:
+            checkpointer.load({"all": tensors})
+
     loads: Calls = {
-        NATIVE: lambda _: native.load({"all": tensors}),
+        NATIVE: load_native,
         HELD: lambda _: dist_checkpointing.load(state(), str(held), loading),
         OWN: lambda _: dist_checkpointing.load(state(), str(own)),
     }
