@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -234,6 +235,76 @@ def measure_dcp(setting: Setting, measure: Measure) -> None:
     measure("load", _timed(loads))
 
 
+def measure_megatron(setting: Setting, measure: Measure) -> None:
+    """`dist_checkpointing` through the strategies and Megatron's own; a load opens the root."""
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from holdfast.integrations.megatron import HoldfastLoad, HoldfastSave, groups_of
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    saving = HoldfastSave(groups_of(ProcessGroupCollection.use_mpu_process_groups()))
+    loading = HoldfastLoad(saving.groups)
+    module, optimizer = setting.trained()
+    names = [name for name, _ in module.named_parameters()]
+    tensors = {f"model.{name}": each for name, each in module.state_dict().items()} | {
+        f"optimizer.{names[index]}.{name}": each
+        for index, moments in optimizer.state_dict()["state"].items()
+        for name, each in moments.items()
+        if each.dim()
+    }
+    own = setting.directory / "own" / "iter_0000001"
+    held = setting.directory / "held" / "iter_0000001"
+    for path in (own, held):
+        path.mkdir(parents=True)
+    native = Checkpointer(setting.directory / "native")
+
+    def state() -> dict[str, Any]:
+        sharded = {
+            name: ShardedTensor.from_rank_offsets(name, each) for name, each in tensors.items()
+        }
+        return {**sharded, "iteration": 1}
+
+    def save_own(number: int) -> None:
+        shutil.rmtree(own)
+        own.mkdir()
+        # Megatron asks for these without a GPU, too.
+        current_device = mock.patch("torch.cuda.current_device", return_value="cpu")
+        with mock.patch("torch.cuda.synchronize"), current_device:
+            dist_checkpointing.save(state(), str(own))
+        _make_durable(own)
+
+    def save(number: int) -> None:
+        common = saving.common
+        dist_checkpointing.save(
+            state(), str(held), saving, preprocess_common_before_consistancy_check=common
+        )
+
+    def save_native(number: int) -> None:
+        native.save(1, {"all": tensors}, overwrite=True)
+
+    measure("save", _timed({NATIVE: save_native, HELD: save, OWN: save_own}))
+
+    def load_native(number: int) -> None:
+        with Checkpointer(setting.directory / "native") as checkpointer:
+            checkpointer.load({"all": tensors})
+
+    loads: Calls = {
+        NATIVE: load_native,
+        HELD: lambda _: dist_checkpointing.load(state(), str(held), loading),
+        OWN: lambda _: dist_checkpointing.load(state(), str(own)),
+    }
+    measure("load", _timed(loads))
+    saving.close()
+    native.close()
+    saving.groups.close()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
 def measure_trainer(setting: Setting, measure: Measure) -> None:
     """The Trainer of Hugging Face next to its own folders."""
     from transformers.trainer import Trainer
@@ -398,6 +469,7 @@ FRAMEWORKS: dict[str, Callable[[Setting, Measure], None]] = {
     "Lightning": measure_lightning,
     "Fabric": measure_fabric,
     "DCP": measure_dcp,
+    "Megatron-core": measure_megatron,
 }
 
 

@@ -26,10 +26,17 @@ from torchtitan.tools import filesystem
 
 from holdfast.checkpoint import Checkpointer, LoadReport
 from holdfast.errors import ConfigError
+from holdfast.format.names import list_steps, parse_step_dir
 from holdfast.integrations.fetches import States, Streams, set_streams
-from holdfast.integrations.world import agreed_newest_step, groups_of_world, of_each_rank_or_first
+from holdfast.integrations.world import (
+    agreed_newest_step,
+    groups_of_world,
+    of_each_rank_or_first,
+    text_of_coordinator,
+)
 from holdfast.policies.keep import KeepLast
 from holdfast.state import RNG, Stored, Union
+from holdfast.storage import PosixStorage
 
 _RNG = "rng"
 
@@ -43,7 +50,8 @@ class HoldfastManager(CheckpointManager):  # type: ignore[misc]
 
     Hugging Face's format, and a last checkpoint of the model alone, are written and read by
     torchtitan's own code, as ever. A run whose folder has checkpoints of torchtitan's own, and none
-    of Holdfast's, continues from these.
+    of Holdfast's, continues from these. `initial_load_path` may be either's: for Holdfast's, a run,
+    of which the newest step is taken, or one of its steps.
 
     Made by all ranks of the default process group, of which one communicator is made.
 
@@ -121,27 +129,48 @@ class HoldfastManager(CheckpointManager):  # type: ignore[misc]
     def _load(self, step: int = -1) -> bool:
         """Load a checkpoint of Holdfast; without one, what torchtitan's own manager would load."""
         newest = agreed_newest_step(self._groups, Path(self.folder))
-        if newest is None:
+        source = self._initial_source(step) if newest is None else None
+        if newest is None and source is None:
             return bool(super()._load(step))
         unknown = set(self.exclude_from_loading) - self.states.keys()
         if unknown:
             raise ConfigError(f"checkpoint.exclude_from_loading: {sorted(unknown)} is no state")
-        step = newest if step == -1 else step
-        requested = {MODEL} if step == 0 else self.states.keys() - {*self.exclude_from_loading}
+        at = newest if step == -1 else step
+        is_model_only = at == 0 if source is None else self.initial_load_model_only
+        requested = {MODEL} if is_model_only else self.states.keys() - {*self.exclude_from_loading}
         parts = {
             name: part
             for name, part in self._parts(of_load=True).items()
-            if name in requested or (name == _RNG and step)
+            if name in requested or (name == _RNG and not is_model_only)
         }
         # Under another number of ranks, streams without a place are dropped, and new ones fresh.
         report = self._checkpointer.load(
-            parts, step=step, allow_missing=(f"{_RNG}*",), allow_dropped=(f"{_RNG}*",)
+            parts, step=at, source=source, allow_missing=(f"{_RNG}*",), allow_dropped=(f"{_RNG}*",)
         )
         streams = Streams().states()
         self._take(report, parts)
         if self.states[DATALOADER] is not None:
             _keep_streams(self.states[DATALOADER], streams)
         return True
+
+    def _initial_source(self, step: int) -> str | None:
+        """Return `initial_load_path` if it is of Holdfast, and what torchtitan would load now.
+
+        Raises:
+            ConfigError: it is to be read as a folder of Hugging Face.
+        """
+        text = ""
+        if self.initial_load_path and step == -1 and self._groups.control.is_coordinator:
+            path = Path(self.initial_load_path)
+            step_of_path = parse_step_dir(path.name)
+            root = path if step_of_path is None else path.parent
+            steps = list_steps(PosixStorage(root)) if root.is_dir() else []
+            is_own = bool(steps) if step_of_path is None else step_of_path in steps
+            text = str(path) if is_own and self._find_load_step() == -1 else ""
+        text = text_of_coordinator(self._groups, text, phase="initial load")
+        if text and self.initial_load_in_hf:
+            raise ConfigError(f"checkpoint.initial_load_in_hf: {text} is a checkpoint of Holdfast")
+        return text or None
 
     def _parts(self, *, of_load: bool = False) -> dict[str, object]:
         """Return everything by the names that torchtitan has for it."""

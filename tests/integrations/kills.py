@@ -80,3 +80,30 @@ def check_sharded(
     lines = server.lines(halved, directory / "c", 2, **four)
     assert lines[0].startswith(f"step {step}, weights")
     assert len(set(lines)) == 1
+
+
+def check_killed_twenty_times(
+    server: ForkServer,
+    program: str,
+    directory: Path,
+    *words: object,
+    num_ranks: int,
+) -> None:
+    """Kill one run twenty times, each after a random number of steps, and let it end.
+
+    Half as many starts as twenty runs that are killed once; what one start resumes wrongly, the
+    last one ends with.
+
+    Args:
+        program: its command line is a root, the number of steps, and `words`; it has one optimizer.
+    """
+    draws = random.Random(28)
+    kills = [(draws.randrange(1, 6), draws.randrange(num_ranks)) for _ in range(20)]
+    steps = 1 + sum(at - 1 for at, _ in kills)  # what they reach if every step is saved, and one
+    named: dict[str, Any] = {"directory": directory, "num_ranks": num_ranks}
+    straight = server.lines(program, directory / "a", steps, *words, **named)
+    for at, rank in kills:
+        kill = KILL_AT_ADAMW.format(at=at, rank=rank)
+        ends = server.run(program, directory / "b", steps, *words, prelude=kill, **named)
+        assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
+    assert server.lines(program, directory / "b", steps, *words, **named) == straight

@@ -137,6 +137,123 @@ def whole(directory: Path) -> dict[str, bytes]:
     return tensors
 
 
+PIPELINE = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from holdfast.integrations.megatron import HoldfastLoad, HoldfastSave, groups_of, latest
+
+root, again, total_steps, tp, pp, vp = *map(Path, sys.argv[1:3]), *map(int, sys.argv[3:7])
+dist.init_process_group("gloo")
+sizes = {
+    "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
+    "virtual_pipeline_model_parallel_size": vp if vp > 1 else None}
+parallel_state.initialize_model_parallel(**sizes)
+groups = ProcessGroupCollection.use_mpu_process_groups()
+torch.manual_seed(0)
+config = TransformerConfig(
+    num_layers=4, hidden_size=16, num_attention_heads=4, use_cpu_initialization=True,
+    pipeline_dtype=torch.float32, attention_dropout=0.0, hidden_dropout=0.0, **sizes)
+
+def chunk(at):
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), GPTModel(
+        config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=8,
+        pg_collection=groups, share_embeddings_and_output_weights=False,
+        pre_process=groups.pp.rank() == at == 0,
+        post_process=groups.pp.rank() == pp - 1 and at == vp - 1,
+        vp_stage=at if vp > 1 else None))
+
+chunks = [chunk(at) for at in range(vp)]
+optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.01), chunks)
+step, saving = 0, HoldfastSave(groups_of(groups))
+
+def state(is_loading=False):
+    weights = {f"model{at}": each.module.sharded_state_dict() for at, each in enumerate(chunks)}
+    return {**weights, "iteration": step,
+            "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading)}
+
+def save(root):
+    path = root / f"iter_{step:07d}"
+    path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(
+        state(), str(path), saving, preprocess_common_before_consistancy_check=saving.common)
+
+def forward(batches, model):
+    tokens = next(batches)
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+    output = model(
+        tokens[:, :-1], torch.arange(8).expand(2, 8), mask, labels=tokens[:, 1:])
+    return output, lambda output: (output.mean(), {})
+
+def train():
+    for each in chunks:
+        each.zero_grad_buffer()
+    optimizer.zero_grad()
+    torch.manual_seed(step)
+    batches = [torch.randint(0, 64, (2, 9)) for _ in range(2)]
+    get_forward_backward_func()(
+        forward_step_func=forward, data_iterator=[iter(batches) for _ in chunks], model=chunks,
+        num_microbatches=2, seq_length=8, micro_batch_size=2, forward_only=False)
+    finalize_model_grads(chunks)
+    optimizer.step()
+
+if (newest := latest(saving.groups, root)) is not None:
+    loaded = dist_checkpointing.load(state(True), newest, HoldfastLoad(saving.groups))
+    for at, each in enumerate(chunks):
+        each.module.load_state_dict(loaded[f"model{at}"])
+    with torch.no_grad():
+        optimizer.load_state_dict(loaded["optimizer"])
+    step = loaded["iteration"]
+if step == total_steps:
+    save(again)
+while step < total_steps:
+    train()
+    step += 1
+    if step % 2 == 0:
+        save(root)
+saving.close()
+weights = sum(p.double().abs().sum().item() for each in chunks for p in each.parameters())
+print(f"step {step}, weights {weights:.17g}")
+"""
+
+
+@pytest.mark.slow
+def test_pipelines_on_other_layouts(server: ForkServer, tmp_path: Path) -> None:
+    """Two stages of two tensor-parallel ranks, killed and resumed; one rank, and an interleaved
+    pipeline of two, load what they have saved and save it: nothing differs."""
+
+    def lines(root: Path, ranks: int, *layout: int, prelude: str = ON_CPU) -> list[str]:
+        words = (root, tmp_path / f"on{ranks}", 4, *layout)
+        return server.lines(PIPELINE, *words, directory=tmp_path, num_ranks=ranks, prelude=prelude)
+
+    straight = lines(tmp_path / "straight", 4, 2, 2, 1)
+    assert len(set(straight)) == 4
+    root = tmp_path / "run"
+    ends = server.run(
+        PIPELINE, root, root, 4, 2, 2, 1,
+        directory=tmp_path, num_ranks=4, prelude=KILL.format(at=4, rank=3),
+    )  # fmt: skip
+    assert -9 in {end.code for end in ends}, ends[0].output[-2000:]
+    assert lines(root, 4, 2, 2, 1) == straight
+    lines(root, 1, 1, 1, 1, prelude=ON_CPU + ALONE)
+    lines(root, 2, 1, 2, 2)
+    saved = whole(root / "iter_0000004")
+    for ranks in (1, 2):
+        other = whole(tmp_path / f"on{ranks}" / "iter_0000004")
+        assert saved.keys() == other.keys()
+        assert [key for key in saved if saved[key] != other[key]] == []
+
+
 # ---- sharded state dicts by hand ----
 
 BY_HAND = """
