@@ -192,6 +192,16 @@ def test_callbacks_data_modules_and_several_of_everything(
         assert checkpointer.steps()[:2] == [6, 12]
 
 
+def test_averaged_weights_go_on_as_they_were(server: ForkServer, tmp_path: Path) -> None:
+    """Its hook puts averages in the place of the module's weights, and takes them from there."""
+    averaged = PROGRAM.replace("callbacks=[", "callbacks=[EMAWeightAveraging(decay=0.5), ")
+    averaged = "from lightning.pytorch.callbacks import EMAWeightAveraging\n" + averaged
+    straight = server.lines(averaged, tmp_path / "a", EPOCHS, directory=tmp_path)
+    kill = KILL.format(at=14, rank=0)
+    resumed = server.lines_after_kill(averaged, tmp_path / "b", EPOCHS, kill=kill, num_ranks=1)
+    assert resumed == straight
+
+
 def test_on_another_number_of_ranks(server: ForkServer, tmp_path: Path) -> None:
     """By value: two ranks with half the batch have the weights of one, and train on."""
     silent = PROGRAM.replace("loss {model.loss.item():.17g}, ", "")
