@@ -51,7 +51,7 @@ from holdfast.format.values import decode_tree, is_plain_dict
 from holdfast.integrations.names import member_of, part_of
 from holdfast.integrations.world import agreed_newest_step, groups_of_world, text_of_coordinator
 from holdfast.parallel import ProcessGroups
-from holdfast.state import Sharded, Union
+from holdfast.state import Pieces, Sharded, Union
 from holdfast.state.tensor_elements import torch_dtype
 from holdfast.storage import PosixStorage
 
@@ -201,20 +201,29 @@ def _parts(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
     if _OWN in tensors:
         raise ConfigError(f"HoldfastWriter: a state dict may not have an entry {_OWN!r}")
     pickled: dict[str, torch.Tensor] = {}
+    # A rank may hold several boxes of one tensor, and another rank one: `ShardedTensor` allows it.
+    pieces: dict[str, list[tuple[torch.Tensor, tuple[int, ...]]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for item in plan.items:
         fqn = item.index.fqn
         data: Any = planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
             pickled[fqn] = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
             continue
-        members, member = tensors[part_of(names[fqn])], member_of(names[fqn])
-        if member in members or item.tensor_data is None:
-            raise ConfigError(
-                f"HoldfastWriter does not support several pieces of one tensor on a rank ({fqn})"
-            )
-        chunk = item.tensor_data.chunk
-        members[member] = Sharded(
-            data.detach(), tuple(item.tensor_data.size), offset=tuple(chunk.offsets), over=("dp",)
+        if item.tensor_data is None:
+            raise ConfigError(f"HoldfastWriter: the planner does not describe the tensor {fqn}")
+        offset = tuple(item.tensor_data.chunk.offsets)
+        pieces.setdefault(fqn, []).append((data.detach(), offset))
+        shapes[fqn] = tuple(item.tensor_data.size)
+    for fqn, held in pieces.items():
+        locals_, offsets = zip(*held, strict=True)
+        part, member = part_of(names[fqn]), member_of(names[fqn])
+        if member in tensors[part]:
+            raise ConfigError(f"HoldfastWriter: two entries of the state dict are {part}.{member}")
+        tensors[part][member] = (
+            Pieces(locals_, offsets, shapes[fqn])
+            if len(held) > 1
+            else Sharded(locals_[0], shapes[fqn], offset=offsets[0], over=("dp",))
         )
     paths = {fqn: list(path) for fqn, path in names.items()}
     own = {"paths": Union(paths), "pickled": Union(pickled)}

@@ -177,9 +177,19 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     def _save(self, trainer: Trainer) -> None:
         """Save everything in the background."""
         self._is_due_at_epoch_end = False
-        with _nothing_gathered(trainer.strategy):
+        with _nothing_gathered(trainer.strategy) as given:
             dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         rest = {name: each for name, each in dumped.items() if name not in _OWN}
+        # A hook may have put other weights there, such as averages, and takes them from there.
+        shown = dumped["state_dict"]
+        if any(given.get(name) is not each for name, each in shown.items()):
+            if type(trainer.strategy).__name__ == _SHARDED:
+                raise ConfigError(
+                    f"HoldfastCheckpoint: under {_SHARDED} an on_save_checkpoint hook (of a "
+                    f"callback or of the module) has changed the checkpoint's state_dict, which "
+                    f"is not supported: weights are saved as they are sharded"
+                )
+            rest["state_dict"] = dict(shown)
         parts = {
             "model": trainer.lightning_module,
             **_optimizers(trainer),
@@ -207,7 +217,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         set_streams(before.states())
         # The module has its state already: Lightning loads it into itself, and no optimizer yet.
         own = {"state_dict": trainer.lightning_module.state_dict(), "optimizer_states": []}
-        return {**values["lightning"]["checkpoint"], **own}
+        return {**own, **values["lightning"]["checkpoint"]}
 
     def _watch_loaders(self, trainer: Trainer) -> None:
         """Let the training loaders know their places."""
@@ -305,18 +315,23 @@ def _read_here(strategy: Any, checkpoints: HoldfastCheckpoint, trainer: Trainer)
 
 
 @contextmanager
-def _nothing_gathered(strategy: Any) -> Iterator[None]:
-    """Let Lightning make its checkpoint without weights, where it would gather them for it."""
-    if type(strategy).__name__ != _SHARDED:
-        yield
-        return
-    names = ("lightning_module_state_dict", "optimizer_state")
-    for name in names:
-        setattr(strategy, name, lambda *args: {})
+def _nothing_gathered(strategy: Any) -> Iterator[Mapping[str, Any]]:
+    """Let Lightning make its checkpoint without weights where it would gather them for it.
+
+    Yields:
+        The weights that it has in its checkpoint before hooks have changed them.
+    """
+    is_sharded = type(strategy).__name__ == _SHARDED
+    weights = {} if is_sharded else strategy.lightning_module_state_dict()
+    # The optimizers are parts of their own: their states would be made for nothing.
+    made = {"lightning_module_state_dict": lambda: weights, "optimizer_state": lambda *args: {}}
+    given = dict(weights)
+    for name, make in made.items():
+        setattr(strategy, name, make)
     try:
-        yield
+        yield given
     finally:
-        for name in names:
+        for name in made:
             delattr(strategy, name)
 
 

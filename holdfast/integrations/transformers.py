@@ -36,6 +36,7 @@ from holdfast.integrations.world import (
     groups_of_world,
     newest_step,
     of_each_rank,
+    stored_text,
     text_of_coordinator,
 )
 from holdfast.parallel import ProcessGroups
@@ -350,9 +351,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         Weights, optimizer and streams follow in `on_train_begin`, once they are placed.
         """
         trainer: Any = self._trainer
-        values: Any = checkpointer.load({"trainer": {"state": Stored()}}, step=step).values
+        own = stored_text(checkpointer.groups, self._root, step, part="trainer", name="state")
         with TemporaryDirectory(prefix="holdfast-") as folder:
-            Path(folder, TRAINER_STATE_NAME).write_text(values["trainer"]["state"])
+            Path(folder, TRAINER_STATE_NAME).write_text(own)
             trainer._load_from_checkpoint = lambda *args, **named: None
             try:
                 yield folder

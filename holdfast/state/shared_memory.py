@@ -8,6 +8,7 @@ save refuses what such a load would be of.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,10 @@ from holdfast.state.matcher import TensorRequest
 _MAX_RUNS = 1 << 22
 """Up to so many contiguous runs of strided targets are compared one by one, beyond it by a map."""
 _MAPS = Path("/proc/self/maps")
+_SHARED_FILE = re.compile(
+    rb"^([0-9a-f]+)-([0-9a-f]+) \S{3}s ([0-9a-f]+) (\S+) ([1-9]\d*)", re.MULTILINE
+)
+"""A line of it about a shared mapping of a file: addresses, offset, device, inode."""
 
 _Owned = tuple[int, torch.Tensor]
 """A local tensor and the position of its request."""
@@ -32,7 +37,7 @@ class _Mapping(NamedTuple):
 
     start: int
     stop: int
-    file: tuple[str, str]
+    file: tuple[bytes, bytes]
     offset: int
 
     @property
@@ -47,16 +52,15 @@ def files_mapped_twice() -> list[_Mapping]:
     Cost: reads one line for each mapping of the process.
     """
     try:
-        lines = _MAPS.read_text().splitlines()
+        lines = _MAPS.read_bytes()
     except OSError:
         return []
-    by_file: dict[tuple[str, str], list[_Mapping]] = {}
-    for line in lines:
-        addresses, permissions, offset, device, inode, *_ = line.split(maxsplit=5)
-        if permissions[3] == "s" and inode != "0":
-            start, stop = (int(each, 16) for each in addresses.split("-"))
-            file = (device, inode)
-            by_file.setdefault(file, []).append(_Mapping(start, stop, file, int(offset, 16)))
+    by_file: dict[tuple[bytes, bytes], list[_Mapping]] = {}
+    # A process has a thousand mappings, and nearly all are private.
+    for line in _SHARED_FILE.finditer(lines):
+        start, stop, offset = (int(line[i], 16) for i in (1, 2, 3))
+        file = (line[4], line[5])
+        by_file.setdefault(file, []).append(_Mapping(start, stop, file, offset))
     return sorted(each for group in by_file.values() for each in _in_common(group))
 
 
@@ -82,7 +86,7 @@ def _mapped_in_common(requests: Sequence[TensorRequest]) -> list[str]:
     if not mappings:
         return []
     starts = [each.start for each in mappings]
-    ranges: dict[tuple[str, str], list[tuple[int, int, int, TensorRequest]]] = {}
+    ranges: dict[tuple[bytes, bytes], list[tuple[int, int, int, TensorRequest]]] = {}
     for entry in requests:
         for local in entry.locals:
             if not local.is_cpu or not local.numel() or entry.is_fresh:

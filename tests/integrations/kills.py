@@ -1,4 +1,4 @@
-"""Programs of pages that are killed and started again: at many steps, and with sharded models."""
+"""Programs of pages that are killed and started again: at many steps, and on several ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.integrations.forks import ForkServer
 
@@ -23,6 +22,19 @@ def kill(self, *args, **named):
 torch.optim.AdamW.step = kill
 """
 """A prelude that ends a rank at a step of its optimizer."""
+
+STEADY_BUCKETS = """
+from torch.nn.parallel import DistributedDataParallel
+made = DistributedDataParallel.__init__
+def make(self, *args, **named):
+    made(self, *args, **{**named, "find_unused_parameters": True})
+DistributedDataParallel.__init__ = make
+"""
+"""Before a program: DDP keeps its first buckets.
+
+It orders them by how gradients arrived in the first backward of a process, and so sums those of a
+resumed run's first step in another order: of more than two ranks, with another rounding.
+"""
 
 
 def check_twenty_kills(
@@ -50,35 +62,39 @@ def check_twenty_kills(
         shutil.rmtree(root)
 
 
-def check_sharded(
+def check_four_ranks(
     server: ForkServer,
     directory: Path,
     program: str,
-    at_end: str,
     *,
-    epochs: int,
-    kill: str,
-    step: int,
+    silent: tuple[str, str],
+    every: tuple[str, str],
+    kill: Callable[[int, int], str],
+    steps: int,
 ) -> None:
-    """Two ranks with a sharded model are killed and go on; four take what two have saved.
+    """Four ranks train, are killed at a random step and go on; two take what four have saved.
 
     Args:
-        program: With `batch_size=2`; its command line is a root and the number of epochs.
-        at_end: The same, saved at the last step of each epoch, and silent about the loss of a rank.
-        epochs: Of the run that is killed.
-        kill: The prelude that ends a rank of it.
-        step: The last of the second epoch.
+        program: With `batch_size=2`, of which four ranks take half; its command line is a root and
+            the number of epochs.
+        silent: What to replace so that a run does not print the loss of each rank, and by what.
+        every: What to replace so that the last step of each epoch is saved.
+        kill: The prelude that ends a rank at a step; both are its arguments.
+        steps: Of an epoch.
     """
-    two: dict[str, Any] = {"directory": directory, "num_ranks": 2}
-    four: dict[str, Any] = {"directory": directory, "num_ranks": 4}
-    straight = server.lines(program, directory / "a", epochs, **two)
-    resumed = server.lines_after_kill(program, directory / "b", epochs, kill=kill, num_ranks=2)
-    assert resumed == straight
-    saved = server.lines(at_end, directory / "c", 1, **two)
-    halved = at_end.replace("batch_size=2", "batch_size=1")
-    assert server.lines(halved, directory / "c", 1, **four) == saved * 2
-    lines = server.lines(halved, directory / "c", 2, **four)
-    assert lines[0].startswith(f"step {step}, weights")
+    halved = program.replace("batch_size=2", "batch_size=1")
+    assert halved != program
+    halved = STEADY_BUCKETS + halved
+    draws = random.Random(program)
+    at, rank = draws.randrange(3, 3 * steps), draws.randrange(4)
+    straight = server.lines(halved, directory / "a", 3, directory=directory, num_ranks=4)
+    resumed = server.lines_after_kill(halved, directory / "b", 3, kill=kill(at, rank), num_ranks=4)
+    assert resumed == straight, (at, rank)
+    four, two = (each.replace(*silent).replace(*every) for each in (halved, program))
+    saved = server.lines(four, directory / "c", 1, directory=directory, num_ranks=4)
+    assert server.lines(two, directory / "c", 1, directory=directory, num_ranks=2) == saved[:2]
+    lines = server.lines(two, directory / "c", 2, directory=directory, num_ranks=2)
+    assert lines[0].startswith(f"step {2 * steps}, ")
     assert len(set(lines)) == 1
 
 

@@ -14,7 +14,7 @@ import pytest
 from holdfast import Checkpointer, PerRankValues
 from holdfast.state.tensor_elements import equal_trees
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import check_sharded, check_twenty_kills
+from tests.integrations.kills import check_four_ranks, check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
 pytest.importorskip("accelerate")
@@ -42,10 +42,10 @@ def server() -> Iterator[ForkServer]:
     server.close()
 
 
-def killed_and_resumed(server: ForkServer, root: Path, at: int, *, num_ranks: int = 1) -> list[str]:
+def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
     """What a run prints that is killed once, and started again."""
-    kill = KILL.format(at=at, rank=at % num_ranks)
-    return server.lines_after_kill(PROGRAM, root, EPOCHS, kill=kill, num_ranks=num_ranks)
+    kill = KILL.format(at=at, rank=0)
+    return server.lines_after_kill(PROGRAM, root, EPOCHS, kill=kill, num_ranks=1)
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +77,6 @@ def test_killed_at_twenty_random_steps(
     check_twenty_kills(resumed, straight, tmp_path / "run", first=3, stop=STEPS)
 
 
-@pytest.mark.slow
-def test_two_ranks_bitwise(server: ForkServer, tmp_path: Path) -> None:
-    straight = server.lines(PROGRAM, tmp_path / "a", 3, directory=tmp_path, num_ranks=2)
-    assert killed_and_resumed(server, tmp_path / "b", 5, num_ranks=2) == straight
-
-
 SHARDED = """
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -101,13 +95,18 @@ def sharded(accelerator):
 
 
 @pytest.mark.slow
-def test_fully_sharded_bitwise_and_on_another_number_of_ranks(
-    server: ForkServer, tmp_path: Path
-) -> None:
-    """FSDP2 by a plugin: two ranks are killed and go on; four take what two have saved."""
-    at_end = SHARDED.replace("loss {loss.item():.17g}, ", "").replace("every=2", "every=3")
-    kill = KILL.format(at=5, rank=1)
-    check_sharded(server, tmp_path, SHARDED, at_end, epochs=EPOCHS, kill=kill, step=6)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("program", [PROGRAM, SHARDED], ids=["DDP", "FSDP2"])
+def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, program: str) -> None:
+    check_four_ranks(
+        server,
+        tmp_path,
+        program,
+        silent=("loss {loss.item():.17g}, ", ""),
+        every=("every=2", "every=3"),
+        kill=lambda at, rank: KILL.format(at=at, rank=rank),
+        steps=3,
+    )
 
 
 WHOLE = """

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -157,6 +158,43 @@ def test_what_dcp_writes_a_checkpointer_loads_and_the_other_way(tmp_path: Path) 
     dcp.load(other, storage_reader=HoldfastReader(tmp_path / "iter_0000002"))
     assert unlike(other["model"], model.state_dict()) == []
     assert other["progress"] == {"step": 5}
+
+
+BOXES = [[((0, 0), (2, 3)), ((5, 3), (3, 4))], [((0, 3), (5, 4))], [((2, 0), (6, 3))]]
+"""Of each of three ranks: two of them have one box of `[8, 7]`, one has two."""
+
+
+def sharded_tensor(rank: int, fill: torch.Tensor, *, turn: int = 0) -> ShardedTensor:
+    """A tensor of which the ranks hold the boxes above, or those of other ranks."""
+    shards = [
+        Shard.from_tensor_and_offsets(
+            fill[o[0] : o[0] + n[0], o[1] : o[1] + n[1]].contiguous(), list(o), rank
+        )
+        for o, n in BOXES[(rank + turn) % 3]
+    ]
+    return init_from_local_shards(shards, 8, 7)
+
+
+def write_and_read_several_boxes(context: RankContext, root: str) -> None:
+    whole = torch.arange(56.0).view(8, 7)
+    saved = {"model": {"table": sharded_tensor(context.rank, whole)}}
+    writer = HoldfastWriter()
+    dcp.save(saved, checkpoint_id=f"{root}/1", storage_writer=writer)
+    writer.close()
+    loaded = {"model": {"table": sharded_tensor(context.rank, whole * 0, turn=1)}}
+    dcp.load(loaded, checkpoint_id=f"{root}/1", storage_reader=HoldfastReader())
+    for shard in loaded["model"]["table"].local_shards():
+        rows, columns = (slice(o, o + n) for o, n in zip(
+            shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True))  # fmt: skip
+        assert torch.equal(shard.tensor, whole[rows, columns])
+
+
+def test_several_boxes_of_one_tensor_on_a_rank(tmp_path: Path) -> None:
+    """Of a `ShardedTensor`, by other ranks and by a process that has it whole."""
+    run_ranks(3, write_and_read_several_boxes, str(tmp_path))
+    loaded = {"model": {"table": torch.zeros(8, 7)}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "1", storage_reader=HoldfastReader())
+    assert torch.equal(loaded["model"]["table"], torch.arange(56.0).view(8, 7))
 
 
 def test_saved_loaded_saved_without_a_difference(tmp_path: Path) -> None:

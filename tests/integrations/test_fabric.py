@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import check_sharded, check_twenty_kills
+from tests.integrations.kills import check_four_ranks, check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
 pytest.importorskip("lightning_fabric")
@@ -38,10 +38,10 @@ def server() -> Iterator[ForkServer]:
     server.close()
 
 
-def killed_and_resumed(server: ForkServer, root: Path, at: int, *, num_ranks: int = 1) -> list[str]:
+def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
     """What a run prints that is killed once, and started again."""
-    kill = KILL.format(at=at, rank=at % num_ranks)
-    return server.lines_after_kill(PROGRAM, root, EPOCHS, kill=kill, num_ranks=num_ranks)
+    kill = KILL.format(at=at, rank=0)
+    return server.lines_after_kill(PROGRAM, root, EPOCHS, kill=kill, num_ranks=1)
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +73,6 @@ def test_killed_at_twenty_random_steps(
     check_twenty_kills(resumed, straight, tmp_path / "run", first=3, stop=STEPS)
 
 
-@pytest.mark.slow
-def test_two_ranks_bitwise(server: ForkServer, tmp_path: Path) -> None:
-    """In the second epoch, whose order is another than that of the first."""
-    straight = server.lines(PROGRAM, tmp_path / "a", EPOCHS, directory=tmp_path, num_ranks=2)
-    assert killed_and_resumed(server, tmp_path / "b", 8, num_ranks=2) == straight
-
-
 SHARDED = """
 import os
 from torch.distributed.fsdp import fully_shard
@@ -100,13 +93,18 @@ sharded = dict(strategy=ModelParallelStrategy(shard, size, 1))
 
 
 @pytest.mark.slow
-def test_fully_sharded_bitwise_and_on_another_number_of_ranks(
-    server: ForkServer, tmp_path: Path
-) -> None:
-    """FSDP2 by a strategy: two ranks are killed and go on; four take what two have saved."""
-    at_end = SHARDED.replace("loss {loss.item():.17g}, ", "").replace("every=2", "every=5")
-    kill = KILL.format(at=8, rank=1)
-    check_sharded(server, tmp_path, SHARDED, at_end, epochs=EPOCHS, kill=kill, step=10)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("program", [PROGRAM, SHARDED], ids=["DDP", "FSDP2"])
+def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, program: str) -> None:
+    check_four_ranks(
+        server,
+        tmp_path,
+        program,
+        silent=("loss {loss.item():.17g}, ", ""),
+        every=("every=2", "every=5"),
+        kill=lambda at, rank: KILL.format(at=at, rank=rank),
+        steps=5,
+    )
 
 
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:

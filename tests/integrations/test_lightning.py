@@ -10,7 +10,7 @@ import pytest
 
 from holdfast import Checkpointer
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import check_sharded, check_twenty_kills
+from tests.integrations.kills import check_four_ranks, check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
 pytest.importorskip("lightning.pytorch")
@@ -36,10 +36,10 @@ def server() -> Iterator[ForkServer]:
     server.close()
 
 
-def killed_and_resumed(server: ForkServer, root: Path, at: int, *, num_ranks: int = 1) -> list[str]:
+def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
     """What a run prints that is killed once, and started again."""
-    kill = KILL.format(at=at, rank=at % num_ranks)
-    return server.lines_after_kill(PROGRAM, root, EPOCHS, kill=kill, num_ranks=num_ranks)
+    kill = KILL.format(at=at, rank=0)
+    return server.lines_after_kill(PROGRAM, root, EPOCHS, kill=kill, num_ranks=1)
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +69,6 @@ def test_killed_at_twenty_random_steps(
 ) -> None:
     resumed = partial(killed_and_resumed, server)
     check_twenty_kills(resumed, straight, tmp_path / "run", first=3, stop=STEPS)
-
-
-@pytest.mark.slow
-def test_two_ranks_bitwise(server: ForkServer, tmp_path: Path) -> None:
-    straight = server.lines(PROGRAM, tmp_path / "a", EPOCHS, directory=tmp_path, num_ranks=2)
-    assert killed_and_resumed(server, tmp_path / "b", 8, num_ranks=2) == straight
 
 
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
@@ -121,13 +115,18 @@ sharded = dict(strategy=ModelParallelStrategy(size, 1))
 
 
 @pytest.mark.slow
-def test_fully_sharded_bitwise_and_on_another_number_of_ranks(
-    server: ForkServer, tmp_path: Path
-) -> None:
-    """FSDP2 by a strategy: two ranks are killed and go on; four take what two have saved."""
-    at_end = SHARDED.replace("every_n_train_steps=2", "every_n_train_steps=5")
-    kill = KILL.format(at=8, rank=1)
-    check_sharded(server, tmp_path, SHARDED, at_end, epochs=EPOCHS, kill=kill, step=10)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("program", [PROGRAM, SHARDED], ids=["DDP", "FSDP2"])
+def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, program: str) -> None:
+    check_four_ranks(
+        server,
+        tmp_path,
+        program,
+        silent=("loss {model.loss.item():.17g}, ", ""),
+        every=("every_n_train_steps=2", "every_n_train_steps=5"),
+        kill=lambda at, rank: KILL.format(at=at, rank=rank),
+        steps=5,
+    )
 
 
 ZOO = """
@@ -191,6 +190,16 @@ def test_callbacks_data_modules_and_several_of_everything(
     assert server.lines(ZOO, tmp_path / "b", 48, directory=tmp_path) == straight
     with Checkpointer(tmp_path / "b") as checkpointer:
         assert checkpointer.steps()[:2] == [6, 12]
+
+
+def test_averaged_weights_go_on_as_they_were(server: ForkServer, tmp_path: Path) -> None:
+    """Its hook puts averages in the place of the module's weights, and takes them from there."""
+    averaged = PROGRAM.replace("callbacks=[", "callbacks=[EMAWeightAveraging(decay=0.5), ")
+    averaged = "from lightning.pytorch.callbacks import EMAWeightAveraging\n" + averaged
+    straight = server.lines(averaged, tmp_path / "a", EPOCHS, directory=tmp_path)
+    kill = KILL.format(at=14, rank=0)
+    resumed = server.lines_after_kill(averaged, tmp_path / "b", EPOCHS, kill=kill, num_ranks=1)
+    assert resumed == straight
 
 
 def test_on_another_number_of_ranks(server: ForkServer, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import check_twenty_kills
+from tests.integrations.kills import check_four_ranks, check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
 pytest.importorskip("transformers")
@@ -35,10 +35,10 @@ def server() -> Iterator[ForkServer]:
     server.close()
 
 
-def killed_and_resumed(server: ForkServer, root: Path, at: int, *, num_ranks: int = 1) -> list[str]:
+def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
     """What a run prints that is killed once, and started again."""
-    kill = KILL.format(at=at, rank=at % num_ranks)
-    return server.lines_after_kill(PROGRAM, root, 3, kill=kill, num_ranks=num_ranks)
+    kill = KILL.format(at=at, rank=0)
+    return server.lines_after_kill(PROGRAM, root, 3, kill=kill, num_ranks=1)
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,17 @@ def test_killed_at_twenty_random_steps(
 
 
 @pytest.mark.slow
-def test_two_ranks_bitwise(server: ForkServer, tmp_path: Path) -> None:
-    """In the second epoch, whose order a plain resume on several ranks takes from the first."""
-    straight = server.lines(PROGRAM, tmp_path / "a", 3, directory=tmp_path, num_ranks=2)
-    assert killed_and_resumed(server, tmp_path / "b", 9, num_ranks=2) == straight
+@pytest.mark.timeout(600)
+def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path) -> None:
+    check_four_ranks(
+        server,
+        tmp_path,
+        PROGRAM,
+        silent=("", ""),
+        every=("save_steps=2", "save_steps=6"),
+        kill=lambda at, rank: KILL.format(at=at, rank=rank),
+        steps=6,
+    )
 
 
 ADAPTED = """

@@ -405,7 +405,8 @@ class Loader:
         result = matcher.result
         memory = LocalMemory(result.tensors)
         # Nearly every state is contiguous host tensors, each with its own memory.
-        if result.cleared or not memory.is_disjoint() or files_mapped_twice():
+        is_disjoint = memory.is_disjoint() and not (result.tensors and files_mapped_twice())
+        if result.cleared or not is_disjoint:
             result.tensors = without_ties(result.tensors)
             result.mismatched += shared_memory([*result.tensors, *without_ties(result.cleared)])
             memory = LocalMemory(result.tensors)
