@@ -463,7 +463,7 @@ class Names:
         if not self._has_looked:
             with suppress(RequestFailed):
                 self.records(self._bucket.list(""), steps_only=True)
-        others: dict[str, NameRecord] = {}
+        newest: dict[str, NameRecord] = {}
         seen, nbytes = {name}, 0
         for key, record in reversed(self._known.items()):
             other = key.partition(" ")[0]
@@ -471,10 +471,10 @@ class Names:
                 continue
             seen.add(other)
             nbytes += len(record.note) + sum(map(len, record.files)) + _MIN_NBYTES
-            if len(others) == _MAX_OTHERS or nbytes > _MAX_OTHERS_NBYTES:
+            if len(newest) == _MAX_OTHERS or nbytes > _MAX_OTHERS_NBYTES:
                 break
-            others[key] = msgspec.structs.replace(record, came=None)
-        return others
+            newest[key] = msgspec.structs.replace(record, came=None)
+        return newest
 
     def _files(self, record: NameRecord) -> tuple[str, ...]:
         listing = self._bucket.list(self.data_key(record))
