@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from holdfast.integrations.world import groups_of_world, newest_step, of_each_ra
 from holdfast.parallel import ProcessGroups
 from holdfast.policies.keep import KeepPolicy
 from holdfast.state import RNG, OptimizerState, Stored
+from holdfast.state.module_tree import some_of
 
 _OWN = ("state_dict", "optimizer_states")
 """Entries of Lightning's checkpoint that are parts of their own here."""
@@ -111,6 +113,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             self._checkpointer = Checkpointer(self._root, groups=self._groups, **self._options)
         super().setup(trainer, pl_module, stage)
         self._resumed = self._now = None
+        self._trained: Sequence[str] = ()
         if stage == "fit":
             _before_first_pass(trainer, self._watch_loaders)
 
@@ -119,6 +122,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         super().on_train_start(trainer, pl_module)
         if self._resumed is not None:
             self._running().load(_optimizers(trainer), step=self._resumed)
+            _compare_trainable(self._trained, trainer)
             if self._now is not None:  # no loader has taken them
                 set_streams(self._now)
         elif not self._continues and self._running().latest() is not None:
@@ -194,7 +198,10 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             "model": trainer.lightning_module,
             **_optimizers(trainer),
             "rng": RNG(),
-            "lightning": {"checkpoint": of_each_rank_or_first(rest)},
+            "lightning": {
+                "checkpoint": of_each_rank_or_first(rest),
+                "trainable": _trainable(trainer),
+            },
         }
         self.last_save = self._running().save_async(trainer.global_step, parts, overwrite=True)
 
@@ -208,11 +215,15 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         parts = {
             "model": trainer.lightning_module,
             "rng": RNG(),
-            "lightning": {"checkpoint": of_each_rank_or_first(Stored())},
+            "lightning": {
+                "checkpoint": of_each_rank_or_first(Stored()),
+                "trainable": Stored(),
+            },
         }
         before = Streams()
         values: Any = self._running().load(parts, step=step).values
         self._resumed, self._now = step, Streams().states()
+        self._trained = values["lightning"]["trainable"]
         # What the program still draws before the first batch, it draws as a new run does.
         set_streams(before.states())
         # The module has its state already: Lightning loads it into itself, and no optimizer yet.
@@ -348,6 +359,28 @@ def _before_first_pass(trainer: Trainer, call: Any) -> None:
         load_states(loop)
 
     loop._load_combined_loader_states = load_combined_loader_states
+
+
+def _trainable(trainer: Trainer) -> list[str]:
+    """Return the names of the parameters that are trained."""
+    named = trainer.lightning_module.named_parameters()
+    return [name for name, parameter in named if parameter.requires_grad]
+
+
+def _compare_trainable(saved: Sequence[str], trainer: Trainer) -> None:
+    """Name what was trained when the checkpoint was saved and is frozen now, or the reverse.
+
+    No state dict has it. `BackboneFinetuning` freezes at each start, also of a run that is resumed
+    after it has unfrozen.
+    """
+    now = _trainable(trainer)
+    changes = {
+        "trained when the checkpoint was saved, and frozen now": set(saved) - set(now),
+        "frozen when the checkpoint was saved, and trained now": set(now) - set(saved),
+    }
+    for what, names in changes.items():
+        if names and trainer.is_global_zero:
+            logging.getLogger("holdfast").warning("%s: %s", what, some_of(sorted(names)))
 
 
 def _optimizers(trainer: Trainer) -> dict[str, object]:
