@@ -234,8 +234,8 @@ class ShardedModel(MicrobatchTaker):
         all complete what was launched. Devices cannot leave: there the one that failed makes the
         remaining collectives, as they were in an earlier microbatch of the same kind. If there was
         none, and a rank waits for its device before the microbatch ends, or in collectives of the
-        model itself (`tp`), it raises when the limit of that communicator is over; then start again
-        from the last checkpoint.
+        model itself (`tp`, `ep`), it raises when the limit of that communicator is over; then start
+        again from the last checkpoint.
 
         Args:
             is_last: True if a step follows. Otherwise gradients are kept as the strategy says.

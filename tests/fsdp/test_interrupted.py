@@ -203,7 +203,6 @@ def errors_in_new_kinds(context: RankContext, sizes: dict[str, Any], names: Any)
         ({"dp": 2}, None),
         ({"dp": 2}, ("dp_cp", "expt_dp")),  # one communicator for gathers and reductions
         pytest.param({"dp": 4, "replicas": 2}, None, marks=pytest.mark.slow),
-        pytest.param({"dp": 4, "ep": 2}, None, marks=pytest.mark.slow),
     ],
 )
 def test_an_error_in_a_microbatch_unlike_all_before_ends_on_all_ranks_at_once(
