@@ -11,6 +11,7 @@ TRAINER := $(wildcard trainer/pyproject.toml)
 DOCS_VENV := .venv-docs
 # On top of $(VENV): torchtitan has many requirements, and few for what the tests use.
 TITAN_VENV := .venv-titan
+RAY_VENV := .venv-ray
 DOCS_READY := $(DOCS_VENV)/.ready
 ## One more than the two processors that continuous integration has: many tests wait, for deadlines
 ## and for each other.
@@ -58,6 +59,9 @@ test-integrations: setup
 	@readlink -f $(VENV)/lib/python*/site-packages > $$(echo $(TITAN_VENV)/lib/python*/site-packages)/base.pth
 	@$(TITAN_VENV)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt \
 	  torchtitan spmd_types tyro docstring-parser typeguard torch_checkpointing
+	@test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
+	@readlink -f $(VENV)/lib/python*/site-packages > $$(echo $(RAY_VENV)/lib/python*/site-packages)/base.pth
+	@$(RAY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]'
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not nightly" tests/integrations
 
 test-all: setup lint
@@ -98,4 +102,4 @@ trace: setup
 	@$(BIN)/python -m tools.trace
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(TITAN_VENV) site demo/out bench/out .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(TITAN_VENV) $(RAY_VENV) site demo/out bench/out .mypy_cache .ruff_cache .hypothesis .import_linter_cache
