@@ -48,6 +48,18 @@ def clean(text: str) -> str:
     )
 
 
+def some_of(names: Sequence[str], *, most: int = 10) -> str:
+    """Return names for a message: the first of them, and how many more there are."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def some_sentences(sentences: Sequence[str], *, most: int) -> str:
+    """Return sentences in one line: the first of them, and how many more there are."""
+    rest = len(sentences) - most
+    return "; ".join(sentences[:most]) + (f"; and {rest} more" if rest > 0 else "")
+
+
 class HoldfastError(Exception):
     """Base class of everything Holdfast raises on purpose.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.arrays.boxes import Box, split_box
-from holdfast.errors import ConfigError, MismatchError
+from holdfast.errors import ConfigError, MismatchError, some_of
 from holdfast.foreign.catalog import OpenFiles
 from holdfast.foreign.rules import MapRule
 from holdfast.foreign.tensor_expressions import Expression
@@ -81,9 +81,7 @@ def uses_of(
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return some of the names as text."""
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return ", ".join(names[:_NUM_NAMED]) + more
+    return some_of(names, most=_NUM_NAMED)
 
 
 def _use_of(rules: Sequence[MapRule], name: str) -> tuple[MapRule, int, dict[str, str]] | None:

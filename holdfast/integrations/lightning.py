@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from holdfast.checkpoint import Checkpointer, PendingSave
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, some_of
 from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.integrations.fetches import Streams, set_streams
 from holdfast.integrations.loaders import has_place, place_of, shares_of_data
@@ -29,7 +29,6 @@ from holdfast.integrations.world import groups_of_world, newest_step, of_each_ra
 from holdfast.parallel import ProcessGroups
 from holdfast.policies.keep import KeepPolicy
 from holdfast.state import RNG, OptimizerState, Stored
-from holdfast.state.module_tree import some_of
 
 _OWN = ("state_dict", "optimizer_states")
 """Entries of Lightning's checkpoint that are parts of their own here."""

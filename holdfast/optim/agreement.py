@@ -16,7 +16,7 @@ from typing import Literal
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, some_sentences
 from holdfast.format.digest import digest128
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.state.tensor_elements import tensor_digest
@@ -178,8 +178,7 @@ def _compare_names(
         problems += _shared_names(by_rank, key, layout, hints)
     problems = list(dict.fromkeys(problems))
     if problems:
-        more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
-        raise ConfigError(f"{who}: {'; '.join(problems[:_MAX_NAMED])}{more}")
+        raise ConfigError(f"{who}: {some_sentences(problems, most=_MAX_NAMED)}")
 
 
 def _differences(

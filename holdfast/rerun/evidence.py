@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.errors import some_of, some_sentences
 from holdfast.rerun.attempt import AttemptReport, RecheckedValue, trial_of
 from holdfast.rerun.judging import Judgement, Recheck
 from holdfast.rerun.places import Place
@@ -80,18 +81,21 @@ class Evidence:
 
     def describe_rejected(self) -> str:
         """Describe for a person which values were rejected, on which ranks and why."""
-        return _joined(
+        return some_sentences(
             [
                 f"'{each.call}' on rank {place.rank} ({place.host}, {place.device}) is "
                 f"{_shown(each.value)} ({each.why})"
                 for place, report in self._reports
                 for each in report.rejected
-            ]
+            ],
+            most=_MAX_NAMED,
         )
 
     def describe_rechecked(self) -> str:
         """Describe for a person the outcomes of the values that were rejected before."""
-        return _joined([_sentence(place, each) for place, each in self._rechecked()])
+        return some_sentences(
+            [_sentence(place, each) for place, each in self._rechecked()], most=_MAX_NAMED
+        )
 
     def blamed(self, judgement: Judgement) -> list[str]:
         """Return the convicted devices in words, each once, with the rank that each one was."""
@@ -106,9 +110,7 @@ class Evidence:
     def describe_open(self, judgement: Judgement) -> str:
         """Describe for a person what an open fault lies between, and which start decides it."""
         named = self._in_words(judgement.suspects)
-        between = ", ".join(named[:_MAX_NAMED])
-        if len(named) > _MAX_NAMED:
-            between += f" and {len(named) - _MAX_NAMED} more"
+        between = some_of(named, most=_MAX_NAMED)
         attributions = [
             each
             for each, verdict in zip(judgement.attributions, judgement.verdicts, strict=True)
@@ -165,10 +167,3 @@ def _shown(value: object) -> str:
     else:
         text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _joined(sentences: Sequence[str]) -> str:
-    """Join the first sentences, and say how many more there are."""
-    more = len(sentences) - _MAX_NAMED
-    shown = "; ".join(sentences[:_MAX_NAMED])
-    return shown if more <= 0 else f"{shown}; and {more} more"

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast._torch import buffer_table, give_metadata, parameter_table, write_counter
 from holdfast.arguments import check_choice
-from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError
+from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError, some_of
 from holdfast.format.values import tag_of
 from holdfast.state.arrival import ask_back, recorded
 from holdfast.state.form_trial import inverted, unrelated_to_forms
@@ -40,7 +40,6 @@ from holdfast.state.module_tree import (
     refuse_hook_states,
     refuse_lost,
     same_memory,
-    some_of,
     walk_all,
 )
 from holdfast.state.stored import PlacedTemplates, StoredPart, zeros_like_target

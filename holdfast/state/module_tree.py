@@ -34,7 +34,7 @@ from holdfast._torch import (
     parameter_table,
     unsaved_buffers,
 )
-from holdfast.errors import ConfigError, HoldfastError, PlacementError
+from holdfast.errors import ConfigError, HoldfastError, PlacementError, some_of
 from holdfast.state.markers import Marked, check_real_shape
 from holdfast.state.tensor_elements import instances_in, local_of, memory_key
 
@@ -387,7 +387,6 @@ def declared_padding(module: nn.Module) -> ModulePaddings:
     return ModulePaddings(by_tensor=by_tensor, by_name=by_name)
 
 
-_MAX_NAMED = 10
 _EXTRA_STATE = "_extra_state"
 _DATA = torch.Tensor | Marked | np.ndarray | bytes | bytearray
 """Types that may hold what a tensor of the module does not show itself."""
@@ -593,13 +592,6 @@ def _state_dict(module: nn.Module) -> Mapping[object, object]:
                 f"shards are DTensors, or shard with fully_shard (FSDP2)"
             )
     return state
-
-
-def some_of(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
-    shown = ", ".join(names[:_MAX_NAMED])
-    rest = len(names) - _MAX_NAMED
-    return shown if rest <= 0 else f"{shown} and {rest} more"
 
 
 def _is_extra(name: str) -> bool:

@@ -25,6 +25,7 @@ from holdfast.errors import (
     HoldfastError,
     PlanError,
     StorageError,
+    some_sentences,
 )
 from holdfast.format.digest import digest128
 from holdfast.format.envelopes.torch_dist import MetadataMemo, extra_files
@@ -506,11 +507,10 @@ def compare_checks(plan: CommitPlan, records: list[DoneRecord]) -> None:
         return
     groups = np.split(order, first[1:])
     drifts = [_holders(plan, reported, groups[b]) for b in bad.tolist()]
-    sentences = [f"{key}: {describe_drift(holders)}" for key, holders in drifts[:5]]
-    more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
+    sentences = [f"{key}: {describe_drift(holders)}" for key, holders in drifts]
     keys = list(dict.fromkeys(key for key, _ in drifts))
     raise DriftError(
-        f"{'; '.join(sentences)}{more}. Several ranks hold these tensors under one key, and "
+        f"{some_sentences(sentences, most=5)}. Several ranks hold these tensors under one key, and "
         f"nothing declares them different. Either a rank has computed or kept wrong values, or "
         f"they are not meant to be equal: then give each its own key, or declare the shards with a "
         f"DTensor or Sharded(...){_about_statistics(keys)}",

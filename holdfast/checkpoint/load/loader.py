@@ -31,7 +31,6 @@ from holdfast.checkpoint.load.requests import (
     find_dropped,
     find_unexpected,
     refuse_needed,
-    shorten_list,
 )
 from holdfast.checkpoint.load.target_memory import without_ties
 from holdfast.checkpoint.options import LoadOptions, OnDrift
@@ -43,6 +42,7 @@ from holdfast.errors import (
     HoldfastError,
     MismatchError,
     StorageError,
+    some_of,
 )
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.index import validate_index
@@ -429,7 +429,7 @@ class Loader:
             written |= set(touched) - {each.path for each in result.tensors if each.is_fresh}
             raise type(caught)(
                 f"{caught}. Targets already written on this rank: "
-                f"{shorten_list(touched) or 'none'}; load again from a good checkpoint before "
+                f"{some_of(touched) or 'none'}; load again from a good checkpoint before "
                 f"using them",
                 details=caught.details,
             ) from caught
@@ -481,7 +481,7 @@ def _refuse_left_over(written: set[str], result: MatchResult, step: int) -> None
     if left:
         raise CorruptionError(
             f"step {step} lacks {len(left)} entries that a damaged newer checkpoint has "
-            f"already written to: {shorten_list(left)}; load step {step} into a fresh state"
+            f"already written to: {some_of(left)}; load step {step} into a fresh state"
         )
 
 
@@ -521,7 +521,7 @@ def warn_of_kept(result: MatchResult, rank: int) -> None:
             "rank %s: the checkpoint has nothing for this rank's coordinates in %s; what the rank "
             "has stays",
             rank,
-            shorten_list(sorted(result.kept)),
+            some_of(sorted(result.kept)),
         )
 
 
@@ -536,7 +536,7 @@ def raise_mismatch(result: MatchResult, step: int) -> None:
     if result.missing:
         sentences.append(
             f"the checkpoint lacks {len(result.missing)} entries that the state asks for: "
-            f"{shorten_list(result.missing)} (allow_missing=[patterns] lets them be)"
+            f"{some_of(result.missing)} (allow_missing=[patterns] lets them be)"
         )
         if any(path.endswith("]") for path in result.missing):
             sentences[-1] += (
@@ -545,11 +545,11 @@ def raise_mismatch(result: MatchResult, step: int) -> None:
             )
     if result.mismatched:
         sentences.append(
-            f"{len(result.mismatched)} entries do not fit: {shorten_list(result.mismatched)}"
+            f"{len(result.mismatched)} entries do not fit: {some_of(result.mismatched)}"
         )
     if result.unagreed:
         sentences.append(
-            f"{len(result.unagreed)} entries would start fresh: {shorten_list(result.unagreed)} "
+            f"{len(result.unagreed)} entries would start fresh: {some_of(result.unagreed)} "
             f"(allow_missing=[patterns] agrees to that, as in {_patterns(result.unagreed)})"
         )
     if sentences:

@@ -16,7 +16,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.packed_ints import PackedBoxes, pack_boxes, squeeze, unpack_boxes, unsqueeze
-from holdfast.errors import CorruptionError, MismatchError
+from holdfast.errors import CorruptionError, MismatchError, some_of
 from holdfast.format.values import Codecs, Node, is_per_rank, is_plain_dict, walk
 from holdfast.parallel import Layout
 from holdfast.parallel.ranks import shorten_ranks
@@ -178,7 +178,7 @@ def find_unexpected(
     if refused:
         raise MismatchError(
             f"the checkpoint holds {len(refused)} entries that the state does not ask for: "
-            f"{shorten_list(refused)}; pass ignore_unexpected=[patterns], or True for all, to "
+            f"{some_of(refused)}; pass ignore_unexpected=[patterns], or True for all, to "
             f"leave them"
         )
     return unexpected
@@ -252,7 +252,7 @@ def find_dropped(
                 refused.setdefault(path, []).append(label)
     if refused:
         shown = "; ".join(
-            f"{path}: {len(labels)} ({shorten_list(labels)})" for path, labels in refused.items()
+            f"{path}: {len(labels)} ({some_of(labels)})" for path, labels in refused.items()
         )
         raise MismatchError(
             f"the checkpoint holds values of coordinates that no rank of this layout takes: "
@@ -287,7 +287,7 @@ def check_consistency(
     if sentences[True]:
         raise MismatchError(
             f"{len(sentences[True])} random streams are shared by ranks that would have different "
-            f"ones after this load: {shorten_list(sentences[True])}. The checkpoint has none for "
+            f"ones after this load: {some_of(sentences[True])}. The checkpoint has none for "
             f"some of these ranks, which keep what they have: seed it alike on them before the "
             f"load, or declare streams that differ: RNG(shared=())"
         )
@@ -296,17 +296,10 @@ def check_consistency(
             "%s random streams differ between ranks that may have to draw alike: %s; if they do, "
             "seed them alike and declare it: RNG(shared=(axis,)); if not, RNG(shared=())",
             len(sentences[False]),
-            shorten_list(sentences[False]),
+            some_of(sentences[False]),
         )
 
 
 def _per_rank_nodes(tree: Any) -> list[dict[str, Any]]:
     """Every value per coordinate under a node, in stored order, an outer one before its inner."""
     return [node for node in walk(tree) if is_per_rank(node)]
-
-
-def shorten_list(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    shown = ", ".join(names[:MAX_NAMED])
-    rest = len(names) - MAX_NAMED
-    return shown if rest <= 0 else f"{shown} and {rest} more"

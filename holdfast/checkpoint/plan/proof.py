@@ -22,7 +22,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.plan.assign_writers import HeldBoxes
 from holdfast.checkpoint.plan.claims import UNDECLARED, RankClaims, TensorNames, decode_names
-from holdfast.errors import PlanError
+from holdfast.errors import PlanError, some_sentences
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import IRREGULAR, WHOLE, LayoutInfo, PlacementInfo
 from holdfast.state.leaves import ReplicaSet
@@ -135,7 +135,8 @@ def _number_tensors(
         numbers_of.append(own_numbers)
     if problems:
         raise PlanError(
-            "one key must have one dtype, shape and layout on all ranks: " + _joined(problems)
+            "one key must have one dtype, shape and layout on all ranks: "
+            + some_sentences(problems, most=_MAX_PROBLEMS)
         )
     joint = TensorNames(
         keys=tuple(numbers),
@@ -207,7 +208,7 @@ def prove_exact_cover(claims: AllClaims, held: HeldBoxes, ranks: Sequence[int]) 
         )
     raise PlanError(
         "the ranks' shards do not cover every tensor exactly: "
-        + _joined(problems)
+        + some_sentences(problems, most=_MAX_PROBLEMS)
         + ". Check the placements (offsets, axes, mesh) of these tensors on the ranks named"
     )
 
@@ -238,7 +239,9 @@ def prove_replicas(claims: AllClaims, held: HeldBoxes, ranks: Sequence[int]) -> 
             where = f"{claims.names.keys[claims.tensor[row]]} {_box_text(claims.tensor_box(row))}"
             problems.append(f"{where}{also}: {problem}")
     if problems:
-        raise PlanError("two ranks claim to own one box: " + _joined(problems))
+        raise PlanError(
+            "two ranks claim to own one box: " + some_sentences(problems, most=_MAX_PROBLEMS)
+        )
     judged: BoolArray = verdicts[group]
     return judged
 
@@ -280,10 +283,3 @@ def _judge(claims: AllClaims, rows: IntArray, ranks: Sequence[int]) -> tuple[str
 def _box_text(box: Box) -> str:
     """A box as slices: `[0:4, 2:6]`."""
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.offset, box.stop, strict=True)) + "]"
-
-
-def _joined(problems: Sequence[str]) -> str:
-    """The first problems in one line, and how many more there are."""
-    shown = "; ".join(problems[:_MAX_PROBLEMS])
-    rest = len(problems) - _MAX_PROBLEMS
-    return shown if rest <= 0 else f"{shown}; and {rest} more"

@@ -25,7 +25,7 @@ from torch import nn
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
 from holdfast.checkpoint.save.staging import Staging, copy_bytes, is_plain, tensor_bytes
 from holdfast.checkpoint.save.write_watch import Span, WatchError, WriteWatch, whole_pages
-from holdfast.errors import PlanError, StorageError
+from holdfast.errors import PlanError, StorageError, some_of
 from holdfast.state import OnLayout, OptimizerState
 from holdfast.state.leaves import held_tensor
 
@@ -384,9 +384,8 @@ def _write_all(fd: int, span: Span, offset: int) -> bool:
 
 
 def _changed_error(changed: Sequence[str]) -> PlanError:
-    more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
     return PlanError(
-        f"{', '.join(changed[:_MAX_NAMED])}{more}: changed while still being copied, "
+        f"{some_of(changed, most=_MAX_NAMED)}: changed while still being copied, "
         f"so what is stored would be of no one time; before anything but a step of an optimizer of "
         f"the state changes it call PendingSave.staged(), or save with stage='at once'",
         details={"changed": list(changed[:_MAX_DETAILS])},

@@ -14,7 +14,7 @@ from holdfast.cli.support.messages import counted, when
 from holdfast.cli.support.run_history import OPEN, Device, DeviceHistory, Fault, RunHistory
 from holdfast.cli.support.steps import open_root
 from holdfast.cli.support.tables import make_console, print_json, print_rows
-from holdfast.errors import ConfigError, HoldfastError, clean
+from holdfast.errors import ConfigError, HoldfastError, clean, some_sentences
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import MANIFEST, RANK_LOG_DIR, list_steps, step_dir
 from holdfast.format.rerun_report import REPORT_NAME, read_events
@@ -183,9 +183,7 @@ def _fault_cells(fault: Fault, pending: Fault | None) -> list[str]:
 
 def _named(devices: Sequence[Device]) -> str:
     """Name the first devices, and say how many more there are."""
-    more = len(devices) - _MAX_NAMED
-    text = "; ".join(f"{each.host}, {each.device}" for each in devices[:_MAX_NAMED])
-    return text if more <= 0 else f"{text}; and {more} more"
+    return some_sentences([f"{each.host}, {each.device}" for each in devices], most=_MAX_NAMED)
 
 
 def _when(seconds: float) -> str:

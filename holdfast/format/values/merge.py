@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from holdfast.errors import CorruptionError, HoldfastError, PlanError
+from holdfast.errors import CorruptionError, HoldfastError, PlanError, some_of
 from holdfast.format.values.codecs import decode_tree
 from holdfast.format.values.value_nodes import (
     MAPPINGS,
@@ -269,13 +269,11 @@ def _require_same_members(
 
 
 def _names(table: dict[bytes, tuple[Node, Any]]) -> str:
-    shown = ", ".join(_key_name(key) for key, _ in list(table.values())[:_MAX_NAMED])
-    return shown if len(table) <= _MAX_NAMED else f"{shown} and {len(table) - _MAX_NAMED} more"
+    return some_of([_key_name(key) for key, _ in table.values()], most=_MAX_NAMED)
 
 
 def _ranks(labels: tuple[str, ...]) -> str:
-    shown = ", ".join(labels[:_MAX_NAMED])
-    return shown if len(labels) <= _MAX_NAMED else f"{shown} and {len(labels) - _MAX_NAMED} more"
+    return some_of(labels, most=_MAX_NAMED)
 
 
 def _raise_conflict(groups: _Groups, path: str) -> NoReturn:
