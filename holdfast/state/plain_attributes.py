@@ -44,12 +44,12 @@ class PlainAttributes:
     """Notices attributes that change between the looks at modules; see above.
 
     Keeps what it saw by module object, weakly: modules made again for each save are never compared.
+    By identity, because the hash of a module may change with its state (torchmetrics).
     """
 
     def __init__(self) -> None:
-        self._seen: weakref.WeakKeyDictionary[nn.Module, dict[str, object]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._seen: dict[str, dict[int, tuple[weakref.ref[nn.Module], dict[str, object]]]] = {}
+        """The last look at each part: by `id`, the module and its attributes."""
         self._settled: set[str] = set()
         self._users: dict[type, bool] = {}
         """Whether a class has code of the user's, by class."""
@@ -66,9 +66,10 @@ class PlainAttributes:
             The path of each attribute that changed, holds something and is not shown; each path
             once.
 
-        Cost: 1 to 2 µs for each module with code of the user's, and what it keeps in containers.
+        Cost: 2 to 7 µs for each module with code of the user's, and what it keeps in containers.
         """
-        changed: dict[nn.Module, list[str]] = {}
+        before, self._seen[part] = self._seen.get(part, {}), {}
+        changed: dict[int, list[str]] = {}
         for module in root.modules():
             kind = type(module)
             if kind not in self._users:
@@ -80,17 +81,17 @@ class PlainAttributes:
                 for name, value in vars(module).items()
                 if name not in _OWN
             }
-            before = self._seen.get(module)
-            self._seen[module] = now
-            if before is not None and before != now:
-                changed[module] = [name for name in now if before.get(name) != now[name]]
+            self._seen[part][id(module)] = weakref.ref(module), now
+            ref, then = before.get(id(module), (None, now))
+            if ref is not None and ref() is module and then != now:
+                changed[id(module)] = [name for name in now if then.get(name) != now[name]]
         return self._named(part, root, changed, made) if changed else []
 
     def _named(
         self,
         part: str,
         root: nn.Module,
-        changed: Mapping[nn.Module, list[str]],
+        changed: Mapping[int, list[str]],
         made: Mapping[str, object],
     ) -> list[str]:
         """Return those attributes that hold something and are not shown, each once."""
@@ -98,7 +99,7 @@ class PlainAttributes:
             f"{part}.{prefix}{name}": (module, name)
             for prefix, _, module, is_wrapper in walk_all(root)
             if not is_wrapper
-            for name in changed.get(module, ())
+            for name in changed.get(id(module), ())
             if _holds_any(vars(module)[name])
         }
         undecided = paths.keys() - self._settled

@@ -128,6 +128,31 @@ def test_a_metric_inside_of_a_module_is_named_unless_it_is_persistent(tmp_path: 
             assert ("model.1.mean_value" in unstored) is not is_persistent
 
 
+class Total(torchmetrics.Metric):
+    """Its hash, as that of every metric, is made of the states, which it replaces."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, x: torch.Tensor) -> None:
+        self.total = self.total + x.sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+
+def test_a_module_whose_hash_changes_is_the_same_module(tmp_path: Path) -> None:
+    """O14."""
+    net = nn.Sequential(nn.Linear(2, 2), Total())
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": net})
+        net[1].update(torch.ones(3))
+        assert "model.1.total" in checkpointer.save(2, {"model": net}).unstored
+
+
 def test_a_module_made_again_and_its_wrappers_are_not_compared(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for number in range(3):
