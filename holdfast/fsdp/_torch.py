@@ -258,14 +258,18 @@ class WatchedWork(dist.Work):
         return True
 
 
-class LoggedGather:
-    """Gathers as another object of FSDP2 does, and notes it."""
+class Logged:
+    """Makes a collective in the place of another object of FSDP2, and notes it."""
 
     def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
         self._inner = inner
         self._log = log
         self._is_watched = is_watched
         self.allocate = inner.allocate
+
+
+class LoggedGather(Logged):
+    """Gathers as another object of FSDP2 does, and notes it."""
 
     def __call__(
         self,
@@ -288,19 +292,13 @@ class LoggedGather:
         return None
 
 
-class LoggedReduction:
+class LoggedReduction(Logged):
     """Reduces and scatters as another object of FSDP2 does, and notes it.
 
     Gloo makes a reduce-scatter of a copy, an all-reduce and another copy, and a wait for it cannot
     be given up. So where waits are watched it is the all-reduce, in place: FSDP2 does not need what
     it gave any more.
     """
-
-    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
-        self._inner = inner
-        self._log = log
-        self._is_watched = is_watched
-        self.allocate = inner.allocate
 
     def __call__(
         self,
