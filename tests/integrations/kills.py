@@ -10,9 +10,10 @@ from typing import Any
 
 from tests.integrations.forks import ForkServer
 
-KILL_AT_ADAMW = """
-import os, signal, torch
-step = torch.optim.AdamW.step
+_KILL_AT_STEP = """
+import os, signal
+from MODULE import NAME
+step = NAME.step
 count = 0
 def kill(self, *args, **named):
     global count
@@ -20,10 +21,16 @@ def kill(self, *args, **named):
     if count == {at} and rank == {rank}:
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, *args, **named)
-torch.optim.AdamW.step = kill
+NAME.step = kill
 """
-"""A prelude that ends a rank at a step of its optimizer."""
 
+
+def kill_at_step_of(module: str, name: str) -> str:
+    """Return a prelude that ends a rank at a step of its optimizer, to be formatted."""
+    return _KILL_AT_STEP.replace("MODULE", module).replace("NAME", name)
+
+
+KILL_AT_ADAMW = kill_at_step_of("torch.optim", "AdamW")
 STEADY_BUCKETS = """
 from torch.nn.parallel import DistributedDataParallel
 made = DistributedDataParallel.__init__

@@ -9,26 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import check_four_ranks, check_twenty_kills
+from tests.integrations.kills import check_four_ranks, check_twenty_kills, kill_at_step_of
 from tests.integrations.pages import lines_to_change, program_of
 
 pytest.importorskip("lightning_fabric")
 
 PROGRAM = program_of("lightning", "fabric")
 EPOCHS, STEPS = 3, 30
-KILL = """
-import os, signal
-from lightning_fabric.wrappers import _FabricOptimizer
-step = _FabricOptimizer.step
-count = 0
-def kill(self, *args, **named):
-    global count
-    count += 1
-    if count == {at} and rank == {rank}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *args, **named)
-_FabricOptimizer.step = kill
-"""
+KILL = kill_at_step_of("lightning_fabric.wrappers", "_FabricOptimizer")
 
 
 @pytest.fixture(scope="module")
