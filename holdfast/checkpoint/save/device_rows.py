@@ -1,0 +1,187 @@
+"""Lazy staging of what is on a device: copied on a side stream, in the order of the streams.
+
+The host waits for nothing: a step of an optimizer that changes a source is put behind the copies on
+the device (`DeviceRows.hold_back`). The kernel of the host cannot watch a device's memory. So a
+write in between is noticed by what it leaves: another version of the tensor, or, where it has none
+(`.data`, kernels of others), other sums of its words than at the call. The sums are taken on the
+caller's stream at the call, and on the side stream behind the copies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from holdfast.checkpoint.save.staging import CudaCopier, Staging, content_digest
+
+_ROW = 1024
+"""Words in a row of the matrix that the words of a source are summed as."""
+_WORD = torch.int32
+
+
+class DeviceSource(NamedTuple):
+    """A contiguous tensor on a device that is read later."""
+
+    name: str
+    tensor: torch.Tensor
+    """Detached, so of the memory that it has at the call; it counts versions with its source."""
+    version: int | None
+    """At the call; None of a snapshot, which nobody else has."""
+    storage: tuple[int, int]
+    """Address and bytes of its memory at the call."""
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> DeviceSource:
+        """Return a tensor as it is now; see `can_be_summed`."""
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr(), storage.nbytes()
+        return cls(name, tensor.detach(), tensor._version, place)
+
+    @classmethod
+    def snapshot(cls, name: str, tensor: torch.Tensor) -> DeviceSource:
+        """Return a copy of a tensor on its device, made on the caller's stream."""
+        return cls(name, tensor.detach().clone(), None, (0, 0))
+
+    @property
+    def is_written(self) -> bool:
+        """True if it was written, resized or freed through a tensor that counts versions."""
+        storage = self.tensor.untyped_storage()
+        return (
+            self.tensor._version != self.version
+            or (storage.data_ptr(), storage.nbytes()) != self.storage
+        )
+
+
+def can_be_summed(tensor: torch.Tensor) -> bool:
+    """Return True for a contiguous tensor of whole words that counts its versions."""
+    return (
+        not tensor.is_inference()
+        and tensor.nbytes % _WORD.itemsize == 0
+        and tensor.data_ptr() % _WORD.itemsize == 0
+    )
+
+
+class WordSums:
+    """The sums of rows and columns of some tensors' words, each tensor a matrix of 1,024 columns.
+
+    Sums are exact (words of 32 bits in sums of 64), so another content has the same sums only if
+    it keeps the sum of every row and of every column.
+
+    Args:
+        tensors: on one device, see `can_be_summed`.
+        device: it.
+
+    Cost: two passes over the tensors on the device, two or three launches a tensor; memory for one
+    word in 512, and 8 KiB a tensor.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._words = [_words(each) for each in tensors]
+        counts = [len(each) // _ROW + _ROW + len(each) % _ROW for each in self._words]
+        self._bounds = [0]
+        for count in counts:
+            self._bounds.append(self._bounds[-1] + count)
+        self._device = device
+
+    @torch.no_grad()
+    def take(self) -> torch.Tensor:
+        """Return the sums of all tensors, taken on the current stream: one vector."""
+        sums = torch.empty(self._bounds[-1], dtype=torch.int64, device=self._device)
+        for words, first, stop in zip(self._words, self._bounds, self._bounds[1:], strict=False):
+            num_rows = len(words) // _ROW
+            rows = words[: num_rows * _ROW].view(num_rows, _ROW)
+            middle = first + num_rows
+            torch.sum(rows, 1, dtype=torch.int64, out=sums[first:middle])
+            torch.sum(rows, 0, dtype=torch.int64, out=sums[middle : middle + _ROW])
+            if middle + _ROW < stop:
+                sums[middle + _ROW : stop] = words[num_rows * _ROW :]
+        return sums
+
+    def differ(self, sums: torch.Tensor, others: torch.Tensor) -> list[int]:
+        """Return the places of tensors whose sums differ; waits for the current stream."""
+        if torch.equal(sums, others):
+            return []
+        different = (sums != others).cpu()
+        spans = zip(self._bounds, self._bounds[1:], strict=False)
+        return [place for place, span in enumerate(spans) if different[slice(*span)].any()]
+
+
+class DeviceRows:
+    """What a save reads later from one device.
+
+    Args:
+        copied: by place in the plan: what this rank writes; at least one here or in `compared`.
+        compared: by row of its claims: what others write, and this rank reports the digest of.
+        copier: of the device, whose stream has waited for the caller's by then.
+
+    The calling thread makes it and calls `hold_back`; another one calls `enqueue` and `finish`.
+    """
+
+    def __init__(
+        self,
+        copied: Mapping[int, DeviceSource],
+        compared: Mapping[int, DeviceSource],
+        copier: CudaCopier,
+    ) -> None:
+        self.copied, self.compared, self._copier = copied, compared, copier
+        every = [*copied.values(), *compared.values()]
+        self._watched = [each for each in every if each.version is not None]
+        self._sums = WordSums([each.tensor for each in self._watched], every[0].tensor.device)
+        self._lock = threading.Lock()
+        self._written: list[str] | None = None
+        self._before = self._sums.take()
+        copier.begin()  # behind the sums
+        self._done: torch.cuda.Event | None = None
+
+    def enqueue(self, staging: Staging) -> dict[int, int]:
+        """Put the copies on the side stream, and the sums behind them.
+
+        Returns:
+            Digests of what is compared, by row: copied here, and waited for.
+        """
+        with self._copier.on_stream():
+            self._copier.copy(
+                [staging.destinations[place] for place in self.copied],
+                [each.tensor for each in self.copied.values()],
+            )
+            digests = {row: content_digest(each.tensor) for row, each in self.compared.items()}
+            self._after = self._sums.take()
+            self._done = self._copier.record()
+        return digests
+
+    def hold_back(self) -> None:
+        """What the caller launches from here on runs behind the copies; after `enqueue`."""
+        self._check()
+        if self._done is not None:
+            self._copier.hold_back(self._done)
+
+    def finish(self) -> list[str]:
+        """Wait for the copies; return the names of sources that were written before."""
+        self.wait()
+        written = self._check()
+        with self._copier.on_stream():
+            differ = self._sums.differ(self._before, self._after)
+        return [*written, *(self._watched[place].name for place in differ)]
+
+    def wait(self) -> None:
+        """Wait for what `enqueue` has launched, if it has."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def _check(self) -> list[str]:
+        """Return the names of sources whose version has changed, as seen by the first call.
+
+        What is written after the copies, or by what was held back, is no fault.
+        """
+        with self._lock:
+            if self._written is None:
+                self._written = [each.name for each in self._watched if each.is_written]
+            return self._written
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor as words, shared."""
+    return tensor.view(-1).view(torch.uint8).view(_WORD)

@@ -1,0 +1,147 @@
+"""Rows that are copied later from a device: what notices a write. (`tests/gpu` has the streams.)
+
+The tensors are of the host, the streams of a stand-in: what is asked of the order of things on a
+device is `tests/gpu/test_lazy.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.checkpoint.save.device_rows import (
+    DeviceRows,
+    DeviceSource,
+    WordSums,
+    can_be_summed,
+)
+from holdfast.checkpoint.save.staging import CudaCopier, content_digest, prepare_staging
+from holdfast.format.index import ImageEntry, layout_image
+from holdfast.state.tensor_elements import TORCH_TO_NAME
+from holdfast.writer.memory import SharedMemory
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64, torch.bool)
+
+
+@given(
+    numel=st.integers(1, 20_000).map(lambda n: 8 * n),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(["bit", "negated", "swapped", "swapped far", "rolled", "filled"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=80, deadline=None)
+def test_another_content_has_other_sums(
+    numel: int, dtype: torch.dtype, kind: str, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    data = torch.from_numpy(draw.integers(0, 256, numel * dtype.itemsize, dtype=np.uint8))
+    tensor = (data % 2 == 1) if dtype == torch.bool else data.view(dtype)
+    other = torch.randn(3)  # a neighbour, which keeps its sums
+    sums = WordSums([other, tensor, other], torch.device("cpu"))
+    before, content = sums.take(), tensor.clone()
+    words = tensor.view(torch.uint8).view(torch.int32)
+    if kind == "bit" and dtype != torch.bool:
+        at = int(draw.integers(len(words)))
+        words[at] ^= 1 << int(draw.integers(31))
+    elif kind == "negated" and dtype.is_floating_point:
+        tensor.data.neg_()
+    elif kind == "swapped" and len(words) > 1:
+        words[:2] = words[:2].flip(0)
+    elif kind == "swapped far" and len(words) > 4096:
+        words[[0, 4096]] = words[[4096, 0]]
+    elif kind == "rolled":
+        tensor.data.copy_(tensor.roll(1))
+    elif kind == "filled":
+        tensor.data.zero_()
+    is_same = torch.equal(tensor.view(torch.uint8), content.view(torch.uint8))
+    assert sums.differ(before, sums.take()) == ([] if is_same else [1])
+
+
+def test_what_cannot_be_summed() -> None:
+    flat = torch.zeros(4096, dtype=torch.uint8)
+    assert can_be_summed(flat)
+    assert can_be_summed(flat[4:-4])
+    assert not can_be_summed(flat[1:-3])  # at an odd address
+    assert not can_be_summed(flat[:-1])
+    with torch.inference_mode():
+        assert not can_be_summed(torch.zeros(4096))  # counts no versions
+
+
+class Streams:
+    """Stands in for `torch.cuda`: everything is done at once."""
+
+    def Stream(self, *, device: torch.device) -> Streams:
+        return self
+
+    def current_stream(self, device: torch.device) -> Streams:
+        return self
+
+    @contextmanager
+    def stream(self, stream: Streams) -> Iterator[None]:
+        yield
+
+    def wait_stream(self, other: Streams) -> None: ...
+
+    def wait_event(self, event: Streams) -> None: ...
+
+    def record_event(self) -> Streams:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda x: x.mul_(1.0),  # the same bytes: its version tells
+    "through a view": lambda x: x[3].fill_(2.0),
+    "data": lambda x: x.data.neg_(),
+    "alias": lambda x: x.data.view(-1)[7:8].add_(1.0),
+    "resized": lambda x: x.untyped_storage().resize_(8 * x.nbytes),
+}
+
+
+@pytest.mark.parametrize("kind", ["nothing", *WRITES])
+@pytest.mark.parametrize("place", ["copied", "compared"])
+@pytest.mark.parametrize("when", ["before", "held back", "after"])
+def test_a_write_before_the_copy_is_named_and_one_behind_it_is_not(
+    kind: str, place: str, when: str
+) -> None:
+    x, y = torch.randn(300, 8), torch.randn(64)
+    wanted = x.clone(), y.clone()
+    entries = [ImageEntry(name=n, dtype=TORCH_TO_NAME[y.dtype], shape=(64,)) for n in "a"]
+    sources: list[torch.Tensor] = [y]
+    if place == "copied":
+        entries.append(ImageEntry(name="b", dtype=TORCH_TO_NAME[x.dtype], shape=(300, 8)))
+        sources.append(x)
+    staging = prepare_staging(SharedMemory(), layout_image(entries), sources)
+    copier = CudaCopier(torch.device("cuda:0"), cuda=Streams())
+    own = {i: DeviceSource.of("ab"[i], each) for i, each in enumerate(sources)}
+    others = {5: DeviceSource.of("b", x)} if place == "compared" else {}
+    rows = DeviceRows(own, others, copier)
+    write: Callable[[torch.Tensor], Any] = WRITES.get(kind, lambda x: None)
+    if when == "before":
+        write(x)
+    digests = rows.enqueue(staging)
+    if when == "held back":
+        rows.hold_back()
+        if kind in ("data", "alias"):
+            return  # what follows is ordered by streams, which these are not
+        write(x)
+    names = rows.finish()
+    if when == "after":
+        write(x)
+        rows.hold_back()
+    expected = ["b"] if when == "before" and kind != "nothing" else []
+    assert list(dict.fromkeys(names)) == expected
+    if not expected:
+        assert torch.equal(staging.destinations[0], wanted[1])
+        if place == "copied":
+            assert torch.equal(staging.destinations[1], wanted[0])
+        else:
+            assert digests == {5: content_digest(wanted[0])}

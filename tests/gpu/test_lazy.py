@@ -1,0 +1,203 @@
+"""Lazily staged saves of a device: in the order of streams, the host waits for nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from holdfast import (
+    Checkpointer,
+    HoldfastError,
+    KeepLast,
+    OptimizerState,
+    PendingSave,
+    ProcessGroups,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+WIDTH = 1024
+_SLEEP_CYCLES = 200_000_000  # about a tenth of a second
+
+
+class Run:
+    """A model of 12 MiB in large tensors, and some small ones, which has made a step."""
+
+    def __init__(self, make: Callable[..., torch.optim.Optimizer], *, width: int = WIDTH) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(width, width) for _ in range(3)]
+        self.model = nn.Sequential(*layers, nn.BatchNorm1d(width)).cuda()
+        self.optimizer = make(self.model.parameters())
+        self.x = torch.randn(64, width, device="cuda")
+        self.forward()
+        self.update()
+
+    def forward(self) -> None:
+        self.model(self.x).square().mean().backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": OptimizerState(self.optimizer, self.model)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return {f"model.{name}": each for name, each in self.model.state_dict().items()} | {
+            f"optimizer.state.{names[id(p)]}.{entry}": each
+            for p, entries in self.optimizer.state.items()
+            for entry, each in entries.items()
+            if isinstance(each, Tensor)
+        }
+
+    def copies(self) -> dict[str, Tensor]:
+        return {name: each.detach().cpu().clone() for name, each in self.tensors().items()}
+
+
+def assert_stored(checkpointer: Checkpointer, step: int, wanted: dict[str, Tensor]) -> None:
+    values = checkpointer.load_all(step=step).values
+    stored = {f"model.{name}": each for name, each in values["model"].items()} | {
+        f"optimizer.state.{name}.{entry}": each
+        for name, entries in values["optimizer"]["state"].items()
+        for entry, each in entries.items()
+    }
+    assert not [name for name in wanted if not torch.equal(stored[name].cpu(), wanted[name])]
+
+
+MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "foreach": partial(torch.optim.AdamW, lr=0.1),
+    "fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
+    "capturable": partial(torch.optim.AdamW, lr=0.1, capturable=True),
+    "one by one": partial(torch.optim.AdamW, lr=0.1, foreach=False),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(MAKERS))
+def test_a_step_right_after_the_call_is_put_behind_the_copies(tmp_path: Path, kind: str) -> None:
+    """P17 on a device: what was still being computed at the call, and nothing that came after."""
+    run = Run(MAKERS[kind])
+    with Checkpointer(
+        tmp_path, groups=ProcessGroups.single(), retention=KeepLast(9)
+    ) as checkpointer:
+        checkpointer.prepare(run.state())
+        for step in range(4):
+            wanted = run.copies()
+            with torch.no_grad():
+                torch.cuda._sleep(_SLEEP_CYCLES)
+                for parameter in run.model.parameters():
+                    parameter.mul_(2.0)  # behind the sleep, before the call
+            pending = checkpointer.save_async(step, run.state(), stage="lazily")
+            run.forward()
+            run.update()
+            weights = {f"model.{name}" for name, _ in run.model.named_parameters()}
+            doubled = {name: each * 2 if name in weights else each for name, each in wanted.items()}
+            assert pending.result(60).step == step
+            assert not torch.equal(run.model[0].weight.detach().cpu(), doubled["model.0.weight"]), (
+                "the step has happened"
+            )
+            assert_stored(checkpointer, step, doubled)
+
+
+def test_the_call_and_the_step_hold_the_host_for_no_copy(tmp_path: Path) -> None:
+    """Behind half a second of other work on the device, save and step return at once."""
+    run = Run(MAKERS["foreach"])
+    with Checkpointer(tmp_path, groups=ProcessGroups.single()) as checkpointer:
+        for step in range(2):  # planned, laid out, page-locked
+            checkpointer.save_async(step, run.state(), stage="lazily").result(60)
+        run.forward()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(5 * _SLEEP_CYCLES)
+        mark = torch.cuda.Event()
+        mark.record()
+        pending = checkpointer.save_async(9, run.state(), stage="lazily")
+        assert not mark.query(), "the call has waited for the device"
+        run.update()
+        assert not mark.query(), "the step has waited for the device"
+        assert pending.result(60).step == 9
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda x: x.mul_(1.5),
+    "view": lambda x: x[5].add_(1.0),
+    "data": lambda x: x.data.neg_(),
+    "element": lambda x: x.data.view(-1)[77].add_(1.0),
+    "foreach": lambda x: torch._foreach_add_([x.data], 1.0),
+    "new data": lambda x: setattr(x, "data", torch.full_like(x, 3.0)),
+    "set_": lambda x: x.set_(torch.full_like(x, 3.0)),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(WRITES))
+@pytest.mark.parametrize("stream", ["own", "other"])
+def test_a_write_that_nothing_holds_back_fails_by_name_or_comes_too_late(
+    tmp_path: Path, kind: str, stream: str
+) -> None:
+    run = Run(MAKERS["foreach"])
+    other = torch.cuda.Stream()
+    outcomes = set()
+    with Checkpointer(
+        tmp_path, groups=ProcessGroups.single(), retention=KeepLast(99)
+    ) as checkpointer:
+        checkpointer.prepare(run.state())
+        for step in range(12):
+            wanted = run.copies()
+            victim = run.model[step % 3].weight
+            pending = checkpointer.save_async(step, run.state(), stage="lazily")
+            time.sleep(0.0005 * (step % 4))
+            with torch.no_grad(), torch.cuda.stream(other if stream == "other" else None):
+                WRITES[kind](victim)
+            error = failure_of(pending)
+            if error is None:
+                assert_stored(checkpointer, step, wanted)
+            else:
+                assert f"model.{step % 3}.weight" in str(error)
+            outcomes.add("whole" if error is None else "failed")
+            torch.cuda.synchronize()
+    print(kind, stream, outcomes)
+    assert outcomes
+
+
+def failure_of(pending: PendingSave) -> HoldfastError | None:
+    try:
+        pending.result(60)
+    except HoldfastError as error:
+        return error
+    return None
+
+
+def test_the_stall_is_a_small_part_of_a_copy(tmp_path: Path) -> None:
+    """1.6 GiB: the host is held for a tenth of a copy into page-locked memory at most."""
+    run = Run(MAKERS["fused"], width=6144)
+    with Checkpointer(tmp_path, groups=ProcessGroups.single()) as checkpointer:
+        stalls: dict[str, list[float]] = {"at once": [], "lazily": []}
+        for step in range(8):
+            mode = ("at once", "lazily")[step % 2]
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            pending = checkpointer.save_async(step, run.state(), stage=mode)
+            stalls[mode].append(time.perf_counter() - began)
+            pending.result(120)
+    nbytes = sum(each.nbytes for each in run.tensors().values())
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    copies = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        copies.append(time.perf_counter() - began)
+    least = {mode: min(each[1:]) for mode, each in stalls.items()}
+    print(f"{nbytes / 1e9:.2f} GB, copy {min(copies):.4f} s, {least}, all {stalls}")
+    assert least["lazily"] < 0.1 * min(copies)
