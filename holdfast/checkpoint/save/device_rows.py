@@ -17,9 +17,10 @@ import torch
 
 from holdfast.checkpoint.save.staging import CudaCopier, Staging, content_digest
 
-_ROW = 1024
-"""Words in a row of the matrix that the words of a source are summed as."""
-_WORD = torch.int32
+_ROW = 1021
+"""Words that are summed apart. A prime: rows of a matrix that change places change sums."""
+_BLOCK = 256
+"""So many words, `_ROW` words apart, make one sum."""
 
 
 class DeviceSource(NamedTuple):
@@ -56,33 +57,30 @@ class DeviceSource(NamedTuple):
 
 
 def can_be_summed(tensor: torch.Tensor) -> bool:
-    """Return True for a contiguous tensor of whole words that counts its versions."""
-    return (
-        not tensor.is_inference()
-        and tensor.nbytes % _WORD.itemsize == 0
-        and tensor.data_ptr() % _WORD.itemsize == 0
-    )
+    """Return True for a contiguous tensor that counts its versions and begins at a whole word."""
+    return not tensor.is_inference() and tensor.data_ptr() % 8 == 0
 
 
 class WordSums:
-    """The sums of rows and columns of some tensors' words, each tensor a matrix of 1,024 columns.
+    """Sums of the words of some tensors: each of up to 256 words that are 1,021 words apart.
 
-    Sums are exact (words of 32 bits in sums of 64), so another content has the same sums only if
-    it keeps the sum of every row and of every column.
+    Another content has the same sums only if none of them changes, modulo two to the power of 64.
+    Words are 64 bits long, those of elements of 64 bits half as long: to negate such elements would
+    change the sum of whole ones by nothing.
 
     Args:
         tensors: on one device, see `can_be_summed`.
         device: it.
 
-    Cost: two passes over the tensors on the device, two or three launches a tensor; memory for one
-    word in 512, and 8 KiB a tensor.
+    Cost: one pass over the tensors on the device, up to three launches a tensor; memory for one
+    byte in 256 (of elements of 64 bits in 128).
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._words = [_words(each) for each in tensors]
-        counts = [len(each) // _ROW + _ROW + len(each) % _ROW for each in self._words]
+        self._parts = [_parts(each) for each in tensors]
         self._bounds = [0]
-        for count in counts:
+        for blocks, rest, tail in self._parts:
+            count = len(blocks) * _ROW + (_ROW if len(rest) else 0) + len(tail)
             self._bounds.append(self._bounds[-1] + count)
         self._device = device
 
@@ -90,14 +88,16 @@ class WordSums:
     def take(self) -> torch.Tensor:
         """Return the sums of all tensors, taken on the current stream: one vector."""
         sums = torch.empty(self._bounds[-1], dtype=torch.int64, device=self._device)
-        for words, first, stop in zip(self._words, self._bounds, self._bounds[1:], strict=False):
-            num_rows = len(words) // _ROW
-            rows = words[: num_rows * _ROW].view(num_rows, _ROW)
-            middle = first + num_rows
-            torch.sum(rows, 1, dtype=torch.int64, out=sums[first:middle])
-            torch.sum(rows, 0, dtype=torch.int64, out=sums[middle : middle + _ROW])
-            if middle + _ROW < stop:
-                sums[middle + _ROW : stop] = words[num_rows * _ROW :]
+        for (blocks, rest, tail), at in zip(self._parts, self._bounds, strict=False):
+            if len(blocks):
+                stop = at + len(blocks) * _ROW
+                torch.sum(blocks, 1, dtype=torch.int64, out=sums[at:stop].view(-1, _ROW))
+                at = stop
+            if len(rest):
+                torch.sum(rest, 0, dtype=torch.int64, out=sums[at : at + _ROW])
+                at += _ROW
+            if len(tail):
+                sums[at : at + len(tail)] = tail
         return sums
 
     def differ(self, sums: torch.Tensor, others: torch.Tensor) -> list[int]:
@@ -182,6 +182,17 @@ class DeviceRows:
             return self._written
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor as words, shared."""
-    return tensor.view(-1).view(torch.uint8).view(_WORD)
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the bytes of a contiguous tensor, shared.
+
+    Returns:
+        (blocks, `_BLOCK`, `_ROW`) words, (rows, `_ROW`) words of the rest, (n,) bytes behind them.
+    """
+    data = tensor.view(-1).view(torch.uint8)
+    word = torch.int32 if tensor.dtype.itemsize >= torch.int64.itemsize else torch.int64
+    num_rows = len(data) // (_ROW * word.itemsize)
+    at = num_rows * _ROW * word.itemsize
+    rows = data[:at].view(word).view(num_rows, _ROW)
+    num_blocks = num_rows // _BLOCK
+    blocks = rows[: num_blocks * _BLOCK].view(num_blocks, _BLOCK, _ROW)
+    return blocks, rows[num_blocks * _BLOCK :], data[at:]

@@ -382,16 +382,25 @@ def _late(
     sources: Mapping[int, tuple[str, torch.Tensor]], memory: Collection[int], local: LocalState
 ) -> dict[int, LateSource | DeviceSource]:
     """Return the sources that can be read later, in the order given."""
-    return {
-        number: late
-        for number, (key, source) in sources.items()
-        if source.nbytes >= LEAST_NBYTES
-        and is_plain(source)
-        and (
-            source.untyped_storage().data_ptr() in memory or _is_frozen(local.flat.tensors.get(key))
-        )
-        and (late := _late_source(key, source)) is not None
-    }
+    late: dict[int, LateSource | DeviceSource] = {}
+    for number, (key, source) in sources.items():
+        is_small = source.nbytes < LEAST_NBYTES
+        if source.device.type == "cuda" and is_small:
+            # Copied at once would mean that the host waits for all that the device has to do.
+            late[number] = DeviceSource.snapshot(key, source)
+        elif not is_small and is_plain(source) and _is_unchanged(key, source, memory, local):
+            found = _late_source(key, source)
+            if found is not None:
+                late[number] = found
+    return late
+
+
+def _is_unchanged(
+    key: str, source: torch.Tensor, memory: Collection[int], local: LocalState
+) -> bool:
+    """Return True if nothing but a step that is held back is expected to change a tensor."""
+    is_changed_by_steps = source.untyped_storage().data_ptr() in memory
+    return is_changed_by_steps or _is_frozen(local.flat.tensors.get(key))
 
 
 def _late_source(name: str, source: torch.Tensor) -> LateSource | DeviceSource | None:

@@ -31,31 +31,33 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.comple
 
 
 @given(
-    numel=st.integers(1, 20_000).map(lambda n: 8 * n),
+    nbytes=st.one_of(st.integers(1, 2000), st.integers(1, 3 << 20)),
     dtype=st.sampled_from(DTYPES),
-    kind=st.sampled_from(["bit", "negated", "swapped", "swapped far", "rolled", "filled"]),
+    kind=st.sampled_from(["bit", "negated", "swapped", "rows swapped", "rolled", "filled"]),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_another_content_has_other_sums(
-    numel: int, dtype: torch.dtype, kind: str, seed: int
+    nbytes: int, dtype: torch.dtype, kind: str, seed: int
 ) -> None:
     draw = np.random.default_rng(seed)
-    data = torch.from_numpy(draw.integers(0, 256, numel * dtype.itemsize, dtype=np.uint8))
+    nbytes = -(-nbytes // dtype.itemsize) * dtype.itemsize
+    data = torch.from_numpy(draw.integers(0, 256, nbytes, dtype=np.uint8))
     tensor = (data % 2 == 1) if dtype == torch.bool else data.view(dtype)
     other = torch.randn(3)  # a neighbour, which keeps its sums
     sums = WordSums([other, tensor, other], torch.device("cpu"))
     before, content = sums.take(), tensor.clone()
-    words = tensor.view(torch.uint8).view(torch.int32)
+    numel = len(tensor)
     if kind == "bit" and dtype != torch.bool:
-        at = int(draw.integers(len(words)))
-        words[at] ^= 1 << int(draw.integers(31))
+        tensor.view(torch.uint8)[int(draw.integers(nbytes))] ^= 1 << int(draw.integers(8))
     elif kind == "negated" and dtype.is_floating_point:
         tensor.data.neg_()
-    elif kind == "swapped" and len(words) > 1:
-        words[:2] = words[:2].flip(0)
-    elif kind == "swapped far" and len(words) > 4096:
-        words[[0, 4096]] = words[[4096, 0]]
+    elif kind == "swapped":
+        i, j = draw.integers(numel, size=2)
+        tensor[[i, j]] = tensor[[j, i]]
+    elif kind == "rows swapped" and numel > 4096:
+        rows = tensor[:4096].view(8, 512)
+        rows.copy_(rows[torch.from_numpy(draw.permutation(8))])
     elif kind == "rolled":
         tensor.data.copy_(tensor.roll(1))
     elif kind == "filled":
@@ -67,9 +69,8 @@ def test_another_content_has_other_sums(
 def test_what_cannot_be_summed() -> None:
     flat = torch.zeros(4096, dtype=torch.uint8)
     assert can_be_summed(flat)
-    assert can_be_summed(flat[4:-4])
-    assert not can_be_summed(flat[1:-3])  # at an odd address
-    assert not can_be_summed(flat[:-1])
+    assert can_be_summed(flat[8:-3])
+    assert not can_be_summed(flat[4:])  # within a word
     with torch.inference_mode():
         assert not can_be_summed(torch.zeros(4096))  # counts no versions
 
