@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,10 +17,12 @@ from holdfast import (
     Checkpointer,
     HoldfastError,
     KeepLast,
+    Layout,
     OptimizerState,
     PendingSave,
     ProcessGroups,
 )
+from tests.harness import RankContext, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,7 +74,12 @@ def assert_stored(checkpointer: Checkpointer, step: int, wanted: dict[str, Tenso
         for name, entries in values["optimizer"]["state"].items()
         for entry, each in entries.items()
     }
-    assert not [name for name in wanted if not torch.equal(stored[name].cpu(), wanted[name])]
+    assert not [name for name in wanted if not torch.equal(bits(stored[name]), bits(wanted[name]))]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes: a NaN is equal to itself."""
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8)
 
 
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -166,6 +174,76 @@ def test_a_write_that_nothing_holds_back_fails_by_name_or_comes_too_late(
             torch.cuda.synchronize()
     print(kind, stream, outcomes)
     assert outcomes
+
+
+def programs(context: RankContext, root: str, seeds: range) -> tuple[int, int]:
+    """Programs that write to sources at random instants, on any stream; how many were whole."""
+    torch.cuda.set_device(0)
+    num_whole = num_failed = 0
+    others = [torch.cuda.Stream() for _ in range(2)]
+    run = Run(MAKERS["foreach"], width=512)
+    with Checkpointer(root, groups=ProcessGroups.single(), retention=KeepLast(1)) as checkpointer:
+        for seed in seeds:
+            draw = random.Random(seed)
+            torch.cuda.synchronize()
+            wanted, tensors = run.copies(), run.tensors()
+            if draw.random() < 0.5:
+                torch.cuda._sleep(draw.choice([10**5, 10**6, 10**7]))
+            pending = checkpointer.save_async(seed, run.state(), stage="lazily")
+            written = []
+            for _ in range(draw.choice([0, 1, 2])):
+                time.sleep(draw.choice([0.0, 0.0, 2e-4, 1e-3, 4e-3]))
+                name, kind = draw.choice(sorted(tensors)), draw.choice(sorted(WRITES))
+                if tensors[name].numel() > 100 and tensors[name].is_cuda:
+                    with torch.no_grad(), torch.cuda.stream(draw.choice([None, *others])):
+                        WRITES[kind](tensors[name])
+                    written.append(name)
+            if draw.random() < 0.5:
+                run.forward()
+                run.update()
+            error = failure_of(pending)
+            if error is None:
+                assert_stored(checkpointer, seed, wanted)
+                num_whole += 1
+            else:
+                assert any(name in str(error) for name in written), (written, str(error))
+                num_failed += 1
+    return num_whole, num_failed
+
+
+def test_whatever_writes_to_sources_each_save_is_of_the_call_or_fails(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, programs, str(tmp_path), range(400)).results
+    print(found)
+    assert min(found) > 20
+
+
+def replicas(context: RankContext, root: str) -> list[str]:
+    """Two ranks share a device: each writes a part, and compares its copy of the other's."""
+    torch.cuda.set_device(0)
+    outcomes = []
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        run = Run(MAKERS["foreach"], width=512)
+        with Checkpointer(root, groups=groups, retention=KeepLast(9)) as checkpointer:
+            for step in range(3):
+                wanted = run.copies()
+                pending = checkpointer.save_async(step, run.state(), stage="lazily")
+                run.forward()
+                run.update()
+                pending.result(60)
+                assert_stored(checkpointer, step, wanted)
+                outcomes.append("whole")
+            if context.rank == 1:
+                with torch.no_grad():
+                    run.model[1].weight[3, 4] += 1.0
+            pending = checkpointer.save_async(9, run.state(), stage="lazily")
+            outcomes.append(str(failure_of(pending)))
+    return outcomes
+
+
+def test_replicas_on_a_device_are_compared(tmp_path: Path) -> None:
+    for found in run_ranks(2, replicas, str(tmp_path)).results:
+        assert found[:3] == ["whole"] * 3
+        assert "model.1.weight" in found[3]
 
 
 def failure_of(pending: PendingSave) -> HoldfastError | None:
