@@ -126,12 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m bench.device", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="small: a check, no claim")
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where to save")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         Console().print("bench.device needs a CUDA device")
         return 2
-    num_layers, width, rounds = (4, 1024, 2) if options.quick else (24, 4096, 9)
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+    num_layers, width, rounds = (4, 1024, 2) if options.quick else (24, 2048, 6)
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         (result,) = run_ranks(
             1, measure, directory, num_layers, width, rounds, timeout_s=900
         ).results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -254,28 +255,29 @@ def failure_of(pending: PendingSave) -> HoldfastError | None:
     return None
 
 
-def test_the_stall_is_a_small_part_of_a_copy(tmp_path: Path) -> None:
-    """1.6 GiB: the host is held for a tenth of a copy into page-locked memory at most."""
-    run = Run(MAKERS["fused"], width=6144)
-    with Checkpointer(tmp_path, groups=ProcessGroups.single()) as checkpointer:
-        stalls: dict[str, list[float]] = {"at once": [], "lazily": []}
-        for step in range(8):
-            mode = ("at once", "lazily")[step % 2]
+def test_the_stall_is_a_small_part_of_a_copy() -> None:
+    """3.8 GB: the host is held for a tenth of a copy into page-locked memory at most."""
+    run = Run(MAKERS["fused"], width=10240)
+    stalls = []
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
+        Checkpointer(directory, groups=ProcessGroups.single(), retention=KeepLast(1)) as saves,
+    ):
+        for step in range(4):
             torch.cuda.synchronize()
             began = time.perf_counter()
-            pending = checkpointer.save_async(step, run.state(), stage=mode)
-            stalls[mode].append(time.perf_counter() - began)
+            pending = saves.save_async(step, run.state(), stage="lazily")
+            stalls.append(time.perf_counter() - began)
             pending.result(120)
     nbytes = sum(each.nbytes for each in run.tensors().values())
     source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     copies = []
-    for _ in range(4):
+    for _ in range(3):
         torch.cuda.synchronize()
         began = time.perf_counter()
         target.copy_(source)
         torch.cuda.synchronize()
         copies.append(time.perf_counter() - began)
-    least = {mode: min(each[1:]) for mode, each in stalls.items()}
-    print(f"{nbytes / 1e9:.2f} GB, copy {min(copies):.4f} s, {least}, all {stalls}")
-    assert least["lazily"] < 0.1 * min(copies)
+    print(f"{nbytes / 1e9:.2f} GB, copies {copies}, stalls {stalls}")
+    assert min(stalls) < 0.1 * min(copies)
