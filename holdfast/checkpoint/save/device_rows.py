@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast._torch import write_counter
 from holdfast.checkpoint.save.staging import CudaCopier, Staging, content_digest
 
 _ROW = 1021
@@ -39,21 +40,36 @@ class DeviceSource(NamedTuple):
         """Return a tensor as it is now; see `can_be_summed`."""
         storage = tensor.untyped_storage()
         place = storage.data_ptr(), storage.nbytes()
-        return cls(name, tensor.detach(), tensor._version, place)
-
-    @classmethod
-    def snapshot(cls, name: str, tensor: torch.Tensor) -> DeviceSource:
-        """Return a copy of a tensor on its device, made on the caller's stream."""
-        return cls(name, tensor.detach().clone(), None, (0, 0))
+        return cls(name, tensor.detach(), write_counter(tensor), place)
 
     @property
     def is_written(self) -> bool:
         """True if it was written, resized or freed through a tensor that counts versions."""
         storage = self.tensor.untyped_storage()
         return (
-            self.tensor._version != self.version
+            write_counter(self.tensor) != self.version
             or (storage.data_ptr(), storage.nbytes()) != self.storage
         )
+
+
+@torch.no_grad()
+def snapshots(sources: Mapping[int, tuple[str, torch.Tensor]]) -> dict[int, DeviceSource]:
+    """Return copies of named tensors on their devices, made on the caller's streams.
+
+    Cost: one allocation and a launch or two for all tensors of a device and dtype.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, (_, tensor) in sources.items():
+        alike.setdefault((tensor.device, tensor.dtype), []).append(number)
+    copies = {}
+    for numbers in alike.values():
+        tensors = [sources[number][1].detach() for number in numbers]
+        flat = torch.cat([each.reshape(-1) for each in tensors])
+        parts = torch.split(flat, [each.numel() for each in tensors])
+        for number, tensor, part in zip(numbers, tensors, parts, strict=True):
+            name = sources[number][0]
+            copies[number] = DeviceSource(name, part.view(tensor.shape), None, (0, 0))
+    return copies
 
 
 def can_be_summed(tensor: torch.Tensor) -> bool:

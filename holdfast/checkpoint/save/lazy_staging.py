@@ -24,7 +24,7 @@ import xxhash
 from torch import nn
 
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
-from holdfast.checkpoint.save.device_rows import DeviceRows, DeviceSource, can_be_summed
+from holdfast.checkpoint.save.device_rows import DeviceRows, DeviceSource, can_be_summed, snapshots
 from holdfast.checkpoint.save.staging import (
     Copiers,
     Staging,
@@ -381,18 +381,19 @@ class LazyStaging:
 def _late(
     sources: Mapping[int, tuple[str, torch.Tensor]], memory: Collection[int], local: LocalState
 ) -> dict[int, LateSource | DeviceSource]:
-    """Return the sources that can be read later, in the order given."""
+    """Return the sources that can be read later, by number."""
     late: dict[int, LateSource | DeviceSource] = {}
+    small: dict[int, tuple[str, torch.Tensor]] = {}
     for number, (key, source) in sources.items():
-        is_small = source.nbytes < LEAST_NBYTES
-        if source.device.type == "cuda" and is_small:
-            # Copied at once would mean that the host waits for all that the device has to do.
-            late[number] = DeviceSource.snapshot(key, source)
-        elif not is_small and is_plain(source) and _is_unchanged(key, source, memory, local):
-            found = _late_source(key, source)
-            if found is not None:
-                late[number] = found
-    return late
+        if source.nbytes < LEAST_NBYTES:
+            if source.device.type == "cuda":
+                small[number] = key, source
+        elif is_plain(source) and _is_unchanged(key, source, memory, local):
+            row = _late_source(key, source)
+            if row is not None:
+                late[number] = row
+    # To copy them to the host at once, it would have to wait for all that the device has to do.
+    return late | snapshots(small)
 
 
 def _is_unchanged(
@@ -428,13 +429,13 @@ def _of_devices(
     copiers: Copiers,
 ) -> list[DeviceRows]:
     """Return the sources on devices, device by device, as they are from now on."""
-    found: dict[torch.device, tuple[dict[int, DeviceSource], dict[int, DeviceSource]]] = {}
+    rows_of: dict[torch.device, tuple[dict[int, DeviceSource], dict[int, DeviceSource]]] = {}
     for kind, rows in enumerate((copied, compared)):
         for number, each in rows.items():
             if isinstance(each, DeviceSource):
-                found.setdefault(each.tensor.device, ({}, {}))[kind][number] = each
+                rows_of.setdefault(each.tensor.device, ({}, {}))[kind][number] = each
     devices = []
-    for device, (own, others) in found.items():
+    for device, (own, others) in rows_of.items():
         copier = copier_of(device, copiers)
         assert copier is not None, "a CUDA device"
         devices.append(DeviceRows(own, others, copier))

@@ -6,6 +6,7 @@ device is `tests/gpu/test_lazy.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +16,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from holdfast.checkpoint.save.device_rows import (
     DeviceRows,
     DeviceSource,
     WordSums,
     can_be_summed,
+    snapshots,
 )
 from holdfast.checkpoint.save.staging import CudaCopier, content_digest, prepare_staging
 from holdfast.format.index import ImageEntry, layout_image
@@ -73,6 +76,34 @@ def test_what_cannot_be_summed() -> None:
     assert not can_be_summed(flat[4:])  # within a word
     with torch.inference_mode():
         assert not can_be_summed(torch.zeros(4096))  # counts no versions
+
+
+def test_snapshots_are_bitwise_copies() -> None:
+    base = torch.randn(6, 8)
+    sources = [
+        base.clone(),
+        base.t(),
+        base[:, 1:5:2],
+        torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        torch.empty(0, 3),
+        torch.tensor(-0.0),
+        torch.tensor(7),
+        torch.tensor([math.nan, -math.nan, math.inf]),
+        nn.Parameter(torch.ones(2)),
+        torch.randn(3).bfloat16(),
+        torch.tensor([True, False]),
+    ]
+    kept = [each.detach().resolve_conj().clone() for each in sources]
+    found = snapshots({10 + i: (f"t{i}", each) for i, each in enumerate(sources)})
+    with torch.no_grad():
+        for each in sources:
+            each.zero_()
+    assert sorted(found) == [10 + i for i in range(len(sources))]
+    for i, wanted in enumerate(kept):
+        name, tensor, version, _ = found[10 + i]
+        assert (name, version, tensor.shape) == (f"t{i}", None, wanted.shape)
+        assert tensor.dtype == wanted.dtype
+        assert content_digest(tensor) == content_digest(wanted)
 
 
 class Streams:
