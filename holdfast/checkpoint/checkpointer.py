@@ -272,13 +272,14 @@ class Checkpointer:
         its own, so that it outlives this process) brings it to storage, and the coordinator's
         commits. Training may change everything at once.
 
-        With `stage="lazily"` large parameters and tensors of optimizers (`OptimizerState`) on the
-        host are copied by a thread after the call has returned. Steps of these optimizers wait for
-        it, and so does everything that a checkpointer is asked for next; before anything else
-        changes such a tensor, call `PendingSave.staged()`. The kernel watches the memory: if
-        something writes to it by any way before it is copied, the save fails on all ranks and names
-        the tensor. Where the kernel cannot (before Linux 6.7), and for tensors on devices, the copy
-        is made at once. Until it is staged the save needs this process.
+        With `stage="lazily"` large parameters and tensors of optimizers (`OptimizerState`) are
+        copied by a thread after the call has returned. Steps of these optimizers wait for it (on a
+        CUDA device, behind the copies on its streams), and so does everything that a checkpointer
+        is asked for next; before anything else changes such a tensor, call `PendingSave.staged()`.
+        The kernel watches the memory, and sums are compared of what is on a CUDA device: if
+        something writes to it before it is copied, the save fails on all ranks and names the
+        tensor. Where the kernel cannot (before Linux 6.7), and for tensors on other devices, the
+        copy is made at once. Until it is staged the save needs this process.
 
         Args:
             step, state, overwrite, check_replicas, metadata: as of `save`.

@@ -124,6 +124,8 @@ def process_generators() -> dict[str, object]:
         "torch": torch.default_generator,
     }
     if torch.cuda.is_available():
+        # There are none before; `get_rng_state` does the same.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         generators["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
     return generators
 

@@ -52,7 +52,6 @@ def _tensors() -> dict[str, torch.Tensor]:
         "whole": base.cuda(),
         "transposed": base.cuda().t(),
         "strided": base.cuda()[3:50:2, 1::3],
-        "expanded": base[:1].cuda().expand(5, 96),
         "conjugated": torch.view_as_complex(base.cuda().view(64, 48, 2)).conj(),
         "bfloat16": base.cuda().bfloat16(),
         "bytes": (base * 50).to(torch.int8).cuda(),

@@ -9,7 +9,8 @@ In comes a state, out comes a `SaveReport` or a `PendingSave`. The phases, in or
    how much is missing.
 4. Stage: rows are copied into memory laid out like the data file. An asynchronous save returns
    after this memcpy; copies from CUDA run on a side stream into page-locked memory. A lazily
-   staged save returns before it has copied large parameters and moments (`lazy_staging.py`).
+   staged save returns before it has copied large parameters and moments (`lazy_staging.py`; those
+   of a device: `device_rows.py`).
 5. Write: one pipeline (`holdfast.writer`), in a thread for `save`, in a process for `save_async`,
    which finishes even if the trainer dies.
 6. Commit and outcome: on storage, without a collective. What some rank has not raised is raised by

@@ -86,32 +86,33 @@ class SaveExecutor:
         plan, local = agreed.plan_or_raise(), agreed.local
         sources = plan.sources(local)
         staging = self._lay_out(buffer, plan, sources, phases)
-        rows = LateRows({}, {})
+        rows = LateRows({}, {}, [])
         with phases.timed("stage"):
             if request.stage == "lazily":
                 # Watched first: what is written from here on is noticed.
                 check_sources(staging, sources, plan.names)
-                rows = lazy.choose(state, plan, local, sources.tensors, _others(plan))
-            stage(staging, sources, plan.names, self._copiers, but_for=rows.copied)
+                others = _others(plan)
+                rows = lazy.choose(state, plan, local, sources.tensors, others, self._copiers)
+            stage(staging, sources, plan.names, self._copiers, but_for=rows.all_copied)
         ticket = self._ticket(agreed, plan, request, after=after)
-        others = self._digests_of_others(plan, local, phases, but_for=rows.compared)
+        digests = self._digests_of_others(plan, local, phases, but_for=rows.all_compared)
 
         def submit(phases: Phases) -> None:
-            checks = self._checks(staging, plan, others, phases)
+            checks = self._checks(staging, plan, digests, phases)
             ticket.job = msgspec.structs.replace(ticket.job, checks=checks)
             with phases.timed("submit"):
                 self._submit(writer, ticket, buffer, staging, agreed, request)
 
-        if not (rows.copied or rows.compared):
+        if not rows:
             submit(phases)
             return ticket, None
 
-        def then(failure: BaseException | None, digests: dict[int, int]) -> None:
+        def then(failure: BaseException | None, late: dict[int, int]) -> None:
             """Submit the job; what goes wrong reaches the other ranks through storage."""
             try:
                 if failure is not None:
                     raise failure
-                others.update(digests)
+                digests.update(late)
                 submit(Phases())
             except BaseException as error:
                 rank, record = ticket.job.rank, ErrorRecord.of(error, foreign=StorageError)
@@ -121,8 +122,7 @@ class SaveExecutor:
                 ticket.fail(named)
 
         with phases.timed("stage"):
-            late = lazy.copy_later(rows, staging, buffer.memory.fd, then)
-        return ticket, late
+            return ticket, lazy.copy_later(rows, staging, buffer.memory.fd, then)
 
     def _ticket(
         self,

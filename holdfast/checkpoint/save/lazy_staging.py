@@ -4,7 +4,8 @@ In a forward and a backward pass parameters and moments do not change. So a save
 is agreed, and copy them before the next step of an optimizer, which waits in a hook. That nobody
 else changes them in between is not believed: the kernel watches their memory (`write_watch.py`),
 and a save of which a source was written before it was copied fails, and names it. What the kernel
-cannot watch is copied before the call returns, as without lazy staging.
+cannot watch is copied before the call returns, as without lazy staging. What is on a CUDA device is
+copied and watched there (`device_rows.py`).
 """
 
 from __future__ import annotations
@@ -14,23 +15,31 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from io import FileIO
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import xxhash
 from torch import nn
 
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
-from holdfast.checkpoint.save.staging import Staging, copy_bytes, is_plain, tensor_bytes
+from holdfast.checkpoint.save.device_rows import DeviceRows, DeviceSource, can_be_summed, snapshots
+from holdfast.checkpoint.save.staging import (
+    Copiers,
+    Staging,
+    copier_of,
+    copy_bytes,
+    is_plain,
+    tensor_bytes,
+)
 from holdfast.checkpoint.save.write_watch import Span, WatchError, WriteWatch, whole_pages
 from holdfast.errors import PlanError, StorageError, some_of
 from holdfast.state import OnLayout, OptimizerState
 from holdfast.state.leaves import held_tensor
 
 LEAST_NBYTES = 256 << 10
-"""Smaller sources are copied at once: to watch one costs more."""
+"""Smaller sources are copied at once, on their device: to watch one costs more."""
 _SLICE_NBYTES = 16 << 20
 _PIECE_NBYTES = 1 << 20
 _MAX_NAMED = 5
@@ -61,6 +70,22 @@ class LateRows(NamedTuple):
     """By place in the plan: what this rank writes."""
     compared: dict[int, LateSource]
     """By row of its claims: what others write, and this rank reports the digest of."""
+    on_devices: list[DeviceRows]
+    """The same, device by device."""
+
+    def __bool__(self) -> bool:
+        """Return True if anything is read later."""
+        return bool(self.copied or self.compared or self.on_devices)
+
+    @property
+    def all_copied(self) -> set[int]:
+        """Places in the plan, wherever their tensors are."""
+        return set(self.copied).union(*(each.copied for each in self.on_devices))
+
+    @property
+    def all_compared(self) -> set[int]:
+        """Rows of claims, wherever their tensors are."""
+        return set(self.compared).union(*(each.compared for each in self.on_devices))
 
 
 Then = Callable[[BaseException | None, dict[int, int]], None]
@@ -74,7 +99,7 @@ class LateCopy:
         rows: watched; what they have around their whole pages is read here.
         staging: where the copies go.
         fd: descriptor of the memory of `staging`.
-        watch: of their memory; ended here.
+        watch: of their memory; ended here. None if all are on devices.
         then: called once, when nothing is to be read any more; it raises nothing.
     """
 
@@ -83,11 +108,13 @@ class LateCopy:
         rows: LateRows,
         staging: Staging,
         fd: int,
-        watch: WriteWatch,
+        watch: WriteWatch | None,
         then: Then,
     ) -> None:
         self.staged = threading.Event()
         """Set when the sources may change."""
+        self._launched = threading.Event()
+        """Set when those of the host may, and the copies from devices are on their streams."""
         self.ended = threading.Event()
         """Set when the save is submitted or has failed."""
         self._rows = rows
@@ -128,6 +155,16 @@ class LateCopy:
             self._abandon(error or StorageError(why))
         self.ended.wait()
 
+    def hold_back(self) -> None:
+        """What the caller does next may change the sources.
+
+        The host waits for the copies of host memory only. Those from a device are waited for by
+        the caller's stream of the device.
+        """
+        self._launched.wait()
+        for each in tuple(self._rows.on_devices):
+            each.hold_back()
+
     def _abandon(self, error: BaseException) -> None:
         if self._take_turn():
             self._end(error, {})
@@ -145,12 +182,17 @@ class LateCopy:
         failure: BaseException | None = None
         digests: dict[int, int] = {}
         try:
+            for rows in self._rows.on_devices:
+                digests |= rows.enqueue(self._staging)
             changed = [
                 each.name
                 for place, each in self._rows.copied.items()
                 if not self._copy(place, each)
             ]
             changed += self._compare(digests)
+            self._launched.set()
+            for rows in self._rows.on_devices:
+                changed += rows.finish()
             if changed:
                 failure = _changed_error(list(dict.fromkeys(changed)))
         except BaseException as error:
@@ -159,11 +201,16 @@ class LateCopy:
 
     def _end(self, failure: BaseException | None, digests: dict[int, int]) -> None:
         try:
-            self._watch.end()
+            for each in self._rows.on_devices:
+                each.wait()
+            if self._watch is not None:
+                self._watch.end()
             os.close(self._fd)
+            self._rows.on_devices.clear()
             self._rows.copied.clear()
             self._rows.compared.clear()
         finally:
+            self._launched.set()
             self.staged.set()
             try:
                 self._then(failure, digests)
@@ -176,8 +223,12 @@ class LateCopy:
         return (
             not late.has_moved
             and _write_all(self._fd, late.pages, late.pages[0] + offset)
-            and not self._watch.is_written(late.pages)
+            and not self._is_written(late)
         )
+
+    def _is_written(self, late: LateSource) -> bool:
+        assert self._watch is not None, "rows of the host were chosen"
+        return self._watch.is_written(late.pages)
 
     def _compare(self, digests: dict[int, int]) -> list[str]:
         """Add the digest of each row that is compared; return names of those that changed."""
@@ -187,7 +238,7 @@ class LateCopy:
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             for row, late in self._rows.compared.items():
                 digest = None if late.has_moved else _digest(memory, late, *self._edges[row])
-                if digest is None or self._watch.is_written(late.pages):
+                if digest is None or self._is_written(late):
                     changed.append(late.name)
                 else:
                     digests[row] = digest
@@ -229,7 +280,6 @@ class LazyStaging:
         then: Then,
     ) -> LateCopy:
         """Return the copy of rows that `choose` has returned; it is not started."""
-        assert self._watch is not None, "rows were chosen"
         self._current = LateCopy(rows, staging, fd, self._watch, then)
         return self._current
 
@@ -240,6 +290,7 @@ class LazyStaging:
         local: LocalState,
         sources: Sequence[torch.Tensor],
         others: Collection[int],
+        copiers: Copiers,
     ) -> LateRows:
         """Return what can be read later, watched from now on; nothing where nothing can be.
 
@@ -249,37 +300,44 @@ class LazyStaging:
             local: the state, flattened.
             sources: of the plan, in its order.
             others: rows of claims that this rank reports digests of and does not write.
+            copiers: of the devices.
 
-        Cost: some microseconds for each source of `LEAST_NBYTES` or more, see `WriteWatch.begin`.
+        Cost: some microseconds for each source of `LEAST_NBYTES` or more, see `WriteWatch.begin`;
+        for one on a device some launches, see `WordSums`.
         """
-        rows = LateRows({}, {})
-        watch = self._open()
-        if watch is None:
-            return rows
-        watch.end()  # of a save that was interrupted
+        if self._watch is not None:
+            self._watch.end()  # of a save that was interrupted
         self._unhook()
         memory = self._hook(state)
-        chosen: list[tuple[dict[int, LateSource], int, LateSource]] = []
-        for place, (row, source) in enumerate(zip(plan.rows, sources, strict=True)):
-            late = _late(local.rows[row][0], source, memory, local)
-            if late is not None:
-                chosen.append((rows.copied, place, late))
-        for row in others:
-            late = _late(local.rows[row][0], local.source(row), memory, local)
-            if late is not None:
-                chosen.append((rows.compared, row, late))
-        watched = watch.begin([each.pages for _, _, each in chosen])
-        for (kind, number, each), is_watched in zip(chosen, watched, strict=True):
-            if is_watched:
-                kind[number] = each
-        return rows
+        named = [
+            (local.rows[row][0], source) for row, source in zip(plan.rows, sources, strict=True)
+        ]
+        copied = _late(dict(enumerate(named)), memory, local)
+        compared = _late(
+            {row: (local.rows[row][0], local.source(row)) for row in others}, memory, local
+        )
+        return LateRows(
+            *self._watched(_of_host(copied), _of_host(compared)),
+            _of_devices(copied, compared, copiers),
+        )
+
+    def _watched(
+        self, copied: dict[int, LateSource], compared: dict[int, LateSource]
+    ) -> tuple[dict[int, LateSource], dict[int, LateSource]]:
+        """Return those of the host's rows that the kernel watches from now on."""
+        watch = self._open() if copied or compared else None
+        if watch is None:
+            return {}, {}
+        pages = [each.pages for rows in (copied, compared) for each in rows.values()]
+        are_watched = iter(watch.begin(pages))
+        return _chosen(copied, are_watched), _chosen(compared, are_watched)
 
     def _hold_back(self, *arguments: object) -> None:
         """Wait until every source is read: the hook before an optimizer's step."""
         del arguments
         current = self._current
         if current is not None:
-            current.staged.wait()
+            current.hold_back()
 
     def _hook(self, state: Mapping[str, object]) -> set[int]:
         """Hold back the steps of the optimizers of a state.
@@ -321,21 +379,76 @@ class LazyStaging:
 
 
 def _late(
+    sources: Mapping[int, tuple[str, torch.Tensor]], memory: Collection[int], local: LocalState
+) -> dict[int, LateSource | DeviceSource]:
+    """Return the sources that can be read later, by number."""
+    late: dict[int, LateSource | DeviceSource] = {}
+    small: dict[int, tuple[str, torch.Tensor]] = {}
+    for number, (key, source) in sources.items():
+        if source.nbytes < LEAST_NBYTES:
+            if source.device.type == "cuda":
+                small[number] = key, source
+        elif is_plain(source) and _is_unchanged(key, source, memory, local):
+            row = _late_source(key, source)
+            if row is not None:
+                late[number] = row
+    # To copy them to the host at once, it would have to wait for all that the device has to do.
+    return late | snapshots(small)
+
+
+def _is_unchanged(
     key: str, source: torch.Tensor, memory: Collection[int], local: LocalState
-) -> LateSource | None:
-    """Return a tensor as a late source; None if it has to be read at once."""
-    nbytes = source.numel() * source.element_size()
-    if nbytes < LEAST_NBYTES or not source.is_cpu or not is_plain(source):
+) -> bool:
+    """Return True if nothing but a step that is held back is expected to change a tensor."""
+    is_changed_by_steps = source.untyped_storage().data_ptr() in memory
+    return is_changed_by_steps or _is_frozen(local.flat.tensors.get(key))
+
+
+def _late_source(name: str, source: torch.Tensor) -> LateSource | DeviceSource | None:
+    """Return a contiguous tensor as a late source; None if nothing can notice writes to it."""
+    if source.device.type == "cuda":
+        return DeviceSource.of(name, source) if can_be_summed(source) else None
+    if not source.is_cpu:
         return None
     storage, start = source.untyped_storage(), source.data_ptr()
-    if storage.data_ptr() not in memory and not _is_frozen(local.flat.tensors.get(key)):
-        return None
     return LateSource(
-        name=key,
+        name=name,
         tensor=source.detach(),  # of the memory that it has now
-        pages=whole_pages((start, start + nbytes)),
+        pages=whole_pages((start, start + source.nbytes)),
         storage=(storage.data_ptr(), storage.nbytes()),
     )
+
+
+def _of_host(rows: Mapping[int, LateSource | DeviceSource]) -> dict[int, LateSource]:
+    return {number: each for number, each in rows.items() if isinstance(each, LateSource)}
+
+
+def _of_devices(
+    copied: Mapping[int, LateSource | DeviceSource],
+    compared: Mapping[int, LateSource | DeviceSource],
+    copiers: Copiers,
+) -> list[DeviceRows]:
+    """Return the sources on devices, device by device, as they are from now on."""
+    rows_of: dict[torch.device, tuple[dict[int, DeviceSource], dict[int, DeviceSource]]] = {}
+    for kind, rows in enumerate((copied, compared)):
+        for number, each in rows.items():
+            if isinstance(each, DeviceSource):
+                rows_of.setdefault(each.tensor.device, ({}, {}))[kind][number] = each
+    devices = []
+    for device, (own, others) in rows_of.items():
+        copier = copier_of(device, copiers)
+        assert copier is not None, "a CUDA device"
+        devices.append(DeviceRows(own, others, copier))
+    return devices
+
+
+_Row = TypeVar("_Row")
+
+
+def _chosen(rows: Mapping[int, _Row], are_chosen: Iterator[bool]) -> dict[int, _Row]:
+    """Return the rows that are chosen, of as many answers as there are rows."""
+    answers = zip(rows.items(), are_chosen, strict=False)
+    return {number: each for (number, each), is_chosen in answers if is_chosen}
 
 
 def _edges(late: LateSource) -> tuple[bytes, bytes]:

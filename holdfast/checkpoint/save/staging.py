@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,9 +68,23 @@ class CudaCopier:
         Returns:
             A `torch.cuda.Event` behind the copies.
         """
-        with self._cuda.stream(self._stream):
+        with self.on_stream():
             copy_each(targets, sources, non_blocking=True)
-            return self._stream.record_event()
+            return self.record()
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """What is launched inside runs on the side stream, whatever the thread."""
+        with self._cuda.stream(self._stream):
+            yield
+
+    def record(self) -> Any:
+        """Return a `torch.cuda.Event` behind all that is on the side stream."""
+        return self._stream.record_event()
+
+    def hold_back(self, event: Any) -> None:
+        """The caller's stream waits for an event of the side stream, and the caller does not."""
+        self._cuda.current_stream(self._device).wait_event(event)
 
     def finish(self) -> None:
         """The caller's stream waits for the side stream, then the caller does."""
@@ -310,9 +324,12 @@ def stage(
     """
     check_sources(staging, sources, names)
     rows, end = staging.whole
+    devices = devices_of(sources)
     if but_for:
         rows = tuple(row for row in rows if row not in but_for)
-    for _ in _copied(staging, sources, [(rows, end)], copiers):
+        # Of a device without rows nothing is waited for.
+        devices = list(dict.fromkeys(sources.tensors[row].device for row in rows))
+    for _ in _copied(staging, sources, [(rows, end)], devices, copiers):
         pass
     return int(staging.row_nbytes.sum())
 
@@ -326,7 +343,7 @@ def stage_by_slices(staging: Staging, sources: TensorMemory, copiers: Copiers) -
     """
     if is_of_host(sources):
         return _copied_closely(staging, sources)
-    return _copied(staging, sources, staging.slices, copiers)
+    return _copied(staging, sources, staging.slices, devices_of(sources), copiers)
 
 
 def _copied_closely(staging: Staging, sources: TensorMemory) -> Iterator[int]:
@@ -350,10 +367,11 @@ def _copied(
     staging: Staging,
     sources: TensorMemory,
     slices: Sequence[ImageSlice],
+    devices: Sequence[torch.device],
     copiers: Copiers,
 ) -> Iterator[int]:
-    """Copy slice after slice; yields as `stage_by_slices`."""
-    used = {device: copier_of(device, copiers) for device in devices_of(sources)}
+    """Copy slice after slice, of rows on these devices; yields as `stage_by_slices`."""
+    used = {device: copier_of(device, copiers) for device in devices}
     on_their_own = [copier for copier in used.values() if copier is not None]
     in_flight: deque[tuple[int, list[Any]]] = deque()
     try:
