@@ -143,7 +143,7 @@ class Traits:
             for question, last in zip(DTENSOR_SPECS, run.specs, strict=True):
                 if not all(map(is_, map(question, dtensors), last)):
                     return None
-            held_now = held_tensors(some)
+            held_now = local_tensors(some) if run.is_dtensor is None else held_tensors(some)
             if not self.forms.are_of(held_now, where):
                 return None
             held += held_now
