@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from holdfast.arrays.box_table import BoxTable, check_tilings, pad_shapes, unique_boxes
+from holdfast.arrays.box_table import BoxTable, check_tilings, unique_boxes
 from holdfast.arrays.types import AnyArray, BoolArray, IntArray, WordArray
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.dtypes import DTYPES, dtype_named
@@ -324,7 +324,7 @@ def require_index_size(manifest: Manifest, *, place: str) -> None:
         return  # made in memory, and its files have no headers
     rows = manifest.index.num_rows
     num_headers = sum(file.header_nbytes for file in manifest.files)
-    num_dims = max((len(tensor.shape) for tensor in manifest.tensors), default=0)
+    num_dims = manifest.forms.num_dims
     num_ranks = sum(len(layout.ranks) for layout in manifest.layouts)
     num_digests = manifest.totals.stored_nbytes // manifest.block_nbytes + rows
     words = rows * (len(_COLUMNS) + 2 * num_dims + num_ranks) + num_digests + 2
@@ -462,8 +462,7 @@ def _require(
 
 
 def _check_boxes(index: ChunkIndex, manifest: Manifest) -> None:
-    shapes = [t.shape for t in manifest.tensors]
-    ndim = np.array(list(map(len, shapes)), dtype=np.int64)
+    ndim = manifest.forms.ndim
     num_dims = index.offset.shape[1]
     if len(ndim) and int(ndim.max()) > num_dims:
         raise CorruptionError(f"the index has {num_dims} dims, but a tensor has {int(ndim.max())}")
@@ -475,6 +474,7 @@ def _check_boxes(index: ChunkIndex, manifest: Manifest) -> None:
         lambda row: "offset and extent after its own dims are not 0 and 1",
     )  # fmt: skip
     primary = np.flatnonzero(index.copy == 0)
+    shapes = [t.shape for t in manifest.tensors]
     for owner, flaw in check_tilings(index.take(primary), shapes, max_flaws=1):
         rows = primary[list(flaw.rows)].tolist()
         at = "; ".join(describe_row(index, manifest, row) for row in rows[:4])
@@ -486,13 +486,12 @@ def _check_boxes(index: ChunkIndex, manifest: Manifest) -> None:
 
 
 def _check_bytes(index: ChunkIndex, manifest: Manifest) -> None:
-    sizes = pad_shapes([t.shape for t in manifest.tensors], index.num_dims)[index.tensor]
+    sizes = manifest.forms.shapes(index.num_dims)[index.tensor]
     # For primaries this is proven by now; copies may still leave the tensor.
     inside: BoolArray = (index.extent >= 0) & (index.extent <= sizes)
     inside &= (index.offset >= 0) & (index.offset <= sizes - index.extent)
     _require(index, manifest, np.all(inside, axis=1), lambda row: "it leaves its tensor")
-    itemsize = np.array([DTYPES[t.dtype].itemsize for t in manifest.tensors], dtype=np.int64)
-    expected = index.extent.prod(axis=1) * itemsize[index.tensor]
+    expected = index.extent.prod(axis=1) * manifest.forms.itemsize[index.tensor]
     _require(
         index, manifest, np.asarray(index.nbytes == expected),
         lambda row: f"{index.nbytes[row]} bytes are stated, but its box has {expected[row]}",

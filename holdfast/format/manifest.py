@@ -15,12 +15,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
+from holdfast.arrays.box_table import pad_shapes
+from holdfast.arrays.types import IntArray
 from holdfast.errors import ConfigError, CorruptionError, HoldfastError, PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
@@ -208,7 +212,7 @@ class _Members(_StrictStruct, frozen=True, kw_only=True):
     totals: Totals
 
 
-class Manifest(_Members, frozen=True, kw_only=True):
+class Manifest(_Members, frozen=True, kw_only=True, dict=True):
     """The description of a checkpoint, except for the chunk table.
 
     Args:
@@ -216,6 +220,11 @@ class Manifest(_Members, frozen=True, kw_only=True):
     """
 
     metadata: dict[str, Any] = {}
+
+    @cached_property
+    def forms(self) -> TensorForms:
+        """Return the tensors by what they have in common; the list of them does not change."""
+        return TensorForms(self.tensors)
 
     @property
     def file_sizes(self) -> dict[str, int]:
@@ -243,6 +252,59 @@ _Form = tuple[str, tuple[int, ...], int, int]
 """Dtype, shape, layout and placement of a tensor."""
 
 
+class TensorForms:
+    """The tensors of a manifest by what they have in common: many tensors have few forms.
+
+    Args:
+        tensors: (n) of the manifest.
+
+    Attributes:
+        distinct: (k) the forms, in the order in which they are met.
+        number: (n,) the position in `distinct` of each tensor's.
+
+    Cost: half a microsecond a tensor, once; what is asked of it, numpy's on n numbers.
+    """
+
+    def __init__(self, tensors: Sequence[TensorInfo]) -> None:
+        dtypes, shapes, layouts, placements = (map(each, tensors) for each in _FORM_MEMBERS)
+        known: dict[_Form, int] = {}
+        rows = zip(dtypes, map(tuple, shapes), layouts, placements, strict=True)
+        first = map(known.setdefault, rows, range(len(tensors)))
+        first_of_each = np.fromiter(first, np.int64, len(tensors))
+        self.distinct = list(known)
+        firsts = np.fromiter(known.values(), np.int64, len(known))
+        self.number: IntArray = np.searchsorted(firsts, first_of_each)
+
+    @property
+    def counts(self) -> IntArray:
+        """Return how many tensors have each of `distinct`."""
+        return np.bincount(self.number, minlength=len(self.distinct))
+
+    @property
+    def num_dims(self) -> int:
+        """Return the most dims that a tensor has."""
+        return max((len(shape) for _, shape, _, _ in self.distinct), default=0)
+
+    @property
+    def ndim(self) -> IntArray:
+        """Return the number of dims of each tensor, (n,)."""
+        lengths = [len(shape) for _, shape, _, _ in self.distinct]
+        return np.array(lengths, dtype=np.int64)[self.number]
+
+    @property
+    def itemsize(self) -> IntArray:
+        """Return the bytes of an element of each tensor, (n,)."""
+        sizes = [DTYPES[dtype].itemsize for dtype, *_ in self.distinct]
+        return np.array(sizes, dtype=np.int64)[self.number]
+
+    def shapes(self, num_dims: int) -> IntArray:
+        """Return the shape of each tensor as (n, num_dims), with ones behind its own dims."""
+        return pad_shapes([shape for _, shape, _, _ in self.distinct], num_dims)[self.number]
+
+
+_FORM_MEMBERS = tuple(map(attrgetter, ("dtype", "shape", "layout", "placement")))
+
+
 class _TensorTexts(NamedTuple):
     """Tensors that break no rule with these layouts and placements; their rows, and their forms."""
 
@@ -250,7 +312,7 @@ class _TensorTexts(NamedTuple):
     layouts: list[LayoutInfo]
     placements: list[PlacementInfo]
     rows: msgspec.Raw
-    forms: Counter[_Form]
+    forms: TensorForms
 
     def are_of(self, manifest: Manifest) -> bool:
         """Return True if a manifest has the very same tensors."""
@@ -307,7 +369,7 @@ def encode_manifest(manifest: Manifest, *, texts: ManifestTexts | None = None) -
     """
     texts = ManifestTexts(max_tensors=0) if texts is None else texts
     known = texts.tensors(manifest)
-    forms = _forms(manifest) if known is None else known.forms
+    forms = manifest.forms if known is None else known.forms
     problem = _problem(manifest, forms, has_good_tensors=known is not None)
     if problem is not None:
         raise PlanError(f"manifest of step {manifest.step}: {problem}")
@@ -367,7 +429,7 @@ def decode_manifest(
         raise CorruptionError(
             f"{place}: this is not a manifest of version {peek.version}: {error}"
         ) from None
-    problem = _problem(manifest, _forms(manifest))
+    problem = _problem(manifest, manifest.forms)
     if problem is None and needs_digests and not has_digests(manifest):
         # No file that is read can switch the checks off.
         problem = "block_nbytes 0: it states no digests"
@@ -419,14 +481,7 @@ def _peek(text: bytes) -> _Peek | None:
         return None
 
 
-def _forms(m: Manifest) -> Counter[_Form]:
-    """Return how many tensors there are of each form."""
-    return Counter((t.dtype, tuple(t.shape), t.layout, t.placement) for t in m.tensors)
-
-
-def _problem(
-    m: Manifest, forms: Mapping[_Form, int], *, has_good_tensors: bool = False
-) -> str | None:
+def _problem(m: Manifest, forms: TensorForms, *, has_good_tensors: bool = False) -> str | None:
     """Describe the first rule of the format that a manifest breaks, or return None.
 
     Args:
@@ -447,7 +502,7 @@ def _problem(
             f"from {MIN_BLOCK_NBYTES} to {MAX_BLOCK_NBYTES}"
         )
     return (
-        (None if has_good_tensors else _tensor_problem(m, forms))
+        (None if has_good_tensors else _tensor_problem(m, forms.distinct))
         or _file_problem(m)
         or _extra_problem(m)
         or _total_problem(m, forms)
@@ -541,7 +596,7 @@ def _extra_problem(m: Manifest) -> str | None:
     return None
 
 
-def _total_problem(m: Manifest, forms: Mapping[_Form, int]) -> str | None:
+def _total_problem(m: Manifest, forms: TensorForms) -> str | None:
     """Describe what is wrong with index and totals, or return None."""
     if not 8 <= m.index.nbytes <= MAX_INDEX_NBYTES or _HEX128.fullmatch(m.index.digest) is None:
         return f"an index of {m.index.nbytes} bytes with digest {m.index.digest!r} is impossible"
@@ -549,7 +604,7 @@ def _total_problem(m: Manifest, forms: Mapping[_Form, int]) -> str | None:
         return f"totals state {m.totals.num_tensors} tensors, but {len(m.tensors)} are listed"
     nbytes = sum(
         math.prod(shape) * DTYPES[dtype].itemsize * num
-        for (dtype, shape, _, _), num in forms.items()
+        for (dtype, shape, _, _), num in zip(forms.distinct, forms.counts.tolist(), strict=True)
     )
     if m.totals.nbytes != nbytes:
         return f"totals state {m.totals.nbytes} bytes of tensors, but they have {nbytes}"

@@ -71,9 +71,8 @@ gradient_of: Callable[[Tensor], Tensor | None] = _tensor.grad.__get__
 """Return what is in `.grad`, whatever class the parameter has at the moment."""
 
 
-def forget_gradient(parameter: Tensor) -> None:
-    """Empty `.grad`, whatever class the parameter has at the moment."""
-    _tensor.grad.__set__(parameter, None)
+write_gradient: Callable[[Tensor, Tensor | None], None] = _tensor.grad.__set__
+"""Write `.grad`, whatever class the parameter has at the moment."""
 
 
 def in_flight_class(base: type[Tensor], finish: Callable[[], None]) -> type[Tensor]:

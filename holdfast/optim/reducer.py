@@ -23,8 +23,8 @@ from holdfast.optim.in_flight import (
     GradientHook,
     HeldHook,
     change_class,
-    forget_gradient,
     gradient_of,
+    write_gradient,
 )
 from holdfast.optim.shard_groups import ShardGroups
 
@@ -253,7 +253,7 @@ class GradientReducer:
             bucket.drop_gradients()
         self.show_gradients()
         for slot in self.slots:
-            forget_gradient(slot.parameter)
+            write_gradient(slot.parameter, None)
             slot.is_used = False
         self._next = 0
         self._is_reduced = self._is_finished = self._owes_round = self.is_apart = False
@@ -288,7 +288,7 @@ class GradientReducer:
                 f"DistributedDataParallel is reduced twice: take it out of that, the sharded "
                 f"optimizer reduces gradients itself)"
             )
-        forget_gradient(slot.parameter)
+        write_gradient(slot.parameter, None)
         slot.is_used = True
         if gradient.requires_grad:  # of a backward with create_graph
             gradient = gradient.detach()

@@ -64,6 +64,8 @@ class ScalarWatch:
 
     def __init__(self, layouts: Mapping[str, Layout]) -> None:
         self._layouts = dict(layouts.items())
+        # Once: a step that went through the ranks for it would cost more with each of them.
+        self._stages = {module: [*stages_of(layout)] for module, layout in layouts.items()}
         self._before: dict[str, dict[_Key, float]] = {}
         self._changing: dict[str, set[_Key]] = {}
         self._of_groups: dict[str, Numbers] = {}
@@ -109,9 +111,9 @@ class ScalarWatch:
         """Return True if the sums of all ranks' numbers show that some differ."""
         borders, *rest = sums
         digests = iter(rest)
-        for layout in self._layouts.values():
+        for module, layout in self._layouts.items():
             by_rank = {rank: next(digests) for rank in layout.ranks}
-            for ranks in stages_of(layout):
+            for ranks in self._stages[module]:
                 if len({by_rank[rank] for rank in ranks} - {0.0}) > 1:
                     return True
         return borders != 0
@@ -129,8 +131,8 @@ class ScalarWatch:
             name: of the optimizer.
         """
         answers = {rank: json.loads(each) for rank, each in described.items()}
-        for module, layout in self._layouts.items():
-            for ranks in stages_of(layout):
+        for module, stages in self._stages.items():
+            for ranks in stages:
                 stated = {rank: answers[rank][0].get(module) for rank in ranks}
                 what = f"module {module!r}: " if module else ""
                 _refuse({r: n for r, n in stated.items() if n is not None}, f"{name}: {what}")
@@ -171,6 +173,8 @@ def _numbers(groups: Iterable[Mapping[str, Any]]) -> dict[_Key, float]:
 
 def _number(value: object) -> float | None:
     """Return a number on the host, or None for anything else."""
+    if type(value) is float:  # most of them, several times in every step
+        return value
     if value is None or isinstance(value, bool | list):
         return None
     if isinstance(value, Tensor):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from operator import methodcaller
 from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
@@ -59,6 +58,7 @@ from holdfast.state.plain_attributes import PlainAttributes
 from holdfast.state.rng import refuse_shared_streams
 from holdfast.state.shared_memory import files_mapped_twice, shared_memory
 from holdfast.state.tensor_elements import array_tensor, memory_key
+from holdfast.state.tensor_memory import addresses_of
 from holdfast.state.traits import PLAIN, Traits, held_tensors, traits_of
 from holdfast.state.unfinished import refuse_unfinished
 
@@ -172,11 +172,12 @@ def flatten_state(
             shown = cast(Union, tree).mapping
             of_code = {form: shown[form] for form in part.forms}
             unstored += cache.attributes.look(name, part.module, of_code)
-    made, tensors, held, addresses = flattener.finish()
+    made, objects, held, addresses = flattener.finish()
     cache.last = made
     return FlatState(
         leaves=made.leaves,
-        tensors=tensors,
+        keys=made.keys,
+        objects=objects,
         held=held,
         addresses=addresses,
         forms=made.traits.forms,
@@ -359,49 +360,61 @@ class _Flattener:
             self.labels[path] = self._open
         return node
 
-    def finish(self) -> tuple[_Pass, dict[str, Any], dict[str, torch.Tensor], list[int]]:
-        """Return the pass, for the next one; by key each tensor or marker, and what it holds; and
-        the address of each of the latter.
+    def finish(self) -> tuple[_Pass, list[Any], list[torch.Tensor], list[int]]:
+        """Return the pass, for the next one; each tensor or marker, what it holds, and the address
+        of that.
 
         Raises:
             PlacementError: For a tensor that cannot be stored, and for two of one key.
         """
-        held, addresses = self._tie()
         before, made = self._before, _Pass()
-        made.keys, made.layouts, made.branches = self._paths, self._layouts, self._branches
-        tensors = dict(zip(made.keys, self._objects, strict=True))
-        if len(tensors) < len(made.keys):
-            key = next(key for key, number in Counter(made.keys).items() if number > 1)
-            raise PlacementError(
-                f"{key}: two tensors of the state have this key (a name with a dot in it, or a "
-                f"number and the same number as text?); rename one"
-            )
-        is_same = (made.keys, made.layouts) == (before.keys, before.layouts)
-        again: list[str] = []
-        if is_same and before.traits.are_of(self._objects, held):
-            made.traits = before.traits
-            made.leaves, made.structure = before.leaves.copy(), before.structure
+        again = self._look_again()
+        if again is not None:
+            held, addresses = again
         else:
-            made.traits = Traits(self._objects, held)
+            held = held_tensors(self._objects)
+            addresses = addresses_of(held)
+        if self._tie(held, addresses):
+            again = self._look_again()
+        objects = self._objects
+        made.keys, made.layouts, made.branches = self._paths, self._layouts, self._branches
+        made.memory = before.memory
+        changed: list[str] = []
+        if again is not None:
+            made.traits = before.traits
+            made.leaves, made.structure = before.leaves, before.structure
+        else:
+            _refuse_equal_keys(made.keys)
+            made.traits = Traits(objects, held)
+            is_same = (made.keys, made.layouts) == (before.keys, before.layouts)
             if is_same and made.traits.same_as(before.traits):
-                made.traits.expect_again(self._objects, held)
+                made.traits.expect_again(objects, held)
             else:
-                again = self._changed(made, before)
-            if is_same and not again:
+                changed = self._changed(made, before)
+            if is_same and not changed:
                 made.structure = before.structure
             made.leaves = {key: before.leaves.get(key, _NONE) for key in made.keys}
-        by_key = dict(zip(made.keys, held, strict=True))
-        made.memory = {key: each for key, each in before.memory.items() if key in tensors}
-        # Views of a tensor are of the memory that it had.
-        again += [key for key, each in made.memory.items() if _memory(tensors[key]) != each]
-        self._make_again(again, made, tensors)
+        if changed or before.memory:
+            tensors = dict(zip(made.keys, objects, strict=True))
+            made.leaves = dict(made.leaves)
+            made.memory = {key: each for key, each in before.memory.items() if key in tensors}
+            # Views of a tensor are of the memory that it had.
+            moved = [key for key, each in made.memory.items() if _memory(tensors[key]) != each]
+            self._make_again([*changed, *moved], made, tensors)
         made.filled = list(compress(made.keys, self._is_filled))
         made.addresses = list(compress(addresses, self._is_filled))
         # Memory that was looked at before, by tensors of the same traits, has not changed.
         is_known = made.structure is before.structure and made.filled == before.filled
         if not is_known or made.addresses != before.addresses:
-            _refuse_shared_memory({key: by_key[key] for key in made.filled})
-        return made, tensors, by_key, addresses
+            _refuse_shared_memory(made.filled, list(compress(held, self._is_filled)))
+        return made, objects, held, addresses
+
+    def _look_again(self) -> tuple[list[torch.Tensor], list[int]] | None:
+        """Return what the tensors hold and where, if they are those of the pass before."""
+        before = self._before
+        if (self._paths, self._layouts) != (before.keys, before.layouts):
+            return None
+        return before.traits.look_again(self._objects)
 
     @staticmethod
     def _changed(made: _Pass, before: _Pass) -> list[str]:
@@ -440,17 +453,19 @@ class _Flattener:
                 made.memory[key] = _memory(obj)
             made.leaves[key] = leaf
 
-    def _tie(self) -> tuple[list[torch.Tensor], list[int]]:
+    def _tie(self, held: list[torch.Tensor], addresses: list[int]) -> bool:
         """Let nodes of tensors that were met before refer to the first one's key.
 
+        Args:
+            held: What each tensor holds; those that were met before are removed.
+            addresses: The same.
+
         Returns:
-            What each tensor that is left holds on this rank, and its address.
+            True if there are any.
         """
-        held = held_tensors(self._objects)
-        addresses = _addresses(held)
         distinct = set(addresses)
         if len(distinct) == len(addresses) and 0 not in distinct:
-            return held, addresses
+            return False
         counts = Counter(addresses)
         keys: dict[object, str] = {}
         tied: set[int] = set()
@@ -471,17 +486,27 @@ class _Flattener:
             for column in (self._paths, self._objects, self._layouts, self._is_filled, held,
                            addresses):  # fmt: skip
                 column[:] = [each for i, each in enumerate(column) if i not in tied]
-        return held, addresses
+        return bool(tied)
 
 
-def _refuse_shared_memory(tensors: Mapping[str, torch.Tensor]) -> None:
+def _refuse_equal_keys(keys: Sequence[str]) -> None:
+    """Raise PlacementError if two tensors have one key."""
+    if len(set(keys)) < len(keys):
+        key = next(key for key, number in Counter(keys).items() if number > 1)
+        raise PlacementError(
+            f"{key}: two tensors of the state have this key (a name with a dot in it, or a "
+            f"number and the same number as text?); rename one"
+        )
+
+
+def _refuse_shared_memory(keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
     """Raise PlacementError for local tensors that a load into this very state would refuse.
 
     Cost: a sort of their addresses.
     """
     requests = [
         TensorRequest(path=key, tensor=i, boxes=None, locals=(each,))
-        for i, (key, each) in enumerate(tensors.items())
+        for i, (key, each) in enumerate(zip(keys, tensors, strict=True))
     ]
     if LocalMemory(requests).is_disjoint() and not files_mapped_twice():
         return
@@ -514,25 +539,6 @@ def _is_whole(leaf: TensorLeaf, obj: object) -> bool:
 def _is_own(kind: type[torch.Tensor]) -> bool:
     """Return True if a class of tensors answers for its tensors."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the address of each tensor's first element, see `_address`."""
-    try:
-        return list(map(_DATA_PTR, tensors))
-    except (RuntimeError, ValueError):
-        return list(map(_address, tensors))
-
-
-_DATA_PTR = methodcaller("data_ptr")
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's first element; 0 if it has none or if it cannot be known."""
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, ValueError):  # sparse and lazy tensors
-        return 0
 
 
 def _memory(obj: Any) -> object:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,28 +77,39 @@ class TensorLeaf(NamedTuple):
     """How the boxes follow from coordinates on the layout; None on a rank off the tensor's mesh."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FlatState:
     """A flattened state: its tensors, and the tree of everything else."""
 
     leaves: Mapping[str, TensorLeaf] = field(default_factory=dict)
     """By key, in the order of the tree; without locals if a tensor is held whole."""
-    tensors: Mapping[str, Any] = field(default_factory=dict)
-    """Key -> the tensor or marker."""
-    held: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Key -> what that holds on this rank, see `held_tensor`."""
+    keys: Sequence[str] = ()
+    """Of the leaves, in their order."""
+    objects: Sequence[Any] = ()
+    """The tensor or marker of each."""
+    held: Sequence[torch.Tensor] = ()
+    """What each of these holds on this rank, see `held_tensor`."""
     nodes: Mapping[str, object] = field(default_factory=dict)
     """Part name -> encoded tree, in which each tensor is a reference to its key."""
     labels: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Key -> where coordinates of this rank stand in it, as position and length, in order."""
     addresses: Sequence[int] = ()
-    """Of each of these, the address of its first element; 0 if it has none."""
+    """Of the first element of each of these; 0 if it has none."""
     forms: Forms | None = None
     """Theirs, the object of the pass before if they are the same; None if they are not known."""
     structure: object = field(default_factory=object)
     """The object of the pass before if all leaves claim the same, in the same order."""
     unstored: Sequence[str] = ()
     """Attributes of modules that have changed since the pass before and that nothing shows."""
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Any]:
+        """Key -> the tensor or marker."""
+        return dict(zip(self.keys, self.objects, strict=True))
+
+    @cached_property
+    def _held_by_key(self) -> Mapping[str, torch.Tensor]:
+        return dict(zip(self.keys, self.held, strict=True))
 
     def local(self, key: str, number: int) -> torch.Tensor:
         """Return the tensor of one box of a leaf, as it is now."""
@@ -114,9 +126,8 @@ class FlatState:
         """
         if self.forms is None:
             return None
-        held = list(self.held.values())
         return TensorMemory(
-            list(map(held.__getitem__, positions.tolist())),
+            list(map(self.held.__getitem__, positions.tolist())),
             address=np.array(self.addresses, dtype=np.int64)[positions],
             is_plain=self.forms.is_plain[positions],
             forms=self.forms,
@@ -124,7 +135,7 @@ class FlatState:
 
     def locals(self, places: Iterable[tuple[str, int]]) -> list[torch.Tensor]:
         """Return the tensor of a box of a leaf, as it is now, for each key and number of a box."""
-        leaves, held = self.leaves, self.held
+        leaves, held = self.leaves, self._held_by_key
         return [
             views[number] if (views := leaves[key].locals) else held[key].detach()
             for key, number in places

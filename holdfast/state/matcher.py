@@ -8,10 +8,10 @@ been read, `Matcher.build` makes the loaded trees.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
@@ -70,7 +70,7 @@ from holdfast.state.stored import (
     used_paths,
 )
 from holdfast.state.tensor_elements import TORCH_TO_NAME, refused_cast, tensor_array, torch_dtype
-from holdfast.state.tensor_memory import TensorMemory
+from holdfast.state.tensor_memory import TensorMemory, runs
 from holdfast.state.traits import PLAIN, PLAIN_FORMS, held_tensors
 
 
@@ -190,7 +190,7 @@ class Matcher:
         cast: bool = False,
     ) -> None:
         self._tensors = tensors
-        self._positions = {key: i for i, key in enumerate(tensors)}
+        self._positions = dict(zip(tensors, count()))
         self._layout = layout
         self._rank = rank
         self._codecs = codecs
@@ -724,20 +724,21 @@ class LocalTargets:
         kinds = set(map(type, templates))
         if not kinds <= _COLUMNAR:
             return None
-        held = held_tensors(templates)
-        if not set(map(type, held)) <= PLAIN:
-            return None
+        held: list[torch.Tensor] = []
+        # The first one of each body stands for all.
+        known: dict[object, int] = {}
+        firsts: list[int] = []
+        placements: dict[object, object] = {}
         try:
-            bodies: list[object] = list(map(PLAIN_FORMS, held))
-            if DTensor in kinds:
-                placed = iter(self._placed([each for each in templates if type(each) is DTensor]))
-                bodies = [
-                    (body, next(placed)) if type(each) is DTensor else body
-                    for body, each in zip(bodies, templates, strict=True)
-                ]
-            # The first one of each body stands for all.
-            known: dict[object, int] = {}
-            firsts = [known.setdefault(body, i) for i, body in enumerate(bodies)]
+            # A few at a time, which are in the cache from the first question to the last.
+            for where in runs(len(templates)):
+                some = templates[where]
+                held_now = held_tensors(some)
+                if not set(map(type, held_now)) <= PLAIN:
+                    return None
+                held += held_now
+                bodies = _bodies(some, held_now, placements)
+                firsts += map(known.setdefault, bodies, count(where.start))
             forms: dict[int, _Form] = {}
             for first in known.values():
                 target = self.local_target(templates[first], paths[first], layout)
@@ -753,25 +754,42 @@ class LocalTargets:
             return None  # a nested tensor has no shape; what is refused is refused with its path
         return list(map(forms.__getitem__, firsts)), list(zip(held, strict=True))
 
-    def _placed(self, tensors: Sequence[DTensor]) -> list[object]:
-        """Return what the boxes of DTensors follow from, but for their local tensors.
 
-        Raises:
-            AttributeError: A DTensor does not know its shape.
-        """
-        placed = list(map(DTENSOR_PLACED, tensors))
-        # Placements of other types may be equal to one of these.
-        kinds = set(map(type, chain.from_iterable(placements for _, placements, _ in placed)))
-        is_plain = kinds <= {Replicate, Shard}
-        # From here on equal ones are one object. Neighbours are compared: hashing costs more.
-        known: dict[object, object] = {}
-        last: object = None
-        result: list[object] = []
-        for mesh, each, shape in placed:
-            if each is not last and (each != last or not is_plain):
-                last = known.setdefault(each if is_plain else (each, *map(type, each)), each)
-            result.append((id(mesh), id(last), shape))
-        return result
+def _bodies(
+    templates: Sequence[Any], held: Sequence[torch.Tensor], known: dict[object, object]
+) -> Iterable[object]:
+    """Return what the form of each of some plain tensors and DTensors follows from.
+
+    Args:
+        templates: Of the caller.
+        held: What they hold on this rank.
+        known: The placements so far, for the next call: equal ones become one object.
+
+    Raises:
+        AttributeError: A DTensor does not know its shape.
+    """
+    forms = map(PLAIN_FORMS, held)
+    kinds = list(map(type, templates))
+    if DTensor not in kinds:
+        return forms
+    dtensors = [each for each in templates if type(each) is DTensor]
+    meshes, placements, shapes = zip(*map(DTENSOR_PLACED, dtensors), strict=True)
+    # Placements of other types may be equal to one of these.
+    is_plain = set(map(type, chain.from_iterable(placements))) <= {Replicate, Shard}
+    # Neighbours are compared: hashing costs more.
+    last: object = None
+    same: list[object] = []
+    for each in placements:
+        if each is not last and (each != last or not is_plain):
+            last = known.setdefault(each if is_plain else (each, *map(type, each)), each)
+        same.append(last)
+    placed = zip(map(id, meshes), map(id, same), shapes, strict=True)
+    if len(dtensors) == len(kinds):
+        return zip(forms, placed, strict=True)
+    return [
+        (form, next(placed)) if kind is DTensor else form
+        for form, kind in zip(forms, kinds, strict=True)
+    ]
 
 
 _Form = tuple[str, tuple[int, ...], tuple[Box, ...] | None]

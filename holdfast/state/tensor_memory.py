@@ -113,15 +113,34 @@ def plain_ones(tensors: Sequence[torch.Tensor]) -> BoolArray:
     return _all_plain(columns)
 
 
+def runs(num: int) -> list[slice]:
+    """Return the positions of `num` tensors, a few at a time, which stay in the cache together."""
+    return [slice(first, first + _NUM_CACHED) for first in range(0, num, _NUM_CACHED)]
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the address of each tensor's first element; 0 if it has none, or none is known."""
+    try:
+        return list(map(torch.Tensor.data_ptr, tensors))
+    except (RuntimeError, ValueError):
+        return list(map(_address, tensors))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, ValueError):  # sparse and lazy tensors
+        return 0
+
+
 def _ask(
     tensors: Sequence[torch.Tensor],
     questions: Sequence[Callable[[Any], Any]],
     columns: Sequence[list[Any]],
 ) -> None:
     """Append the answers of all tensors to each question, in its column."""
-    # A few at a time, so that a tensor is in the cache for all questions.
-    for first in range(0, len(tensors), _NUM_CACHED):
-        some = tensors[first : first + _NUM_CACHED]
+    for where in runs(len(tensors)):
+        some = tensors[where]
         for column, question in zip(columns, questions, strict=True):
             column += map(question, some)
 
@@ -146,9 +165,10 @@ class Forms:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._are_alike = form_check(tensors)
+        self._are_alike = [form_check(tensors[where]) for where in runs(len(tensors))]
         self.is_plain = plain_ones(tensors)
 
-    def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True if other tensors have these forms, one by one; False may mean either."""
-        return self._are_alike is not None and self._are_alike(tensors)
+    def are_of(self, tensors: Sequence[torch.Tensor], where: slice) -> bool:
+        """Return True if other tensors have the forms of one of `runs`; False may mean either."""
+        are_alike = self._are_alike[where.start // _NUM_CACHED]
+        return are_alike is not None and are_alike(tensors)

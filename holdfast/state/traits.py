@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from holdfast._torch import (
 )
 from holdfast.state.leaves import held_tensor
 from holdfast.state.markers import FlatShard, Padded, Pieces, Sharded
-from holdfast.state.tensor_memory import Forms
+from holdfast.state.tensor_memory import Forms, addresses_of, runs
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
 """Types that neither wait nor answer for their tensors."""
@@ -68,7 +68,7 @@ class Traits:
         self._other_meshes: dict[int, DeviceMesh] = {}
         self._all: list[object] | None = None
         self._kinds = kinds
-        self._are_alike: Callable[[Sequence[torch.Tensor]], bool] | None = None
+        self._runs: list[_Run] = []
         self.forms: Forms | None = None
         """Of what the objects hold; None before `expect_again`, and if some are no plain tensors.
         """
@@ -98,37 +98,59 @@ class Traits:
         ]
 
     def expect_again(self, objects: Sequence[Any], held: Sequence[torch.Tensor]) -> None:
-        """Prepare `are_of` for the passes to come; the arguments are those of the constructor.
+        """Prepare `look_again` for the passes to come; the arguments are the constructor's.
 
         Cost: as much as reading the traits, so for traits that were the same twice.
         """
-        if set(map(type, held)) <= PLAIN:
-            dtensors = _chosen(objects, self._is_dtensor)
-            self._are_alike = form_check(dtensors) if dtensors else operator.not_
-            self.forms = Forms(held)
+        if not set(map(type, held)) <= PLAIN:
+            return
+        num_dtensors = 0
+        for where in runs(len(objects)):
+            kinds = self._kinds[where]
+            is_dtensor = _selector(kinds, set(kinds), _DTENSOR)
+            dtensors = _chosen(objects[where], is_dtensor)
+            placed = slice(num_dtensors, num_dtensors + len(dtensors))
+            num_dtensors = placed.stop
+            are_alike = form_check(dtensors) if dtensors else operator.not_
+            if are_alike is None:
+                return
+            specs = (self._meshes[placed], self._placements[placed])
+            self._runs.append(_Run(kinds, is_dtensor, are_alike, specs))
+        self.forms = Forms(held)
 
-    def are_of(self, objects: Sequence[Any], held: Sequence[torch.Tensor]) -> bool:
-        """Return True if other objects have these traits; False may mean either.
+    def look_again(self, objects: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]] | None:
+        """Return what other objects hold and its addresses, if they have these traits.
 
-        Every tensor is looked at, by a few calls for all of them: what torch says of it by `Forms`,
-        meshes and placements by identity, as in `same_as`.
+        Every tensor is looked at, by a few calls for some hundred of them, which are in the cache
+        from the first call to the last: what torch says of it by `Forms`, meshes and placements by
+        identity, as in `same_as`.
+
+        Returns:
+            As `held_tensors`, and `addresses_of` that. None may mean either.
         """
-        if self.forms is None or self._are_alike is None or len(objects) != self._num:
-            return False
-        if list(map(type, objects)) != self._kinds:
-            return False
-        dtensors = _chosen(objects, self._is_dtensor)
-        return (
-            self._are_alike(dtensors)
-            and self.forms.are_of(held)
-            and all(
-                all(map(is_, map(question, dtensors), last))
-                for question, last in zip(
-                    DTENSOR_SPECS, (self._meshes, self._placements), strict=True
-                )
-            )
-            and (not self._others or self._of_others(objects) == self._others)
-        )
+        if self.forms is None or len(objects) != self._num:
+            return None
+        held: list[torch.Tensor] = []
+        addresses: list[int] = []
+        for run, where in zip(self._runs, runs(self._num), strict=True):
+            some = objects[where]
+            kinds = list(map(type, some))
+            if kinds != run.kinds:
+                return None
+            dtensors = _chosen(some, run.is_dtensor)
+            if not run.are_alike(dtensors):
+                return None
+            for question, last in zip(DTENSOR_SPECS, run.specs, strict=True):
+                if not all(map(is_, map(question, dtensors), last)):
+                    return None
+            held_now = local_tensors(some) if run.is_dtensor is None else held_tensors(some)
+            if not self.forms.are_of(held_now, where):
+                return None
+            held += held_now
+            addresses += addresses_of(held_now)
+        if self._others and self._of_others(objects) != self._others:
+            return None
+        return held, addresses
 
     def same_as(self, last: Traits) -> bool:
         """Return True if all traits are those of another pass; False may mean either.
@@ -170,6 +192,17 @@ class Traits:
 
 _Selector = list[bool] | None
 """Whether each object is of a kind; None if all are."""
+
+
+class _Run(NamedTuple):
+    """The traits of some objects in a row."""
+
+    kinds: list[type]
+    is_dtensor: _Selector
+    are_alike: Callable[[Sequence[torch.Tensor]], bool]
+    """Whether as many DTensors have the form of these."""
+    specs: tuple[list[Any], list[Any]]
+    """Mesh of each DTensor, placements of each."""
 
 
 def _selector(kinds: Sequence[type], distinct: set[type], which: frozenset[type]) -> _Selector:

@@ -13,6 +13,7 @@ from torch import Tensor
 from holdfast import Layout, ProcessGroups
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.optim import LossScaler, MultiModuleOptimizer, ShardedOptimizer
+from holdfast.optim.scalars import ScalarWatch
 from holdfast.parallel import ModuleGroups
 from tests.harness import RankContext, run_ranks
 from tests.optim.multi_module.common import (
@@ -219,3 +220,14 @@ def stages(context: RankContext) -> bool:
 
 def test_pipeline_stages_may_differ_in_hyperparameters() -> None:
     assert run_ranks(2, stages).results == [False, False]
+
+
+def test_a_step_does_not_look_up_the_place_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would cost more with each rank of the job; the stages of a layout do not change."""
+    watch = ScalarWatch({"": Layout(dp=8, pp=2)})
+    monkeypatch.delattr(Layout, "coordinates")
+    numbers = watch.pack(rank=0)
+    assert not watch.has_parted(numbers)
+    # Ranks 0 and 1 are in one stage, 8 in the other one.
+    assert watch.has_parted([0.0, 1.0, 2.0, *[0.0] * 14])
+    assert not watch.has_parted([0.0, *[1.0] * 8, *[2.0] * 8])

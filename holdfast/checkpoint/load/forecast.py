@@ -10,7 +10,6 @@ from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.load.read_plan import plan_reads
 from holdfast.format.checkpoint_files import CheckpointFiles
-from holdfast.format.dtypes import DTYPES
 from holdfast.format.stored_copies import choose_copies
 
 
@@ -36,7 +35,7 @@ def forecast_reads(
     Cost: that of `plan_reads` for each rank.
     """
     manifest, index = files.manifest, files.index
-    itemsize = np.array([DTYPES[info.dtype].itemsize for info in manifest.tensors], dtype=np.int64)
+    itemsize = manifest.forms.itemsize
     # Without an exchange no rank reads for another: who wrote a file does not matter to the plan.
     nobody = np.full(len(manifest.files), -1, dtype=np.int64)
     nbytes = np.zeros((len(tables), len(manifest.files)), dtype=np.int64)

@@ -351,12 +351,12 @@ class Loader:
         }
         entries = {n: _unwrap(each, n, self._groups.layout) for n, each in requested.items()}
         refuse_shared_streams({name: value for name, (_, _, value) in entries.items()})
-        # Equal forms are one object: the matcher compares few of them.
-        forms: dict[object, tuple[str, tuple[int, ...]]] = {}
-        tensors = {
-            info.key: forms.setdefault(form := (info.dtype, tuple(info.shape)), form)
-            for info in files.manifest.tensors
-        }
+        # Those of one form have one object: the matcher compares few of them.
+        forms = files.manifest.forms
+        distinct = [(dtype, shape) for dtype, shape, _, _ in forms.distinct]
+        form_of_each = map(distinct.__getitem__, forms.number.tolist())
+        keys = map(attrgetter("key"), files.manifest.tensors)
+        tensors = dict(zip(keys, form_of_each, strict=True))
         matcher = Matcher(
             tensors=tensors,
             layout=self._groups.layout,

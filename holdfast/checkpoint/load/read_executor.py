@@ -30,8 +30,7 @@ from holdfast.checkpoint.reports import JobReading
 from holdfast.errors import CorruptionError
 from holdfast.format.byte_ranges import elements, join_neighbours
 from holdfast.format.checkpoint_files import CheckpointFiles
-from holdfast.format.dtypes import DTYPES
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import TensorForms
 from holdfast.format.stored_copies import choose_copies
 from holdfast.parallel import Control
 from holdfast.state.matcher import LocalMemory, TensorRequest
@@ -125,10 +124,8 @@ class LoadExecutor:
         self._written: list[tuple[int, int]] = []
         self._transfers: RankTransfers | None = None
         self._nbytes_unique: int | None = None
-        tensors = files.manifest.tensors
-        sizes = {name: DTYPES[name].itemsize for name in {info.dtype for info in tensors}}
-        self._itemsize = np.array([sizes[info.dtype] for info in tensors], dtype=np.int64)
-        self.boxes = requested_boxes(requests, files.manifest)
+        self._itemsize = files.manifest.forms.itemsize
+        self.boxes = requested_boxes(requests, files.manifest.forms)
         self.nbytes_needed = int(self.boxes.extent.prod(axis=1) @ self._itemsize[self.boxes.tensor])
         self.nbytes_received = 0
 
@@ -326,13 +323,15 @@ class LoadExecutor:
         piece, overlap = plan.piece[kept], plan.overlap[kept]
         source, at, size = plan.overlaps.run_copies(overlap, plan.start[piece], plan.stop[piece])
         box, is_run = plan.overlaps.request[overlap], plan.overlaps.is_run[overlap]
-        stored = [info.dtype for info in self._files.manifest.tensors]
+        forms = self._files.manifest.forms
+        stored = [dtype for dtype, *_ in forms.distinct]
         memory, tensor = self._memory, self.boxes.tensor
         dtypes = memory.dtypes
         codes = {name: code for code, name in enumerate(sorted(set(stored)))}
         code_of = {each: codes.get(TORCH_TO_NAME.get(each, ""), -1) for each in set(dtypes)}
         held = np.array([code_of[each] for each in dtypes], dtype=np.int64)
-        is_alike = held == np.array([codes[name] for name in stored], dtype=np.int64)[tensor]
+        code_of_form = np.array([codes[name] for name in stored], dtype=np.int64)
+        is_alike = held == code_of_form[forms.number[tensor]]
         num_boxes = max(len(plan.requests.boxes), 1)
         counts = np.bincount(numbers[numbers >= 0], minlength=num_boxes)
         # No box that several tensors get, or of which some piece is copied with strides.
@@ -346,7 +345,7 @@ class LoadExecutor:
         self._request_of = np.zeros(num_boxes, dtype=np.int64)
         self._request_of[numbers[is_direct]] = memory.request[is_direct]
         self._targets = make_targets(
-            self._requests, memory, np.where(is_direct, -1, numbers), stored
+            self._requests, memory, np.where(is_direct, -1, numbers), self._files.manifest.tensors
         )
         # A kept run goes to an address if its box is plain memory and the run lies inside.
         fits = (address[box] >= 0) & (at + size <= nbytes[box])
@@ -503,17 +502,16 @@ class LoadExecutor:
                         target.put_strided(copy, values, size)
 
 
-def requested_boxes(requests: Sequence[TensorRequest], manifest: Manifest) -> BoxTable:
+def requested_boxes(requests: Sequence[TensorRequest], forms: TensorForms) -> BoxTable:
     """The boxes of one rank's requests, one row for each of their local tensors, in order."""
     # As wide as the widest tensor of the checkpoint, so that tables of all ranks fit together.
-    shapes = [info.shape for info in manifest.tensors]
-    num_dims = max(1, max(map(len, shapes), default=1))
+    num_dims = max(1, forms.num_dims)
     of_each, boxes_of, locals_ = (list(map(attrgetter(n), requests)) for n in _REQUESTED)
     counts = np.fromiter(map(len, locals_), np.int64, len(requests))
     tensors = np.array(of_each, dtype=np.int64)
     tensor = np.repeat(tensors, counts)
     offset = np.zeros((len(tensor), num_dims), dtype=np.int64)
-    extent = pad_shapes(shapes, num_dims)[tensor]
+    extent = forms.shapes(num_dims)[tensor]
     # Requests for whole tensors are complete. Of the others many have the same boxes.
     ids = np.array(list(map(id, boxes_of)), dtype=np.int64)
     cut = ids != id(None)

@@ -15,6 +15,7 @@ import torch
 from holdfast.arrays.boxes import Box
 from holdfast.arrays.types import AnyArray, IntArray
 from holdfast.format.byte_ranges import StridedCopy, elements
+from holdfast.format.manifest import TensorInfo
 from holdfast.state.matcher import LocalMemory, TensorRequest
 from holdfast.state.tensor_elements import TORCH_TO_NAME, torch_dtype
 
@@ -122,7 +123,7 @@ def make_targets(
     requests: Sequence[TensorRequest],
     memory: LocalMemory,
     numbers: IntArray,
-    stored: Sequence[str],
+    stored: Sequence[TensorInfo],
 ) -> dict[int, list[Target]]:
     """Return what to fill with each requested box, by its number.
 
@@ -130,12 +131,12 @@ def make_targets(
         requests: Of this rank.
         memory: Their local tensors.
         numbers: (n,) of the box of each local tensor; -1 for those that need no target.
-        stored: Dtype name of each tensor of the checkpoint.
+        stored: The tensors of the checkpoint.
     """
     targets: dict[int, list[Target]] = {}
     for i in np.flatnonzero(numbers >= 0).tolist():
         request = requests[int(memory.request[i])]
-        target = Target(memory.tensors[i], path=request.path, stored=stored[request.tensor])
+        target = Target(memory.tensors[i], path=request.path, stored=stored[request.tensor].dtype)
         targets.setdefault(int(numbers[i]), []).append(target)
     return targets
 

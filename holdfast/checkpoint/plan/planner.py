@@ -319,7 +319,7 @@ class Planner:
 
 def _whole_ones(flat: FlatState, rows: ClaimedRows) -> IntArray:
     """Return for each row of the claims the position of its tensor; -1 if it is a part of it."""
-    positions = {key: i for i, key in enumerate(flat.held)}
+    positions = {key: i for i, key in enumerate(flat.keys)}
     return np.array(
         [-1 if flat.leaves[key].locals else positions[key] for key, _ in rows], dtype=np.int64
     )
