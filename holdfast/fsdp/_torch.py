@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from holdfast._torch import mark_launch
@@ -440,6 +441,9 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Makes all-reduces, if this group has any."""
         self._pending: dict[Any, tuple[PendingGradient, RemovableHandle]] = {}
         """Members whose shards have a class that notices `zero_grad`."""
+        self._unwatched = {True, False}
+        """Whether the first forward with gradients, and that without, are still to be watched."""
+        self.post_forward = self._watch_forward
 
     @property
     def _all_reduce_process_group(self) -> Any:
@@ -492,6 +496,25 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             and opened == versions_of_shards(self)
             and is_stale(self)
         )
+
+    def _watch_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Compare whole parameters with the shards after the first forwards: `post_forward`.
+
+        What code of the model writes through `.data` is lost, and counts no version. A model that
+        does that mostly does it always, so the first forward shows it.
+        """
+        is_in_forward = self._training_state is TrainingState.FORWARD
+        if is_in_forward and torch.is_grad_enabled() in self._unwatched:
+            self._unwatched.discard(torch.is_grad_enabled())
+            if not self._unwatched:
+                del self.post_forward  # a frame less in all that follow
+            if is_whole(self) and not self.is_written() and is_stale(self):
+                raise ConfigError(
+                    "parameters were written by code of the model in a forward, maybe through "
+                    ".data; that changed a whole copy, which is thrown away. Write to parameters "
+                    "outside of the model's forward"
+                )
+        return super().post_forward(module, args, output)
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
         """FSDP2 calls it before autograd adds to gradients.
@@ -728,6 +751,13 @@ def carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
     hooks: Any = old._backward_hooks
     if hooks:
         new._backward_hooks = hooks
+
+
+def call_after_gradients(parameter: nn.Parameter, hook: Callable[[Any], object]) -> None:
+    """Have autograd call a hook with a parameter that has got a gradient."""
+    if parameter.requires_grad:
+        untyped: Any = parameter
+        untyped.register_post_accumulate_grad_hook(hook)
 
 
 def hooks_of(parameter: nn.Parameter) -> Any:
@@ -1009,6 +1039,26 @@ def forget_ran(state: Any, *, first: int) -> None:
     del order[first:]
 
 
+_WITH_STORAGE = (torch.Tensor, nn.Parameter)
+"""Classes of tensors that have their elements in a storage of their own or another one's."""
+
+
+def freed_output(output: Any) -> torch.Tensor | None:
+    """Return a tensor in the output of a module whose memory was freed, if there is one."""
+    for each in (output,) if type(output) is torch.Tensor else tree_leaves(output):
+        # A computed tensor has memory of its own: only a parameter, or a view, may have lost it.
+        may_be_freed = type(each) in _WITH_STORAGE and (each.grad_fn is None or each._is_view())
+        if (
+            may_be_freed
+            and each.layout is torch.strided
+            and each.numel()
+            and each.untyped_storage().size() == 0
+        ):
+            freed: torch.Tensor = each
+            return freed
+    return None
+
+
 def drop_ahead(state: Any) -> None:
     """Forget what was gathered of a unit that did not run: later it would be out of date."""
     for group in state._fsdp_param_groups:
@@ -1069,3 +1119,30 @@ def replace_tensors(model: nn.Module, new: Callable[[torch.Tensor], torch.Tensor
     """Put a new tensor in place of each parameter and buffer, as `nn.Module.to` does."""
     module: Any = model
     module._apply(new)
+
+
+def explain(error: RuntimeError) -> None:
+    """Add to an error of torch in a microbatch what a sharded model has to do with it."""
+    text = str(error)
+    for part, note in _NOTES.items():
+        if part in text:
+            error.add_note(note)
+
+
+_NOTES: Mapping[str, str] = MappingProxyType(
+    {
+        "mixed torch.Tensor and DTensor": (
+            "In a fully sharded model the parameters of a unit are whole only while its forward or "
+            "backward runs, and shards (DTensors) otherwise. Code that uses a weight of a unit "
+            "belongs in the forward of that unit, or leave its module out of units="
+        ),
+        "storage of size 0": (
+            "In a fully sharded model the whole parameters of a unit are freed after its forward, "
+            "and gathered for its backward when the gradient of its output arrives. So all that "
+            "the loss depends on has to be in the output of the unit, as tensors in tuples, lists, "
+            "dicts or dataclasses: return what is kept in attributes (an auxiliary loss), or leave "
+            "this module out of units=; strategy='optim' frees nothing before the step"
+        ),
+    }
+)
+"""By a part of torch's text."""

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from holdfast._torch import mark_eager
 from holdfast.errors import ConfigError
 from holdfast.fsdp import _torch
 from holdfast.fsdp.prefetch import Prefetch
@@ -53,9 +54,10 @@ class UnitGuard:
         # The first is before FSDP2's own hook, the second after it.
         unit.register_forward_pre_hook(self._before_gather, prepend=True)
         self._after_gathers = unit.register_forward_pre_hook(self._after_gather)
-        if not _torch.regathers(self.state):
-            # After FSDP2's own, which leaves whole parameters until the backward.
-            unit.register_forward_hook(self._after_forward)
+        # After FSDP2's own, which frees whole parameters, or leaves them until the backward.
+        unit.register_forward_hook(
+            self._check_output if _torch.regathers(self.state) else self._after_forward
+        )
 
     def check_settings(self) -> None:
         """Raise ConfigError if the reduction of this unit is not what the layout says."""
@@ -177,6 +179,19 @@ class UnitGuard:
         """Forget which parameters got a gradient."""
         self._used.clear()
 
+    @mark_eager
+    def _check_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Refuse parameters as outputs: they are freed, and reading them may end the process."""
+        del module, args
+        freed = _torch.freed_output(output)
+        if freed is not None:
+            raise ConfigError(
+                f"unit '{self._name}' returns a parameter, or a view of one, of shape "
+                f"{list(freed.shape)}, whose whole copy is freed at the end of the unit's forward. "
+                f"Return a copy (.clone()), or leave this module out of units="
+            )
+
+    @mark_eager
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Put shards in the places of parameters that are kept, if the unit is called alone."""
         del module, args, output
@@ -187,6 +202,7 @@ class UnitGuard:
         """Put shards in the parameters' places unless a backward is going on."""
         _torch.put_aside_if_idle(self.groups)
 
+    @mark_eager
     def _before_gather(self, module: nn.Module, args: Any) -> None:
         """Check whole weights before their first use in a forward."""
         del module, args
@@ -199,6 +215,7 @@ class UnitGuard:
                 group.note_writes()
         self._prefetch.before(self.state)
 
+    @mark_eager
     def _after_gather(self, module: nn.Module, args: Any) -> None:
         """Watch whole parameters; FSDP2 creates them at their first use."""
         del module, args

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from holdfast._torch import buffer_table, unsaved_buffers
+from holdfast._torch import buffer_table, mark_eager, unsaved_buffers
 from holdfast.errors import ConfigError
 from holdfast.fsdp import _torch
 from holdfast.fsdp.data_axes import WHOLE, DataAxis
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.joins import check_joins
+from holdfast.fsdp.originals import Originals
 from holdfast.fsdp.plan import Kind
 from holdfast.fsdp.prefetch import Prefetch
 from holdfast.optim import LossScaler, StepOutcome, collectives
@@ -172,6 +173,7 @@ class ShardedModel(MicrobatchTaker):
         *,
         guards: Sequence[UnitGuard],
         log: _torch.LaunchLog,
+        originals: Originals,
         prefetch: Prefetch,
         axes: Mapping[Kind, DataAxis],
         schedule: StrategySchedule,
@@ -183,6 +185,7 @@ class ShardedModel(MicrobatchTaker):
         for guard in guards:
             guard.units = guards
         self._groups = [group for guard in guards for group in guard.groups]
+        self._originals = originals
         self._prefetch = prefetch
         self.axes = axes
         self._log = log
@@ -259,6 +262,7 @@ class ShardedModel(MicrobatchTaker):
     @contextlib.contextmanager
     def take_microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Set up what the backward of a microbatch does; `microbatch` without other ranks."""
+        self._originals.check_writes()
         for guard in self._guards:
             guard.check_settings()
         reduces = is_last or self._schedule.reduces_each_microbatch
@@ -278,6 +282,9 @@ class ShardedModel(MicrobatchTaker):
             yield
             # Without a backward in the last one, gradients of those before it are not reduced.
             self._is_pending = not is_last or any(map(_torch.has_unreduced, self._groups))
+        except RuntimeError as error:
+            _torch.explain(error)
+            raise
         finally:
             self._log.stop()
             _torch.leave(self._groups)  # after an error, too
@@ -537,6 +544,7 @@ class ShardedModel(MicrobatchTaker):
         for guard in self._guards:
             guard.check_writes()
 
+    @mark_eager
     def _before_forward(self, module: nn.Module, args: object) -> None:
         """Refuse a forward that cannot work before FSDP2 sets itself up for good by it."""
         del args
@@ -554,6 +562,7 @@ class ShardedModel(MicrobatchTaker):
         self._is_ready = True
         self._prefetch.begin()
 
+    @mark_eager
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Put shards back in the parameters' places after a forward without gradients.
 
@@ -565,6 +574,7 @@ class ShardedModel(MicrobatchTaker):
         if not torch.is_grad_enabled():
             self.reshard()
 
+    @mark_eager
     def _leave_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Put shards in the parameters' places after a forward, or an error in it."""
         del module, args, output
