@@ -193,6 +193,8 @@ def _between(chance: random.Random, limits: Limits) -> Action:
 
 def _inside(chance: random.Random, limits: Limits) -> Action:
     """Draw what is done between two microbatches, or between the last one and the step."""
+    if chance.random() < 0.2:
+        return Freeze(block=chance.randrange(2)) if chance.random() < 0.7 else Thaw()
     kind = chance.choice(("evaluate", "write", "write", "swap", "save", "load", "drop", "look"))
     return _anywhere(chance, kind, limits)
 
