@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain, repeat
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from holdfast._torch import mark_launch
@@ -28,14 +29,20 @@ from holdfast.errors import ConfigError
 from holdfast.optim.in_flight import BUCKETED, GradientHook, HeldHook, change_class, gradient_of
 
 try:
+    from torch._C._distributed_c10d import AllgatherOptions
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
         DDPMeshInfo,
         FSDPMeshInfo,
         HSDPMeshInfo,
+        TrainingState,
     )
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+    _IDLE, _SHARDED = TrainingState.IDLE, ShardedState.SHARDED
+    _UNSHARDED = ShardedState.UNSHARDED
+    _BACKWARD = (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
     _IS_KNOWN = hasattr(FSDPState(), "_fsdp_param_groups") and hasattr(
         FSDPModule, "reset_iter_state"
     )
@@ -147,7 +154,8 @@ class UnitLaunch(NamedTuple):
         return self.operation, self.numel, str(self.dtype).removeprefix("torch.")
 
 
-_GROUP = attrgetter("group")
+_GROUP = itemgetter(1)
+"""Of what `LaunchLog` notes of a launch."""
 _LOOK_AFTER = tuple(timedelta(seconds=each) for each in (0.1, 0.2, 0.5))
 """A wait looks after these times whether another rank has failed, and then every last of them.
 
@@ -163,47 +171,44 @@ class LaunchLog:
     """
 
     def __init__(self) -> None:
-        self.launches: list[UnitLaunch] = []
-        """From the last `start` to the last `stop`."""
+        self._noted: list[tuple[Any, ...]] = []
+        """The fields of each `UnitLaunch` from the last `start` to the last `stop`."""
         self.look: Callable[[], None] | None = None
         """Raises if another rank has failed."""
-        self._is_noting = False
+        self.note: Callable[[tuple[Any, ...]], None] = self._count
+        """Takes the fields of the `UnitLaunch` that this rank makes; a method in C if possible."""
         self._counts: dict[dist.ProcessGroup, int] = {}
-        """Launches but for those in `launches`."""
+        """Launches but for those noted."""
         self._pending: dict[dist.Work, None] = {}
         """Those on the host that nothing has waited for to the end."""
+
+    @property
+    def launches(self) -> list[UnitLaunch]:
+        """From the last `start` to the last `stop`."""
+        return [UnitLaunch(*fields) for fields in self._noted]
 
     def start(self) -> None:
         """Forget the launches, and note those that follow; counts stay."""
         self._counts = dict(self.counts())
-        self.launches, self._is_noting = [], True
+        self._noted = []
+        self.note = self._noted.append
 
     def stop(self) -> None:
         """Only count the launches that follow: an evaluation may be long."""
-        self._is_noting = False
+        self.note = self._count
 
     def counts(self) -> Mapping[dist.ProcessGroup, int]:
         """Return the number of launches on each communicator since the model was sharded."""
         counts = Counter(self._counts)
-        counts.update(map(_GROUP, self.launches))
+        counts.update(map(_GROUP, self._noted))
         return counts
 
     def expect(self, group: dist.ProcessGroup) -> None:
         """Count the launches on a communicator, also while there are none."""
         self._counts.setdefault(group, 0)
 
-    def add(
-        self,
-        operation: Literal["all-gather", "reduce-scatter", "all-reduce"],
-        given: torch.Tensor,
-        group: dist.ProcessGroup,
-    ) -> None:
-        """Note a launch of this rank."""
-        if self._is_noting:
-            launch = UnitLaunch(operation, group, given.numel(), given.dtype, given.device)
-            self.launches.append(launch)
-        else:
-            self._counts[group] += 1
+    def _count(self, fields: tuple[Any, ...]) -> None:
+        self._counts[fields[1]] += 1
 
     def watched(self, work: dist.Work) -> WatchedWork:
         """Return work on the host that is waited for here."""
@@ -213,27 +218,22 @@ class LaunchLog:
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective on the host, and look meanwhile."""
         look = self.look
-        if look is None:
-            self._pending.pop(work, None)
-            work.wait()
-            return
-        for limit in chain(_LOOK_AFTER, repeat(_LOOK_AFTER[-1])):
-            try:
-                work.wait(limit)
-            except RuntimeError:
-                if not work.is_completed():
-                    self._pending[work] = None
-                    look()
-                    continue
-                self._pending.pop(work, None)
-                work.wait()  # raises if it has failed
-            else:
-                self._pending.pop(work, None)
-            return
+        if look is not None and not work.is_completed():
+            for limit in chain(_LOOK_AFTER, repeat(_LOOK_AFTER[-1])):
+                try:
+                    work.wait(limit)
+                except RuntimeError:
+                    if not work.is_completed():
+                        self._pending[work] = None
+                        look()
+                        continue
+                break
+        self._pending.pop(work, None)
+        work.wait()  # raises if it has failed
 
     def repeat(self, launches: Sequence[UnitLaunch]) -> list[dist.Work]:
         """Make collectives like these, from zeros, without waiting for them."""
-        self.launches += launches
+        self._noted += launches
         return [work for each in launches if (work := each.repeat()) is not None]
 
     def take_pending(self) -> list[dist.Work]:
@@ -269,7 +269,17 @@ class Logged:
 
 
 class LoggedGather(Logged):
-    """Gathers as another object of FSDP2 does, and notes it."""
+    """Gathers as another object of FSDP2 does, and notes it.
+
+    On the host the communicator is called without torch.distributed's functions around it, which
+    cost as much as the launch.
+    """
+
+    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
+        super().__init__(inner, log, is_watched=is_watched)
+        self._apart: dist.ProcessGroup | None = inner.group if isinstance(inner, GatherOn) else None
+        self._options = AllgatherOptions()
+        self._options.asyncOp = True
 
     def __call__(
         self,
@@ -279,14 +289,16 @@ class LoggedGather(Logged):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Note it and launch it."""
-        is_apart = isinstance(self._inner, GatherOn)
-        self._log.add("all-gather", input_tensor, self._inner.group if is_apart else group)
-        work: dist.Work | None = self._inner(
-            output_tensor, input_tensor, group, async_op=async_op or self._is_watched
+        over = self._apart or group
+        self._log.note(
+            ("all-gather", over, input_tensor.numel(), input_tensor.dtype, input_tensor.device)
         )
-        if work is None or not self._is_watched:
+        work: dist.Work | None
+        if not self._is_watched:
+            work = self._inner(output_tensor, input_tensor, group, async_op=async_op)
             return work
-        if async_op or is_apart:
+        work = over.all_gather_single(output_tensor, input_tensor, self._options)
+        if async_op or self._apart is not None:
             return self._log.watched(work)
         self._log.wait(work)
         return None
@@ -300,6 +312,11 @@ class LoggedReduction(Logged):
     it gave any more.
     """
 
+    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
+        super().__init__(inner, log, is_watched=is_watched)
+        self._options = dist.AllreduceOptions()
+        self._options.asyncOp = True
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -309,16 +326,17 @@ class LoggedReduction(Logged):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Note it and launch it."""
-        self._log.add("reduce-scatter", input_tensor, group)
+        self._log.note(
+            ("reduce-scatter", group, input_tensor.numel(), input_tensor.dtype, input_tensor.device)
+        )
         if not self._is_watched:
             work: dist.Work | None = self._inner(
                 output_tensor, input_tensor, group, op, async_op=async_op
             )
             return work
         mark_launch(input_tensor, "reduce_scatter")
-        summed = dist.all_reduce(input_tensor, op=op, group=group, async_op=True)
-        if summed is not None:
-            self._log.wait(summed)
+        self._options.reduceOp = op
+        self._log.wait(group.allreduce([input_tensor], self._options))
         numel = output_tensor.numel()
         output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
         return None
@@ -338,7 +356,8 @@ class LoggedSums:
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work | None:
         """Note an all-reduce and launch it; torch's `all_reduce` calls it and waits."""
-        self._log.add("all-reduce", tensors[0], self._group)
+        given = tensors[0]
+        self._log.note(("all-reduce", self._group, given.numel(), given.dtype, given.device))
         work: dist.Work | None = self._group.allreduce(tensors, options)
         return work if work is None or not self._is_watched else self._log.watched(work)
 
@@ -422,6 +441,9 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Makes all-reduces, if this group has any."""
         self._pending: dict[Any, tuple[PendingGradient, RemovableHandle]] = {}
         """Members whose shards have a class that notices `zero_grad`."""
+        self._unwatched = {True, False}
+        """Whether the first forward with gradients, and that without, are still to be watched."""
+        self.post_forward = self._watch_forward
 
     @property
     def _all_reduce_process_group(self) -> Any:
@@ -429,7 +451,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
 
     def wait_for_unshard(self) -> None:
         """FSDP2 calls it before each forward and backward, and for `unshard()`."""
-        if is_idle(self):
+        if self._training_state is _IDLE:
             self.opened = versions_of_shards(self)
         super().wait_for_unshard()
         if self.is_aside:
@@ -447,18 +469,20 @@ class ParameterGroup(_Base):  # type: ignore[misc]
 
     def put_aside(self) -> None:
         """Put shards into the places of whole parameters that are kept."""
-        if self.is_unsharded and not self.is_aside:
+        if self._sharded_state is _UNSHARDED and not self.is_aside:
             is_lost = self._is_lost()
             for member in self.fsdp_params:
                 member._setattr_on_modules(member.sharded_param)
             self.is_aside, self.is_compared = True, False
-            _refuse_lost(is_lost)
+            if is_lost:
+                _refuse_lost()
 
     def _to_sharded(self) -> None:
-        is_lost = self._is_lost()
+        is_lost = self.opened is not None and self._is_lost()
         super()._to_sharded()
         self.is_aside = False
-        _refuse_lost(is_lost)
+        if is_lost:
+            _refuse_lost()
 
     def _is_lost(self) -> bool:
         """Return True if whole parameters were written after `unshard()`, and end now.
@@ -466,7 +490,31 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         Where shards were written nothing tells whether whole ones were, too.
         """
         opened, self.opened = self.opened, None
-        return self.is_unsharded and opened == versions_of_shards(self) and is_stale(self)
+        return (
+            opened is not None
+            and is_whole(self)
+            and opened == versions_of_shards(self)
+            and is_stale(self)
+        )
+
+    def _watch_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Compare whole parameters with the shards after the first forwards: `post_forward`.
+
+        What code of the model writes through `.data` is lost, and counts no version. A model that
+        does that mostly does it always, so the first forward shows it.
+        """
+        is_in_forward = self._training_state is TrainingState.FORWARD
+        if is_in_forward and torch.is_grad_enabled() in self._unwatched:
+            self._unwatched.discard(torch.is_grad_enabled())
+            if not self._unwatched:
+                del self.post_forward  # a frame less in all that follow
+            if is_whole(self) and not self.is_written() and is_stale(self):
+                raise ConfigError(
+                    "parameters were written by code of the model in a forward, maybe through "
+                    ".data; that changed a whole copy, which is thrown away. Write to parameters "
+                    "outside of the model's forward"
+                )
+        return super().post_forward(module, args, output)
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
         """FSDP2 calls it before autograd adds to gradients.
@@ -495,19 +543,25 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """FSDP2 calls it at the end of a backward."""
         super().finalize_backward()
         self._note_used()  # what came after the reduction
-        self.put_aside()
-        self.mark()
+        self.leave()
+
+    def leave(self) -> None:
+        """Put shards into the parameters' places: code outside of the model runs next."""
+        if self._sharded_state is _UNSHARDED:
+            self.put_aside()
+        if has_unreduced(self):
+            self.mark()
 
     def _note_used(self) -> None:
         """Note which parameters autograd has given a gradient: cheaper than a hook at each."""
         for member in self.fsdp_params:
             whole = getattr(member, "_unsharded_param", None)
             if whole is not None and whole.grad is not None:
-                self.used[member] = version_of(member)
+                self.used[member] = _SHARD_VERSIONS(member)
 
     def mark(self) -> None:
         """Notice from now on if a gradient that waits is to be forgotten."""
-        if self._pending or not has_unreduced(self):
+        if self._pending:
             return
         for member in self.fsdp_params:
             shard = member.sharded_param
@@ -548,10 +602,13 @@ class ParameterGroup(_Base):  # type: ignore[misc]
 
     def forget_cleared(self) -> None:
         """Forget that parameters got a gradient which was cleared since, as by `zero_grad`."""
-        if self.used:
-            for member in self.fsdp_params:
-                if member in self.used and not has_gradient(self, member):
-                    del self.used[member]
+        used = self.used
+        if not used or self._partial_reduce_output is not None:
+            return
+        for member in self.fsdp_params:
+            has_none = member in used and gradient_of(member.sharded_param) is None
+            if has_none and _whole_gradient(member) is None:
+                del used[member]
 
     def _part_of_sum(self, member: Any) -> torch.Tensor:
         """Return the part of what is summed in a slice that is of one parameter."""
@@ -568,12 +625,11 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         return summed.narrow(0, first, member._sharded_param_data.numel())
 
 
-def _refuse_lost(is_lost: bool) -> None:
-    if is_lost:
-        raise ConfigError(
-            "a whole parameter was written after unshard(): it is a copy that is thrown away, so "
-            "this is lost. Write to model.parameters() while the model is sharded"
-        )
+def _refuse_lost() -> None:
+    raise ConfigError(
+        "a whole parameter was written after unshard(): it is a copy that is thrown away, so "
+        "this is lost. Write to model.parameters() while the model is sharded"
+    )
 
 
 def _whole_gradient(member: Any) -> torch.Tensor | None:
@@ -697,6 +753,13 @@ def carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
         new._backward_hooks = hooks
 
 
+def call_after_gradients(parameter: nn.Parameter, hook: Callable[[Any], object]) -> None:
+    """Have autograd call a hook with a parameter that has got a gradient."""
+    if parameter.requires_grad:
+        untyped: Any = parameter
+        untyped.register_post_accumulate_grad_hook(hook)
+
+
 def hooks_of(parameter: nn.Parameter) -> Any:
     """Return what `register_hook` has kept at a parameter, to be given to `call_hooks`."""
     return parameter._backward_hooks
@@ -705,6 +768,12 @@ def hooks_of(parameter: nn.Parameter) -> Any:
 def call_hooks(whole: nn.Parameter, hooks: Any) -> None:
     """Have autograd call hooks with the gradient of a whole parameter."""
     whole._backward_hooks = hooks
+
+
+def with_hooks(group: Any) -> list[nn.Parameter]:
+    """Return those of the parameters, as the optimizer sees them, that may have hooks."""
+    shards = map(_SHARD, group.fsdp_params)
+    return [p for p in shards if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
 def has_hooks_after_gradients(parameter: nn.Parameter) -> bool:
@@ -821,9 +890,17 @@ def sharded(member: Any) -> nn.Parameter:
     return parameter
 
 
+_SHARD = attrgetter("sharded_param")
+
+
 def sharded_parameters(group: Any) -> list[nn.Parameter]:
     """Return the parameters of a group as the optimizer sees them."""
-    return [each.sharded_param for each in group.fsdp_params]
+    return [*map(_SHARD, group.fsdp_params)]
+
+
+def sharded_all(members: Iterable[Any]) -> list[nn.Parameter]:
+    """Return parameters as the optimizer sees them."""
+    return [*map(_SHARD, members)]
 
 
 def whole_parameters(group: Any) -> list[nn.Parameter]:
@@ -833,8 +910,7 @@ def whole_parameters(group: Any) -> list[nn.Parameter]:
 
 def is_whole(group: Any) -> bool:
     """Return True if the whole parameters of a group are kept at this moment."""
-    whole: bool = group.is_unsharded
-    return whole
+    return bool(group._sharded_state is _UNSHARDED)
 
 
 _VERSION = attrgetter("_version")
@@ -848,7 +924,8 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 def version_of(member: Any) -> tuple[int, int]:
     """Count the writes to the shard of one parameter of FSDP2, in both ways."""
-    return (member.sharded_param._version, member._sharded_local_tensor._version)
+    counts: tuple[int, int] = _SHARD_VERSIONS(member)
+    return counts
 
 
 def versions_of_shards(group: Any) -> list[tuple[int, int]]:
@@ -866,25 +943,45 @@ def set_microbatch(
         group.reshard_after_backward = reshards
 
 
+def put_aside_if_idle(groups: Iterable[Any]) -> None:
+    """Put shards in the parameters' places in all groups that are not in a backward.
+
+    A forward within a backward is one that recomputes what the backward needs.
+    """
+    for group in groups:
+        if group._sharded_state is _UNSHARDED and group._training_state not in _BACKWARD:
+            group.put_aside()
+
+
+def reshard_idle(groups: Iterable[Any]) -> None:
+    """Free whole parameters, if there are any, so that what comes next reads the shards."""
+    for group in groups:
+        if group._sharded_state is not _SHARDED and group._training_state is _IDLE:
+            group.reshard()
+
+
+def leave(groups: Iterable[Any]) -> None:
+    """Put shards in the parameters' places: code outside of the model runs next."""
+    for group in groups:
+        group.leave()
+
+
 def is_in_backward(group: Any) -> bool:
     """Return True if a group is in a backward."""
-    return group._training_state.name in ("PRE_BACKWARD", "POST_BACKWARD")
+    return group._training_state in _BACKWARD
 
 
 def is_idle(group: Any) -> bool:
     """Return True if a group is neither in a forward nor in a backward."""
-    name: str = group._training_state.name
-    return name == "IDLE"
+    return bool(group._training_state is _IDLE)
 
 
 def is_interrupted(state: Any) -> bool:
     """Return True if an error left a unit in the middle of a forward or a backward."""
-    return (
-        state._training_state.name != "IDLE"
-        or not all(map(is_idle, state._fsdp_param_groups))
-        # A backward that failed before it reached a unit.
-        or state._state_ctx.post_backward_final_callback_queued
-    )
+    # A backward that failed before it reached a unit has its callback waiting.
+    if state._training_state is not _IDLE or state._state_ctx.post_backward_final_callback_queued:
+        return True
+    return not all(map(is_idle, state._fsdp_param_groups))
 
 
 def reset(root: nn.Module) -> None:
@@ -900,9 +997,12 @@ def reset(root: nn.Module) -> None:
 
 def has_unreduced(group: Any) -> bool:
     """Return True if gradients of a group, whole or summed in a slice, wait for a reduction."""
-    return group._partial_reduce_output is not None or any(
-        _whole_gradient(each) is not None for each in group.fsdp_params
-    )
+    if group._partial_reduce_output is not None:
+        return True
+    for member in group.fsdp_params:  # noqa: SIM110  (a generator costs more than this)
+        if _whole_gradient(member) is not None:
+            return True
+    return False
 
 
 def set_ahead(state: Any, ahead: list[Any]) -> None:
@@ -937,6 +1037,26 @@ def forget_ran(state: Any, *, first: int) -> None:
         if group._post_forward_indices:
             group._post_forward_indices.pop()
     del order[first:]
+
+
+_WITH_STORAGE = (torch.Tensor, nn.Parameter)
+"""Classes of tensors that have their elements in a storage of their own or another one's."""
+
+
+def freed_output(output: Any) -> torch.Tensor | None:
+    """Return a tensor in the output of a module whose memory was freed, if there is one."""
+    for each in (output,) if type(output) is torch.Tensor else tree_leaves(output):
+        # A computed tensor has memory of its own: only a parameter, or a view, may have lost it.
+        may_be_freed = type(each) in _WITH_STORAGE and (each.grad_fn is None or each._is_view())
+        if (
+            may_be_freed
+            and each.layout is torch.strided
+            and each.numel()
+            and each.untyped_storage().size() == 0
+        ):
+            freed: torch.Tensor = each
+            return freed
+    return None
 
 
 def drop_ahead(state: Any) -> None:
@@ -999,3 +1119,30 @@ def replace_tensors(model: nn.Module, new: Callable[[torch.Tensor], torch.Tensor
     """Put a new tensor in place of each parameter and buffer, as `nn.Module.to` does."""
     module: Any = model
     module._apply(new)
+
+
+def explain(error: RuntimeError) -> None:
+    """Add to an error of torch in a microbatch what a sharded model has to do with it."""
+    text = str(error)
+    for part, note in _NOTES.items():
+        if part in text:
+            error.add_note(note)
+
+
+_NOTES: Mapping[str, str] = MappingProxyType(
+    {
+        "mixed torch.Tensor and DTensor": (
+            "In a fully sharded model the parameters of a unit are whole only while its forward or "
+            "backward runs, and shards (DTensors) otherwise. Code that uses a weight of a unit "
+            "belongs in the forward of that unit, or leave its module out of units="
+        ),
+        "storage of size 0": (
+            "In a fully sharded model the whole parameters of a unit are freed after its forward, "
+            "and gathered for its backward when the gradient of its output arrives. So all that "
+            "the loss depends on has to be in the output of the unit, as tensors in tuples, lists, "
+            "dicts or dataclasses: return what is kept in attributes (an auxiliary loss), or leave "
+            "this module out of units=; strategy='optim' frees nothing before the step"
+        ),
+    }
+)
+"""By a part of torch's text."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
+from holdfast._torch import mark_eager
 from holdfast.errors import ConfigError
 from holdfast.fsdp import _torch
 from holdfast.fsdp.prefetch import Prefetch
@@ -53,9 +54,10 @@ class UnitGuard:
         # The first is before FSDP2's own hook, the second after it.
         unit.register_forward_pre_hook(self._before_gather, prepend=True)
         self._after_gathers = unit.register_forward_pre_hook(self._after_gather)
-        if not _torch.regathers(self.state):
-            # After FSDP2's own, which leaves whole parameters until the backward.
-            unit.register_forward_hook(self._after_forward)
+        # After FSDP2's own, which frees whole parameters, or leaves them until the backward.
+        unit.register_forward_hook(
+            self._check_output if _torch.regathers(self.state) else self._after_forward
+        )
 
     def check_settings(self) -> None:
         """Raise ConfigError if the reduction of this unit is not what the layout says."""
@@ -74,24 +76,23 @@ class UnitGuard:
                 f"parameters are gathered on the communicators of the groups it was given"
             )
         for group in self.groups:
-            for member in _torch.members(group):
-                check_hooks(_torch.sharded(member), where=self._place)
+            for parameter in _torch.with_hooks(group):
+                check_hooks(parameter, where=self._place)
 
-    def check_weights(self) -> None:
-        """Raise ConfigError if shards were written while whole weights of them were kept.
+    def check_weights(self, group: Any) -> None:
+        """Raise ConfigError if shards were written while whole weights of them are kept.
 
         Writes through `.data`, by NumPy or by other programs count no version, so what was aside is
         compared with the shards.
         """
-        for group in self.groups:
-            if _torch.is_whole(group) and (group.is_written() or _torch.becomes_stale(group)):
-                raise ConfigError(
-                    f"unit '{self._name}': its parameters were changed (a step, a load) while "
-                    f"whole copies of the old ones were kept, which the next forward would use. "
-                    f"Put each backward into microbatch(is_last=...), whose last one frees them; "
-                    f"or call set_reshard_after_backward(True) before the last backward; or "
-                    f"reshard() on the unit before parameters are changed"
-                )
+        if group.is_written() or _torch.becomes_stale(group):
+            raise ConfigError(
+                f"unit '{self._name}': its parameters were changed (a step, a load) while "
+                f"whole copies of the old ones were kept, which the next forward would use. "
+                f"Put each backward into microbatch(is_last=...), whose last one frees them; "
+                f"or call set_reshard_after_backward(True) before the last backward; or "
+                f"reshard() on the unit before parameters are changed"
+            )
 
     def check_writes(self) -> None:
         """Raise ConfigError if a whole weight was written, which is a copy that is thrown away."""
@@ -119,7 +120,7 @@ class UnitGuard:
         An error in a microbatch leaves none there. `check_writes` does not see `.data`, so bits are
         compared; only after an error. Where shards were written nothing tells of the copies.
         """
-        for group in self.groups if self.is_interrupted() else ():
+        for group in self.groups:
             is_open = _torch.is_whole(group) and not group.is_aside and not group.is_written()
             if is_open and _torch.is_stale(group):
                 raise ConfigError(
@@ -128,17 +129,16 @@ class UnitGuard:
                     f"written to these is lost. Write after drop_gradients()"
                 )
 
-    def check_ended(self) -> None:
-        """Raise ConfigError if an error ended a forward or a backward of this unit.
+    def refuse_interrupted(self) -> NoReturn:
+        """Raise ConfigError: an error ended a forward or a backward of this unit.
 
         FSDP2 would not reduce, or not gather, this unit in the steps that follow.
         """
-        if self.is_interrupted():
-            raise ConfigError(
-                f"unit '{self._name}': an error ended its last forward or backward, so its "
-                f"gradients are incomplete; after such an error call drop_gradients() of the "
-                f"sharded model on all ranks, and repeat the step"
-            )
+        raise ConfigError(
+            f"unit '{self._name}': an error ended its last forward or backward, so its "
+            f"gradients are incomplete; after such an error call drop_gradients() of the "
+            f"sharded model on all ranks, and repeat the step"
+        )
 
     def is_interrupted(self) -> bool:
         """Return True if an error left this unit in the middle of a forward or a backward."""
@@ -154,9 +154,13 @@ class UnitGuard:
 
     def used(self) -> set[nn.Parameter]:
         """Return the parameters, as the optimizer sees them, that got a gradient in this unit."""
+        return {*_torch.sharded_all(self._used)} if self.num_used() else set()
+
+    def num_used(self) -> int:
+        """Count the parameters that got a gradient in this unit."""
         for group in self.groups:
             group.forget_cleared()
-        return {_torch.sharded(member) for member in self._used}
+        return len(self._used)
 
     def has_gradients(self) -> bool:
         """Return True if there are gradients of this unit, reduced or not."""
@@ -171,26 +175,23 @@ class UnitGuard:
         pending = [each for each in self._used if _torch.has_reduced_gradient(each)]
         return bool(pending) and all(_torch.version_of(m) == self._used[m] for m in pending)
 
-    def put_aside(self) -> None:
-        """Put shards in the places of whole parameters that are kept: no code of the model runs."""
-        for group in self.groups:
-            group.put_aside()
-
-    def mark_gradients(self) -> None:
-        """Notice from now on if gradients that are not reduced are to be forgotten."""
-        for group in self.groups:
-            group.mark()
-
     def forget_used(self) -> None:
         """Forget which parameters got a gradient."""
         self._used.clear()
 
-    def reshard(self) -> None:
-        """Free whole weights, if there are any, so that what comes next reads the shards."""
-        for group in self.groups:
-            if _torch.is_idle(group):
-                group.reshard()
+    @mark_eager
+    def _check_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Refuse parameters as outputs: they are freed, and reading them may end the process."""
+        del module, args
+        freed = _torch.freed_output(output)
+        if freed is not None:
+            raise ConfigError(
+                f"unit '{self._name}' returns a parameter, or a view of one, of shape "
+                f"{list(freed.shape)}, whose whole copy is freed at the end of the unit's forward. "
+                f"Return a copy (.clone()), or leave this module out of units="
+            )
 
+    @mark_eager
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Put shards in the places of parameters that are kept, if the unit is called alone."""
         del module, args, output
@@ -198,24 +199,23 @@ class UnitGuard:
             self.put_aside_if_idle()
 
     def put_aside_if_idle(self) -> None:
-        """Put shards in the parameters' places unless a backward is going on.
+        """Put shards in the parameters' places unless a backward is going on."""
+        _torch.put_aside_if_idle(self.groups)
 
-        A forward within it is one that recomputes what the backward needs.
-        """
-        for group in self.groups:
-            if not _torch.is_in_backward(group):
-                group.put_aside()
-
+    @mark_eager
     def _before_gather(self, module: nn.Module, args: Any) -> None:
         """Check whole weights before their first use in a forward."""
         del module, args
-        self.check_writes()
-        self.check_weights()
-        self._prefetch.before(self.state)
+        if _torch.versions(self._wholes) != self._whole_versions:
+            self.check_writes()
         for group in self.groups:
-            if not _torch.is_whole(group):
+            if _torch.is_whole(group):
+                self.check_weights(group)
+            else:
                 group.note_writes()
+        self._prefetch.before(self.state)
 
+    @mark_eager
     def _after_gather(self, module: nn.Module, args: Any) -> None:
         """Watch whole parameters; FSDP2 creates them at their first use."""
         del module, args

@@ -21,6 +21,7 @@ from holdfast.fsdp.data_axes import (
     put_on_mesh,
 )
 from holdfast.fsdp.guards import UnitGuard
+from holdfast.fsdp.originals import Originals
 from holdfast.fsdp.plan import Kind, UnitPlan, plan_units
 from holdfast.fsdp.prefetch import Prefetch
 from holdfast.fsdp.refusals import refuse_copies
@@ -135,6 +136,7 @@ def _shard(
             f"num_prefetched={num_prefetched}, gathering apart={overlaps}"
         ),
     )
+    replaced = {each.name: each.parameter for each in plan.parameters}
     plan = replace(
         plan,
         parameters=tuple(put_on_mesh(each, axes[each.kind]) for each in plan.parameters),
@@ -152,6 +154,7 @@ def _shard(
             for unit, name in names.items()
         ],
         log=log,
+        originals=Originals(replaced),
         prefetch=prefetch,
         axes=axes,
         schedule=schedule,

@@ -14,19 +14,20 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from holdfast._torch import buffer_table, unsaved_buffers
+from holdfast._torch import buffer_table, mark_eager, unsaved_buffers
 from holdfast.errors import ConfigError
 from holdfast.fsdp import _torch
 from holdfast.fsdp.data_axes import WHOLE, DataAxis
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.joins import check_joins
+from holdfast.fsdp.originals import Originals
 from holdfast.fsdp.plan import Kind
 from holdfast.fsdp.prefetch import Prefetch
 from holdfast.optim import LossScaler, StepOutcome, collectives
 from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import ALONE
 from holdfast.optim.microbatches import Description, Launched, Microbatches, MicrobatchTaker
-from holdfast.optim.norms import GradientPart, gradient_parts
+from holdfast.optim.norms import CopyCounts, GradientPart, gradient_parts
 from holdfast.optim.reduced import JoinedOptimizer, PlainStepper
 from holdfast.parallel import ProcessGroups
 from holdfast.state.module_tree import parameter_names
@@ -172,6 +173,7 @@ class ShardedModel(MicrobatchTaker):
         *,
         guards: Sequence[UnitGuard],
         log: _torch.LaunchLog,
+        originals: Originals,
         prefetch: Prefetch,
         axes: Mapping[Kind, DataAxis],
         schedule: StrategySchedule,
@@ -182,6 +184,8 @@ class ShardedModel(MicrobatchTaker):
         self._guards = guards
         for guard in guards:
             guard.units = guards
+        self._groups = [group for guard in guards for group in guard.groups]
+        self._originals = originals
         self._prefetch = prefetch
         self.axes = axes
         self._log = log
@@ -201,6 +205,7 @@ class ShardedModel(MicrobatchTaker):
             if group.mesh_info is axis.info
             for member in _torch.members(group)
         ]
+        self._copies = CopyCounts(groups)
         self._schedule = schedule
         self._outer_reduction = outer_reduction
         self._is_ready = False
@@ -257,7 +262,7 @@ class ShardedModel(MicrobatchTaker):
     @contextlib.contextmanager
     def take_microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Set up what the backward of a microbatch does; `microbatch` without other ranks."""
-        self.check_ended()
+        self._originals.check_writes()
         for guard in self._guards:
             guard.check_settings()
         reduces = is_last or self._schedule.reduces_each_microbatch
@@ -276,12 +281,13 @@ class ShardedModel(MicrobatchTaker):
         try:
             yield
             # Without a backward in the last one, gradients of those before it are not reduced.
-            self._is_pending = not is_last or any(g.has_unreduced() for g in self._guards)
+            self._is_pending = not is_last or any(map(_torch.has_unreduced, self._groups))
+        except RuntimeError as error:
+            _torch.explain(error)
+            raise
         finally:
             self._log.stop()
-            for guard in self._guards:
-                guard.put_aside()  # after an error, too
-                guard.mark_gradients()
+            _torch.leave(self._groups)  # after an error, too
             self._set(reduces=True, reduces_outer=True, reshards=True)
 
     def close_microbatch(self) -> None:
@@ -384,31 +390,33 @@ class ShardedModel(MicrobatchTaker):
         Raises:
             ConfigError: A whole parameter was written, which is lost; gradients are forgotten.
         """
+        interrupted = self._interrupted()
         try:
             self._check_writes()
-            for guard in self._guards:
+            for guard in interrupted:
                 guard.check_after_error()
         finally:
-            self._forget()
-
-    def _forget(self) -> None:
-        if self._is_interrupted:
-            self._prefetch.forget()
-        # What was gathered ahead may have been completed from zeros.
-        if self._is_interrupted or any(guard.is_interrupted() for guard in self._guards):
-            _torch.reset(self.model)
-        self._is_pending = self._is_interrupted = False
-        for guard in self._guards:
-            guard.forget_used()
+            if self._is_interrupted:
+                self._prefetch.forget()
+            # What was gathered ahead may have been completed from zeros.
+            if self._is_interrupted or interrupted:
+                _torch.reset(self.model)
+            self._is_pending = self._is_interrupted = False
+            for guard in self._guards:
+                guard.forget_used()
             # After an error some ranks have whole parameters and others not: all gather again.
             # After a step that was refused, too, writes go to shards.
-            guard.reshard()
-            for group in guard.groups:
+            _torch.reshard_idle(self._groups)
+            for group in self._groups:
                 _torch.drop_gradients(group)
+
+    def _interrupted(self) -> list[UnitGuard]:
+        """Return the units that an error has left in the middle of a forward or a backward."""
+        return [guard for guard in self._guards if _torch.is_interrupted(guard.state)]
 
     def unfinished_work(self) -> str | None:
         """Return what a save or load of the model would lose now, see `state.unfinished`."""
-        if self._is_interrupted or any(guard.is_interrupted() for guard in self._guards):
+        if self._is_interrupted or self._interrupted():
             return (
                 "an error ended the last microbatch of the sharded model; call drop_gradients() "
                 "of it on all ranks first"
@@ -430,8 +438,7 @@ class ShardedModel(MicrobatchTaker):
             ConfigError: Code of the model has written to a whole parameter, which is lost.
         """
         self._check_writes()
-        for guard in self._guards:
-            guard.reshard()
+        self.free()
 
     @torch.no_grad()
     def materialize(self) -> None:
@@ -458,20 +465,31 @@ class ShardedModel(MicrobatchTaker):
 
     # ---- for `ShardedModelStepper` ----
 
+    def free(self) -> None:
+        """Free whole parameters; `gradient_parts` has looked at what was written to them."""
+        _torch.reshard_idle(self._groups)
+
     def kinds(self) -> dict[nn.Parameter, Kind]:
         """Return the kind of every parameter."""
-        # Not kept: moving or materializing a model may replace its parameters.
         return {_torch.sharded(member): kind for member, kind in self._members}
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained."""
+        return [p for p in self._parameters() if p.requires_grad]
 
     def used(self) -> set[nn.Parameter]:
         """Return the parameters that got a gradient from this rank."""
         return {p for guard in self._guards for p in guard.used()}
 
+    def num_used(self) -> int:
+        """Count the parameters that got a gradient from this rank."""
+        return sum(guard.num_used() for guard in self._guards)
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ConfigError if an optimizer has parameters that are not the sharded model's."""
-        known = self.kinds().keys()
+        known = {*map(id, self._parameters())}
         members = [p for group in optimizer.param_groups for p in group["params"]]
-        stray = [p for p in members if p not in known and p.numel()]
+        stray = [p for p in members if id(p) not in known and p.numel()]
         if stray:
             names = parameter_names(self.model)
             named = [names[p] for p in stray if p in names]
@@ -496,32 +514,37 @@ class ShardedModel(MicrobatchTaker):
                 "step: gradients of the last microbatch are not reduced; run the last one of each "
                 "step, with its backward, in microbatch(is_last=True)"
             )
-        used = self.used()
-        kinds = self.kinds()
-        for parameter in kinds:
-            if not parameter.requires_grad and parameter not in used:
+        frozen = [p for p in self._parameters() if not p.requires_grad]
+        used = self.used() if frozen else ()
+        for parameter in frozen:
+            if parameter not in used:
                 # FSDP2 knows what is frozen from the last forward of a unit, and reduces zeros for
                 # one that has not run since: momentum and decay would move frozen values.
                 parameter.grad = None
-        # Ranks of other ep coordinates hold other experts under other names.
-        own_copies = {
-            p: self.groups.layout.ep if kind == "experts" and _is_one_of_many(p) else 1
-            for p, kind in kinds.items()
-        }
+        by_num_parts: dict[int, list[nn.Parameter]] = {}
+        for member, kind in self._members:
+            parameter = _torch.sharded(member)
+            # Ranks of other ep coordinates hold other experts under other names.
+            is_one_of_many = kind == "experts" and _is_one_of_many(parameter)
+            num_parts = self.groups.layout.ep if is_one_of_many else 1
+            by_num_parts.setdefault(num_parts, []).append(parameter)
         return [
             replace(part, num_copies=part.num_copies // num_parts) if num_parts > 1 else part
-            for num_parts in sorted(set(own_copies.values()))
-            for part in gradient_parts(
-                (p for p, each in own_copies.items() if each == num_parts), groups=self.groups
-            )
+            for num_parts, parameters in sorted(by_num_parts.items())
+            for part in gradient_parts(parameters, copies=self._copies)
         ]
 
     # ---- inside ----
+
+    def _parameters(self) -> list[nn.Parameter]:
+        # Not kept: moving or materializing a model may replace them.
+        return [p for group in self._groups for p in _torch.sharded_parameters(group)]
 
     def _check_writes(self) -> None:
         for guard in self._guards:
             guard.check_writes()
 
+    @mark_eager
     def _before_forward(self, module: nn.Module, args: object) -> None:
         """Refuse a forward that cannot work before FSDP2 sets itself up for good by it."""
         del args
@@ -539,6 +562,7 @@ class ShardedModel(MicrobatchTaker):
         self._is_ready = True
         self._prefetch.begin()
 
+    @mark_eager
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Put shards back in the parameters' places after a forward without gradients.
 
@@ -550,22 +574,21 @@ class ShardedModel(MicrobatchTaker):
         if not torch.is_grad_enabled():
             self.reshard()
 
+    @mark_eager
     def _leave_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Put shards in the parameters' places after a forward, or an error in it."""
         del module, args, output
-        for guard in self._guards:
-            guard.put_aside_if_idle()
+        _torch.put_aside_if_idle(self._groups)
 
     def check_ended(self) -> None:
-        for guard in self._guards:
-            guard.check_ended()
+        for guard in self._interrupted():
+            guard.refuse_interrupted()
         super().check_ended()
 
     def _set(self, *, reduces: bool, reduces_outer: bool, reshards: bool) -> None:
-        for guard in self._guards:
-            _torch.set_microbatch(
-                guard.groups, reduces=reduces, reduces_outer=reduces_outer, reshards=reshards
-            )
+        _torch.set_microbatch(
+            self._groups, reduces=reduces, reduces_outer=reduces_outer, reshards=reshards
+        )
 
 
 class ShardedModelStepper(PlainStepper):
@@ -644,15 +667,16 @@ class ShardedModelStepper(PlainStepper):
         return self._sharded.gradient_parts()
 
     def usage(self) -> tuple[int, int]:
-        return len(self._sharded.used()), len(self._trained())
+        return self._sharded.num_used(), len(self._sharded.trained())
 
     def exchange_used(self) -> None:
         """Remove the gradients, all zeros, of parameters that no rank of their data axis used.
 
         Cost: for each data axis an all-reduce of a number per parameter.
         """
-        kinds, trained, used = self._sharded.kinds(), self._trained(), self._sharded.used()
-        for kind in self._sharded.axes:
+        sharded = self._sharded
+        kinds, trained, used = sharded.kinds(), sharded.trained(), sharded.used()
+        for kind in sharded.axes:
             own = [p for p in trained if kinds[p] == kind]
             over = WHOLE[kind]
             group = self.groups.group(over) if self.groups.size(over) > 1 else None
@@ -664,14 +688,11 @@ class ShardedModelStepper(PlainStepper):
                     parameter.grad = None
 
     def update(self, factor: float) -> None:
-        self._sharded.reshard()
+        self._sharded.free()
         super().update(factor)
 
     def drop_gradients(self) -> None:
         self._sharded.drop_gradients()
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self._sharded.kinds() if p.requires_grad]
 
 
 def _is_one_of_many(parameter: Tensor) -> bool:

@@ -100,33 +100,43 @@ def num_copies(parameter: Tensor, *, groups: ProcessGroups, num_parts: int = 1) 
     return copies
 
 
-class _Copies:
-    """Counts the ranks that hold a parameter once for all that are placed alike."""
+class CopyCounts:
+    """Counts the ranks that hold a parameter once for all that are placed alike.
 
-    def __init__(self, groups: ProcessGroups) -> None:
+    Args:
+        groups: of the module.
+        num_parts: gives, for a plain parameter, `num_parts` of `num_copies`.
+    """
+
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        *,
+        num_parts: Callable[[nn.Parameter], int] = lambda _: 1,
+    ) -> None:
         self._groups = groups
-        self._known: dict[object, int] = {}
+        self._num_parts = num_parts
+        self._known: dict[object, tuple[int, object]] = {}
+        """Counts, each with the mesh, whose identity is in the key."""
 
-    def of(self, parameter: Tensor, num_parts: int) -> int:
-        key = (
-            (id(parameter.device_mesh), parameter.placements)
-            if isinstance(parameter, DTensor)
-            else num_parts
-        )
+    def of(self, parameter: nn.Parameter, like: Tensor) -> int:
+        """Return the copies of a parameter, which `like`, itself or its gradient, is placed as."""
+        key: object
+        mesh, num_parts = None, 1
+        if isinstance(like, DTensor):
+            mesh = like.device_mesh
+            key = (id(mesh), like.placements)
+        else:
+            key = num_parts = self._num_parts(parameter)
         known = self._known.get(key)
         if known is None:
-            known = num_copies(parameter, groups=self._groups, num_parts=num_parts)
+            known = num_copies(like, groups=self._groups, num_parts=num_parts), mesh
             self._known[key] = known
-        return known
+        return known[0]
 
 
 @torch.no_grad()
-def gradient_parts(
-    parameters: Iterable[nn.Parameter],
-    *,
-    groups: ProcessGroups,
-    num_parts: Callable[[nn.Parameter], int] = lambda _: 1,
-) -> list[GradientPart]:
+def gradient_parts(parameters: Iterable[nn.Parameter], *, copies: CopyCounts) -> list[GradientPart]:
     """Return the parts of gradients in `.grad`, which are reduced.
 
     A trained parameter without a gradient is a part of zeros. In buckets and in shards an unused
@@ -134,28 +144,25 @@ def gradient_parts(
 
     Args:
         parameters: of this rank.
-        groups: of the module.
-        num_parts: gives, for a plain parameter, `num_parts` of `num_copies`.
+        copies: of the module; it may be kept between steps.
 
     Raises:
         ConfigError: A DTensor gradient is a sum not yet reduced.
     """
     parts = []
-    copies = _Copies(groups)
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             if local.layout is not torch.strided:
                 local = local.to_dense()
-            count = copies.of(gradient, num_parts(parameter))
-            parts.append(GradientPart(local=local, num_copies=count))
+            parts.append(GradientPart(local=local, num_copies=copies.of(parameter, gradient)))
         elif parameter.requires_grad:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             parts.append(
                 GradientPart(
                     local=local.new_empty(0),
-                    num_copies=copies.of(parameter, num_parts(parameter)),
+                    num_copies=copies.of(parameter, parameter),
                     num_unused=local.numel(),
                 )
             )
@@ -339,7 +346,7 @@ def gradient_norm(
     terms = NormTerms(groups.layout)
     parameters = list(parameters)
     cut = PlainShards(shards, parameters, groups=groups, over=None, who="gradient_norm")
-    parts = gradient_parts(parameters, groups=groups, num_parts=cut.num_parts)
+    parts = gradient_parts(parameters, copies=CopyCounts(groups, num_parts=cut.num_parts))
     mine = terms.of(parts, rank=groups.rank, count_zeros=count_zeros)
     sums = terms.read(LayoutSum(groups)(mine, what="the sum of the norms of all ranks' gradients"))
     return GradientNorm(

@@ -19,7 +19,7 @@ from holdfast.optim import collectives
 from holdfast.optim.agreement import Compared, compare_ranks, entry_of
 from holdfast.optim.checks import check_kind
 from holdfast.optim.engine import Stepper
-from holdfast.optim.norms import GradientPart, gradient_parts, scale_gradients
+from holdfast.optim.norms import CopyCounts, GradientPart, gradient_parts, scale_gradients
 from holdfast.optim.plain_shards import HINTS, PlainShards, Shards
 from holdfast.optim.shard_groups import mesh_lines
 from holdfast.optim.torch_interface import TorchInterface, refuse_closure
@@ -187,6 +187,7 @@ class ReducedOptimizer(PlainStepper):
             self._shards = PlainShards(
                 shards, self.parameters(), groups=groups, over=None, who="ReducedOptimizer"
             )
+            self._copies = CopyCounts(groups, num_parts=self._shards.num_parts)
             if any(map(self._shards.is_declared, self.parameters())):
                 check_kind(optimizer, name=name)
             entries = self._entries()
@@ -237,9 +238,7 @@ class ReducedOptimizer(PlainStepper):
         """
         self._reduce_once()
         self._last_used = {p for p in self.parameters() if p.grad is not None}
-        return gradient_parts(
-            self.parameters(), groups=self.groups, num_parts=self._shards.num_parts
-        )
+        return gradient_parts(self.parameters(), copies=self._copies)
 
     def _reduce_once(self) -> None:
         if self._is_reduced:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -123,11 +122,6 @@ class Limits:
     """Ranks that may fail while others do not."""
     faults: tuple[Fault, ...] = FAULTS
     modes: tuple[EvaluationMode, ...] = MODES
-    knows_kinds: bool = False
-    """True if regular steps come before an error on some ranks, and it is in a known kind.
-
-    A sharded model completes a microbatch that failed as an earlier one of the same kind was.
-    """
 
 
 def draw_actions(chance: random.Random, limits: Limits) -> tuple[Action, ...]:
@@ -137,38 +131,9 @@ def draw_actions(chance: random.Random, limits: Limits) -> tuple[Action, ...]:
         actions += [_between(chance, limits) for _ in range(chance.choice((0, 1, 1, 2)))]
         actions += _draw_step(chance, step, limits)
     actions += [Look()]
-    if limits.knows_kinds:
-        actions = [*_in_known_kinds(actions)]
-        if any(isinstance(each, Microbatch) and each.failing for each in actions):
-            # What runs depends on whether a step is odd, and what is gathered ahead by the last.
-            kinds = (0, 3), (0, 3), (0, 1), (1, 3), (1, 3), (1, 1), (0, 3), (1, 1), (0, 1)
-            steps = [[*_microbatches(step, count), Step(max_norm=0.1)] for step, count in kinds]
-            actions = [*itertools.chain(*steps), *actions]
     if any(isinstance(each, Load) for each in actions) or _may_lose_writes(actions):
         actions.insert(0, Save())
     return tuple(actions)
-
-
-def _in_known_kinds(actions: list[Action]) -> Iterator[Action]:
-    """Yield actions; all ranks fail where a microbatch may be of a kind that has not been before.
-
-    Regular steps have all kinds if the same is frozen, the last forward was a whole one, and
-    nothing else was done since the last step.
-    """
-    is_same, is_whole, is_regular = True, True, True
-    for each in actions:
-        if isinstance(each, Microbatch):
-            if each.failing is not None and not (is_same and is_whole and is_regular):
-                each = replace(each, failing=None)
-            is_whole = each.fault is None and (is_whole or each.does != "nothing")
-            is_regular &= each.does != "forward"
-        elif isinstance(each, Step):
-            is_regular = True
-        elif isinstance(each, Freeze | Thaw):
-            is_same = False
-        elif isinstance(each, Evaluate | Swap | Write | Load | Drop):
-            is_regular = False
-        yield each
 
 
 def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Action]:
@@ -228,6 +193,8 @@ def _between(chance: random.Random, limits: Limits) -> Action:
 
 def _inside(chance: random.Random, limits: Limits) -> Action:
     """Draw what is done between two microbatches, or between the last one and the step."""
+    if chance.random() < 0.2:
+        return Freeze(block=chance.randrange(2)) if chance.random() < 0.7 else Thaw()
     kind = chance.choice(("evaluate", "write", "write", "swap", "save", "load", "drop", "look"))
     return _anywhere(chance, kind, limits)
 

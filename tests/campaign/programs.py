@@ -16,7 +16,6 @@ import torch
 
 from holdfast import Layout, LayoutError
 from tests.campaign.actions import (
-    MODES,
     Action,
     Limits,
     draw_actions,
@@ -125,17 +124,9 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
         options=_draw_options(chance, kind),
         is_declared=kind in ("zero", "chained") and (is_odd or chance.random() < 0.3),
         has_contexts=has_contexts,
-        actions=draw_actions(chance, _limits(kind, num_failing=num_ranks - 1 if is_shared else 0)),
+        actions=draw_actions(chance, Limits(num_failing=num_ranks - 1 if is_shared else 0)),
     )
     return Program(seed=seed, traits=traits, optimizer=chance.choice([*OPTIMIZERS]), ways=(way,))
-
-
-def _limits(kind: Kind, *, num_failing: int) -> Limits:
-    return Limits(
-        num_failing=num_failing,
-        modes=MODES,
-        knows_kinds=kind == "fsdp",
-    )
 
 
 _SMALL_LAYOUTS: Mapping[int, Sequence[Mapping[str, Any]]] = {
