@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.foreign import dcp_output, own_format, safetensors_files, torch_save_output
 from holdfast.foreign.catalog import Catalog
+from holdfast.foreign.checksums import refuse_damage
 from holdfast.foreign.formats import detect_format, open_catalog
 from holdfast.foreign.location import Location
 from holdfast.foreign.output import (
@@ -87,7 +88,8 @@ class Conversion:
         memory_nbytes: int = DEFAULT_MEMORY_NBYTES,
         on_progress: OnProgress = lambda nbytes: None,
     ) -> None:
-        """Write it. Errors and cost: `write_output`."""
+        """Write it. Errors and cost: `refuse_damage` of the source, and `write_output`."""
+        refuse_damage(self.catalog)
         write_output(
             self.catalog,
             self.output,

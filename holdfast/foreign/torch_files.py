@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 from holdfast.arrays.boxes import Box
 from holdfast.errors import CorruptionError, PlacementError, some_of
 from holdfast.foreign import safetensors_files
-from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, HeldBytes, chunks_of_view
+from holdfast.foreign.catalog import (
+    Catalog,
+    CatalogTensor,
+    Checksum,
+    Chunk,
+    HeldBytes,
+    chunks_of_view,
+)
 from holdfast.foreign.location import Location
 from holdfast.foreign.pickle_nodes import NodeLeaf, array_form, to_node
 from holdfast.foreign.pickled_values import (
@@ -82,6 +89,7 @@ def _open_file(location: Location, name: str) -> Catalog:
     for part, value in trees.items():
         catalog.add(part, value, file, name, memory=memory)
     catalog.left_out += memory.notes()
+    catalog.add_checksums(memory.checksums(file, name))
     return catalog.finish(identity, [name], step=step)
 
 
@@ -200,6 +208,7 @@ class _Parts:
         self._tensors: dict[str, CatalogTensor] = {}
         self._trees: dict[str, Node] = {}
         self.left_out: list[str] = []
+        self._checksums: list[Checksum] = []
 
     def add(
         self,
@@ -224,7 +233,11 @@ class _Parts:
         Raises:
             CorruptionError: The value has no stored form, or a name is there twice.
         """
-        tensors, node, left_out = tensors_of(value, part, file, name, memory)
+        own = FileMemory() if memory is None else memory
+        tensors, node, left_out = tensors_of(value, part, file, name, own)
+        if memory is None:
+            left_out += own.notes()
+            self._checksums += own.checksums(file, name)
         twice = sorted(set(tensors) & set(self._tensors))
         if twice or (part in self._trees and not joins):
             what = twice[0] if twice else part
@@ -233,6 +246,10 @@ class _Parts:
         self.left_out += left_out
         there: Any = self._trees.get(part)
         self._trees[part] = {**there, **node} if there is not None else node
+
+    def add_checksums(self, checksums: Iterable[Checksum]) -> None:
+        """Add those of a file whose memory the caller has."""
+        self._checksums += checksums
 
     def finish(self, identity: bytes, names: Iterable[str], *, step: int) -> Catalog:
         """Return the catalog."""
@@ -246,6 +263,7 @@ class _Parts:
             tensors=self._tensors,
             parts=with_optimizers(self._trees, self._tensors),
             left_out=self.left_out,
+            checksums=lambda files: self._checksums,
         )
 
 
@@ -270,6 +288,19 @@ class FileMemory:
             span = (value.start, value.start + (reach + 1) * itemsize, key)
             self._spans[value.storage_key].append(span)
         return key
+
+    def checksums(self, file: TorchFile, name: str) -> Iterator[Checksum]:
+        """Yield those that the file states of its storages."""
+        for key, storage in file.storages.items():
+            if storage.crc is not None:
+                spans = self._spans.get(key)
+                yield Checksum(
+                    key=spans[0][2] if spans else None,
+                    file=name,
+                    start=storage.start,
+                    nbytes=storage.nbytes,
+                    crc=storage.crc,
+                )
 
     def notes(self) -> list[str]:
         """Say which tensors share memory in the file, and not in what is read of it."""
