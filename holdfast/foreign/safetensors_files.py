@@ -21,7 +21,7 @@ import msgspec
 from holdfast.arrays.boxes import Box
 from holdfast.errors import ConfigError, CorruptionError, PlacementError, PlanError
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes
-from holdfast.foreign.location import Location
+from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.output import Extent, Output, OutputFile
 from holdfast.foreign.shard_index import note_on_siblings, read_index, refuse_missing_shards
 from holdfast.foreign.weights import Weights, weights_of
@@ -139,17 +139,31 @@ def _files_of(location: Location) -> tuple[list[str], Mapping[str, str] | None, 
         return [location.file], None, note_on_siblings(location.file)
     indices = [name for name in location.names() if name.endswith(_INDEX_SUFFIX)]
     names = [name for name in _names(location) if _is_safetensors(location, name)]
+    odd = [name for name in _names(location) if name not in names]
+    left_out = [f"{name}: it is no safetensors file" for name in odd]
     if not indices:
+        # Files that the system makes begin with a dot; any other was to be a part of the model.
+        _refuse_odd(location, [name for name in odd if not name.startswith(".")])
         refuse_missing_shards(location, names)
-        return names, None, []
+        return names, None, left_out
     if len(indices) > 1:
         raise CorruptionError(
             f"{location.label} has {len(indices)} indices ({', '.join(indices)}): name one file"
         )
     placed = read_index(location, indices[0], set(_names(location)))
     used = sorted(set(placed.values()))
-    left_out = [f"{name}: no tensor of the index is in it" for name in names if name not in used]
+    _refuse_odd(location, [name for name in odd if name in used])
+    left_out += [f"{name}: no tensor of the index is in it" for name in names if name not in used]
     return used, placed, left_out
+
+
+def _refuse_odd(location: Location, names: list[str]) -> None:
+    """Raise CorruptionError for files of the model that are no safetensors files."""
+    if names:
+        raise CorruptionError(
+            f"{location.storage.describe(names[0])}: this is no safetensors file"
+            f"{why_none(location, names[0])}; name one file to read it alone"
+        )
 
 
 def _read_header(location: Location, name: str) -> bytes:

@@ -251,3 +251,22 @@ def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path: Path) -> None:
     index.write_text('{"weight_map": {"w": "1.safetensors", "w": "2.safetensors"}}')
     with pytest.raises(CorruptionError, match="'w' is there twice"):
         open_catalog(tmp_path)
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_a_file_of_a_model_that_was_not_downloaded_is_an_error(
+    has_index: bool, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    if has_index:
+        table = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(table))
+    (tmp_path / "._a.safetensors").write_bytes(b"of the system")
+    assert len(open_catalog(tmp_path).tensors) == 2
+    (tmp_path / "b.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    with pytest.raises(CorruptionError, match=r"b\.safetensors: .*git lfs pull"):
+        open_catalog(tmp_path)
+    (tmp_path / "a.safetensors").unlink()
+    with pytest.raises(ConfigError, match="git lfs pull"):
+        open_catalog(tmp_path)
