@@ -91,8 +91,8 @@ class Checkpointer:
         ckpt_format: "holdfast" writes data files of safetensors, "torch_dist" those of PyTorch DCP,
             with what DCP (`dcp.load`, `dcp_to_torch_save`) and Megatron-core
             (`dist_checkpointing.load`) begin with next to them: they open the checkpoint as their
-            own. Everything here works with both alike. The second costs a CRC-32 of every byte,
-            made by up to four threads while the file is written.
+            own. Everything here works with both alike. The second costs some 3 µs of CPU
+            time more for each tensor, and the files next to the data.
 
     Raises:
         ConfigError: an argument out of range.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -254,6 +254,22 @@ class CatalogTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Checksum:
+    """The CRC-32 that a file states of a range of its bytes, and a tensor that lies in it."""
+
+    key: str | None
+    file: str
+    start: int
+    nbytes: int
+    crc: int
+
+
+def no_checksums(files: OpenFiles) -> Iterable[Checksum]:
+    """Return the checksums of a format that has none."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
     """A checkpoint of any format, described.
 
@@ -271,6 +287,7 @@ class Catalog:
         metadata: The user's own JSON object, where the format has one.
         drift: Which stored copies of a tensor differ, and in which files; empty if none does, or if
             nothing but digests could tell. The first copy is the one that is read.
+        checksums: Returns those that the files state of their bytes.
     """
 
     format: str
@@ -284,6 +301,7 @@ class Catalog:
     left_out: Sequence[str] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     drift: str = ""
+    checksums: Callable[[OpenFiles], Iterable[Checksum]] = no_checksums
 
     @property
     def nbytes(self) -> int:

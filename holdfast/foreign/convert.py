@@ -12,7 +12,9 @@ from typing import Literal, get_args
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.foreign import dcp_output, own_format, safetensors_files, torch_save_output
 from holdfast.foreign.catalog import Catalog
-from holdfast.foreign.formats import open_catalog
+from holdfast.foreign.checksums import refuse_damage
+from holdfast.foreign.formats import detect_format, open_catalog
+from holdfast.foreign.location import Location
 from holdfast.foreign.output import (
     DEFAULT_MEMORY_NBYTES,
     OnProgress,
@@ -86,7 +88,8 @@ class Conversion:
         memory_nbytes: int = DEFAULT_MEMORY_NBYTES,
         on_progress: OnProgress = lambda nbytes: None,
     ) -> None:
-        """Write it. Errors and cost: `write_output`."""
+        """Write it. Errors and cost: `refuse_damage` of the source, and `write_output`."""
+        refuse_damage(self.catalog)
         write_output(
             self.catalog,
             self.output,
@@ -111,7 +114,8 @@ def plan_conversion(
         options: How.
 
     Raises:
-        ConfigError: An option does not fit, or another program's format is to be in a bucket.
+        ConfigError: An option does not fit, another program's format is to be in a bucket, or our
+            own in a folder of another program.
         CorruptionError: Stored copies of a tensor differ: which one is right is not known.
         PlanError: The format cannot hold a name, a type or a value.
     """
@@ -119,6 +123,7 @@ def plan_conversion(
         raise CorruptionError(f"{catalog.drift}. Which copy is right is not stored")
     if options.to == "holdfast":
         step = catalog.step if options.step is None else options.step
+        _refuse_foreign_folder(to)
         return Conversion(
             catalog=catalog,
             output=own_format.layout(catalog, step=step),
@@ -141,6 +146,20 @@ def plan_conversion(
         name=path.name,
         reopen=reopen_foreign,
     )
+
+
+def _refuse_foreign_folder(to: str | os.PathLike[str]) -> None:
+    """Raise ConfigError if a directory has the files of another program's checkpoint.
+
+    With a step of ours in it, the directory would be read as ours, and they would be hidden.
+    """
+    if is_url(to) or not Path(to).is_dir() or list_steps(PosixStorage(Path(to))):
+        return
+    kind = detect_format(Location.of(to))
+    if kind is not None:
+        raise ConfigError(
+            f"{to} has files of {kind.title}, which a step in it would hide; choose another name"
+        )
 
 
 def reopen_foreign(storage: Storage, name: str) -> Catalog:

@@ -10,7 +10,7 @@ tensors is the part `model`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,18 +20,20 @@ from holdfast.errors import CorruptionError, HoldfastError, PlacementError
 from holdfast.foreign.catalog import (
     Catalog,
     CatalogTensor,
+    Checksum,
     Chunk,
     FileBytes,
     OpenFiles,
     TensorReader,
     chunks_of_view,
+    no_checksums,
     read_flat,
 )
 from holdfast.foreign.location import Location
 from holdfast.foreign.pickled_values import Constructor, PickledTensor, Record, TorchSize
 from holdfast.foreign.pickles import read_pickle
 from holdfast.foreign.torch_files import tensors_of
-from holdfast.foreign.torch_save import open_torch_save
+from holdfast.foreign.torch_save import TorchFile, open_torch_save
 from holdfast.foreign.weights import with_optimizers
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
@@ -80,6 +82,7 @@ def open_catalog(location: Location) -> Catalog:
         tensors=tensors,
         parts=with_optimizers(parts, tensors),
         left_out=items.left_out,
+        checksums=items.checksums,
     )
 
 
@@ -111,6 +114,7 @@ class Items:
         paths: By flat name the path in the saved dict.
         left_out: What no value keeps.
         mcore_data: What Megatron has added to the metadata, by flat name.
+        checksums: As of `Catalog`.
     """
 
     identity: bytes
@@ -120,6 +124,7 @@ class Items:
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     mcore_data: Mapping[str, Any] = field(default_factory=dict)
+    checksums: Callable[[OpenFiles], Iterable[Checksum]] = no_checksums
 
     def tensors_by_key(self) -> Iterator[tuple[str, CatalogTensor]]:
         """Yield all tensors with their keys."""
@@ -185,7 +190,7 @@ def read_items(location: Location) -> Items:
 def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
     names = _dict(_get(metadata, "state_dict_metadata"))
     ranges = _ranges(location, _dict(_get(metadata, "storage_data")))
-    items = Items(identity=identity, paths=_paths(metadata, names))
+    items = Items(identity=identity, paths=_paths(metadata, names), checksums=ranges.checksums)
     mcore_data = _optional(metadata, "mcore_data")
     if isinstance(mcore_data, dict):
         items.mcore_data = mcore_data
@@ -230,6 +235,20 @@ class _Ranges:
 
     def __init__(self, table: dict[tuple[str, tuple[int, ...] | None], _Range]) -> None:
         self._table = table
+
+    def checksums(self, files: OpenFiles) -> Iterator[Checksum]:
+        """Yield those of every item; opens its archive."""
+        by_place = sorted(self._table.items(), key=lambda item: (item[1].file, item[1].start))
+        for (name, _), where in by_place:
+            for storage in _opened(where, files).storages.values():
+                if storage.crc is not None:
+                    yield Checksum(
+                        key=name,
+                        file=where.file,
+                        start=storage.start,
+                        nbytes=storage.nbytes,
+                        crc=storage.crc,
+                    )
 
     def one(self, name: str) -> _Range:
         """Return where a value lies."""
@@ -297,6 +316,13 @@ def _dtype(properties: object) -> str:
     return TORCH_DTYPES[name]
 
 
+def _opened(where: _Range, files: OpenFiles) -> TorchFile:
+    """Open the archive of an item."""
+    place = f"{files.describe(where.file)} byte {where.start}"
+    source = files.source(where.file)
+    return open_torch_save(source, place=place, start=where.start, nbytes=where.nbytes)
+
+
 class _Archives:
     """Opens what `torch.save` wrote into ranges of files, each once.
 
@@ -331,11 +357,8 @@ class _Archives:
 
     def _locate(self, payload: ArchiveBytes, files: OpenFiles) -> CatalogTensor:
         where = payload.where
-        place = f"{files.describe(where.file)} byte {where.start}"
-        file = open_torch_save(
-            files.source(where.file), place=place, start=where.start, nbytes=where.nbytes
-        )
-        value = file.value
+        file = _opened(where, files)
+        place, value = file.place, file.value
         if not isinstance(value, PickledTensor):
             raise CorruptionError(f"{place}: this is not one tensor")
         if (value.dtype, value.shape) != (payload.dtype, payload.shape):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from holdfast.errors import ConfigError
 from holdfast.foreign import dcp, safetensors_files, torch_dist, torch_files, torchsnapshot
 from holdfast.foreign.catalog import Catalog
-from holdfast.foreign.location import Location
+from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.shared_opening import behind
 
 
@@ -66,6 +66,23 @@ def detect_format(location: Location) -> Format | None:
     return next((each for each in FORMATS if each.detect(location)), None)
 
 
+def unknown(location: Location) -> str:
+    """Return the message for a place that has no known format."""
+    known = ", ".join(each.title for each in FORMATS)
+    none = f"{location.label} is not a checkpoint in a format that is known: {known}"
+    return without_bytes(location) or none
+
+
+def without_bytes(location: Location) -> str:
+    """Return the message for a place whose weights are not there, but what stands for them."""
+    names = location.names() if location.file is None else [location.file]
+    for name in names:
+        is_weights = name.endswith((".safetensors", ".bin", ".pt", ".pth"))
+        if is_weights and (why := why_none(location, name)):
+            return f"{location.storage.describe(name)} is no checkpoint{why}"
+    return ""
+
+
 def open_catalog(path: str | os.PathLike[str] | Location) -> Catalog:
     """Describe the foreign checkpoint at a path.
 
@@ -79,9 +96,6 @@ def open_catalog(path: str | os.PathLike[str] | Location) -> Catalog:
     location = path if isinstance(path, Location) else Location.of(path)
     chosen = detect_format(location)
     if chosen is None:
-        known = ", ".join(each.title for each in FORMATS)
-        raise ConfigError(
-            f"{location.label} is not a checkpoint in a format that is known: {known}"
-        )
+        raise ConfigError(unknown(location))
     catalog = chosen.open(location)
     return replace(catalog, storage=behind(catalog.storage))

@@ -16,6 +16,7 @@ from holdfast.storage import PosixStorage, Source, Storage, is_url, open_storage
 from holdfast.storage.places import as_url
 
 _MAX_NAMES = 1_000_000
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class Folder(PosixStorage):
@@ -153,3 +154,13 @@ class Location:
 
 def _noted(storage: Storage, label: str, answers: Answers | None) -> Storage:
     return storage if answers is None else answers.of(storage, label)
+
+
+def why_none(location: Location, name: str) -> str:
+    """Return why a file that looks like one of a checkpoint is none, where that is known."""
+    if location.head(name, len(_LFS_POINTER)) == _LFS_POINTER:
+        return ", but a pointer of Git LFS, whose bytes were not downloaded (`git lfs pull`)"
+    path = location.storage.local_path(name)
+    if path is not None and path.is_symlink() and not path.exists():
+        return ", but a link that leads nowhere"
+    return ""

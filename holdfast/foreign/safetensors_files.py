@@ -21,8 +21,9 @@ import msgspec
 from holdfast.arrays.boxes import Box
 from holdfast.errors import ConfigError, CorruptionError, PlacementError, PlanError
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes
-from holdfast.foreign.location import Location
+from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.output import Extent, Output, OutputFile
+from holdfast.foreign.shard_index import note_on_siblings, read_index, refuse_missing_shards
 from holdfast.foreign.weights import Weights, weights_of
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import (
@@ -33,7 +34,6 @@ from holdfast.format.index import (
     layout_image,
     parse_header,
 )
-from holdfast.format.manifest import MAX_MANIFEST_NBYTES
 from holdfast.format.values import tensor_node
 from holdfast.storage import Source
 
@@ -136,41 +136,34 @@ class _Piece:
 def _files_of(location: Location) -> tuple[list[str], Mapping[str, str] | None, list[str]]:
     """Return the files, by tensor the file that an index states, and what is left out."""
     if location.file is not None:
-        return [location.file], None, []
+        return [location.file], None, note_on_siblings(location.file)
     indices = [name for name in location.names() if name.endswith(_INDEX_SUFFIX)]
     names = [name for name in _names(location) if _is_safetensors(location, name)]
+    odd = [name for name in _names(location) if name not in names]
+    left_out = [f"{name}: it is no safetensors file" for name in odd]
     if not indices:
-        return names, None, []
+        # Files that the system makes begin with a dot; any other was to be a part of the model.
+        _refuse_odd(location, [name for name in odd if not name.startswith(".")])
+        refuse_missing_shards(location, names)
+        return names, None, left_out
     if len(indices) > 1:
         raise CorruptionError(
             f"{location.label} has {len(indices)} indices ({', '.join(indices)}): name one file"
         )
-    placed = _read_index(location, indices[0])
+    placed = read_index(location, indices[0], set(_names(location)))
     used = sorted(set(placed.values()))
-    left_out = [f"{name}: no tensor of the index is in it" for name in names if name not in used]
+    _refuse_odd(location, [name for name in odd if name in used])
+    left_out += [f"{name}: no tensor of the index is in it" for name in names if name not in used]
     return used, placed, left_out
 
 
-def _read_index(location: Location, name: str) -> dict[str, str]:
-    """Return the weight map of an index; every file of it is a plain name in the folder."""
-    place = location.storage.describe(name)
-    size = location.storage.size(name)
-    if size > MAX_MANIFEST_NBYTES:
-        raise CorruptionError(f"{place}: {size} bytes are too many for an index")
-    try:
-        text = location.storage.read(name)
-        table = msgspec.convert(json.loads(text.decode()), dict[str, object])
-        placed = msgspec.convert(table["weight_map"], dict[str, str])
-    except (ValueError, KeyError, RecursionError) as error:
-        raise CorruptionError(f"{place}: this is not an index of tensors: {error}") from None
-    present = set(_names(location))
-    for key, file in placed.items():
-        # Compared with the listing: no other path is ever opened, whatever the index says.
-        if file not in present:
-            raise CorruptionError(
-                f"{place}: tensor {key!r} is to be in {file!r}, which is not a file of the folder"
-            )
-    return placed
+def _refuse_odd(location: Location, names: list[str]) -> None:
+    """Raise CorruptionError for files of the model that are no safetensors files."""
+    if names:
+        raise CorruptionError(
+            f"{location.storage.describe(names[0])}: this is no safetensors file"
+            f"{why_none(location, names[0])}; name one file to read it alone"
+        )
 
 
 def _read_header(location: Location, name: str) -> bytes:

@@ -137,6 +137,7 @@ def _open(location: Location) -> Catalog:
         parts=made.parts,
         left_out=made.left_out,
         drift=f"{location.label}: {joined.drift}" if joined.drift else "",
+        checksums=items.checksums,
     )
 
 

@@ -8,24 +8,31 @@ itself it is an error, in a folder the file is left out, by name.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
-
-import msgspec
+from typing import Any, NamedTuple
 
 from holdfast.arrays.boxes import Box
-from holdfast.errors import CorruptionError, PlacementError
+from holdfast.errors import CorruptionError, PlacementError, some_of
 from holdfast.foreign import safetensors_files
-from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, HeldBytes, chunks_of_view
+from holdfast.foreign.catalog import (
+    Catalog,
+    CatalogTensor,
+    Checksum,
+    Chunk,
+    HeldBytes,
+    chunks_of_view,
+)
 from holdfast.foreign.location import Location
 from holdfast.foreign.pickle_nodes import NodeLeaf, array_form, to_node
 from holdfast.foreign.pickled_values import (
     PickledStorage,
     PickledTensor,
 )
+from holdfast.foreign.shard_index import note_on_siblings, read_index, refuse_missing_shards
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
 from holdfast.foreign.weights import with_optimizers
 from holdfast.format.digest import digest128
@@ -35,6 +42,7 @@ from holdfast.format.values import Node, is_tensor, walk
 FORMAT = "torch.save"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
 _WEIGHTS = "pytorch_model"
+_SHARD = re.compile(rf"{_WEIGHTS}-\d+-of-\d+\.bin")
 _STEPS = ("global_step", "iteration", "step")
 _MAX_STEP = 10**18
 
@@ -76,8 +84,12 @@ def _open_file(location: Location, name: str) -> Catalog:
     file, identity = _open(location, name)
     trees, step = _parts(file.value)
     catalog = _Parts(location)
+    catalog.left_out += note_on_siblings(name)
+    memory = FileMemory()
     for part, value in trees.items():
-        catalog.add(part, value, file, name)
+        catalog.add(part, value, file, name, memory=memory)
+    catalog.left_out += memory.notes()
+    catalog.add_checksums(memory.checksums(file, name))
     return catalog.finish(identity, [name], step=step)
 
 
@@ -86,7 +98,7 @@ def _open_folder(location: Location) -> Catalog:
     parts, identity, step = _Parts(location), bytearray(), 0
     used: list[str] = []
     has_safetensors = safetensors_files.detect(location)
-    shards = _shards(location)
+    shards = _Shards(frozenset(), {}) if has_safetensors else _shards(location)
     for name in _candidates(location):
         stem = name.rpartition(".")[0]
         if has_safetensors and stem.startswith(_WEIGHTS):
@@ -94,50 +106,71 @@ def _open_folder(location: Location) -> Catalog:
             continue
         try:
             file, own = _open(location, name)
-            if name in shards or stem == _WEIGHTS:
+            if name in shards.files or stem == _WEIGHTS:
                 parts.add("model", file.value, file, name, joins=True)
             else:
                 _, step_there = _parts(file.value)
                 step = max(step, step_there)
                 parts.add(stem, file.value, file, name)
         except CorruptionError as error:
+            if name in shards.files:
+                raise  # without it the others would look like a model
             # One odd file (arguments of a trainer) does not make all others unreadable.
             parts.left_out.append(f"{name}: {error}")
             continue
         identity += own
         used.append(name)
     if not has_safetensors:
-        return parts.finish(bytes(identity), used, step=step)
+        catalog = parts.finish(bytes(identity), used, step=step)
+        _compare_with_index(location, shards, catalog)
+        return catalog
     weights = safetensors_files.open_catalog(location)
+    if not used:
+        return replace(weights, left_out=_joined(weights.left_out, parts.left_out))
     own_notes = [each for each in weights.left_out if each.partition(":")[0] not in used]
     catalog = parts.finish(bytes(identity) + weights.identity, used, step=step)
-    noted = {each.partition(":")[0] for each in catalog.left_out}
     return replace(
         catalog,
         tensors={**weights.tensors, **catalog.tensors},
         parts={**weights.parts, **catalog.parts},
-        left_out=[
-            *(each for each in own_notes if each.partition(":")[0] not in noted),
-            *catalog.left_out,
-        ],
+        left_out=_joined(own_notes, catalog.left_out),
     )
 
 
-def _shards(location: Location) -> set[str]:
-    """Return the files that an index of sharded weights names (`pytorch_model.bin.index.json`)."""
-    name = f"{_WEIGHTS}.bin.index.json"
-    if not location.has(name):
-        return set()
-    place = location.storage.describe(name)
-    try:
-        table = msgspec.convert(json.loads(location.storage.read(name)), dict[str, Any])
-        files = set(msgspec.convert(table["weight_map"], dict[str, str]).values())
-    except (ValueError, KeyError, RecursionError) as error:
-        raise CorruptionError(f"{place}: this is not an index of tensors: {error}") from None
-    missing = files - set(location.names())
+def _joined(before: Iterable[str], after: Sequence[str]) -> list[str]:
+    """Return notes on files; what is noted on one file in `after` counts."""
+    noted = {each.partition(":")[0] for each in after}
+    return [*(each for each in before if each.partition(":")[0] not in noted), *after]
+
+
+def _compare_with_index(location: Location, shards: _Shards, catalog: Catalog) -> None:
+    """Raise CorruptionError if a tensor that the index names is in none of its files."""
+    model = catalog.parts.get("model")
+    missing = sorted(set(shards.placed) - set(model if isinstance(model, dict) else ()))
     if missing:
-        raise CorruptionError(f"{place}: it names {sorted(missing)[0]!r}, which is not there")
-    return files
+        raise CorruptionError(
+            f"{location.label}: the index names {len(missing)} tensors that their files lack, for "
+            f"example {missing[0]!r}"
+        )
+
+
+class _Shards(NamedTuple):
+    """The files of sharded weights, and by tensor the one that an index states."""
+
+    files: frozenset[str]
+    placed: Mapping[str, str]
+
+
+def _shards(location: Location) -> _Shards:
+    """Return the files that the weights are sharded over (`pytorch_model-00001-of-00002.bin`)."""
+    present = location.names()
+    name = f"{_WEIGHTS}.bin.index.json"
+    if location.has(name):
+        placed = read_index(location, name, present)
+        return _Shards(frozenset(placed.values()), placed)
+    files = [each for each in present if _SHARD.fullmatch(each)]
+    refuse_missing_shards(location, files)
+    return _Shards(frozenset(files), {})
 
 
 def _open(location: Location, name: str) -> tuple[TorchFile, bytes]:
@@ -175,16 +208,36 @@ class _Parts:
         self._tensors: dict[str, CatalogTensor] = {}
         self._trees: dict[str, Node] = {}
         self.left_out: list[str] = []
+        self._checksums: list[Checksum] = []
 
     def add(
-        self, part: str, value: object, file: TorchFile, name: str, *, joins: bool = False
+        self,
+        part: str,
+        value: object,
+        file: TorchFile,
+        name: str,
+        *,
+        joins: bool = False,
+        memory: FileMemory | None = None,
     ) -> None:
         """Add the tree of a value as a part, or join it with the part that is there.
+
+        Args:
+            part: Its name.
+            value: Of the file, or a part of it.
+            file: That it came from.
+            name: Of the file in the folder.
+            joins: There may be such a part, of another file.
+            memory: Of the file, where several parts come from it; the caller notes what it has.
 
         Raises:
             CorruptionError: The value has no stored form, or a name is there twice.
         """
-        tensors, node, left_out = tensors_of(value, part, file, name)
+        own = FileMemory() if memory is None else memory
+        tensors, node, left_out = tensors_of(value, part, file, name, own)
+        if memory is None:
+            left_out += own.notes()
+            self._checksums += own.checksums(file, name)
         twice = sorted(set(tensors) & set(self._tensors))
         if twice or (part in self._trees and not joins):
             what = twice[0] if twice else part
@@ -193,6 +246,10 @@ class _Parts:
         self.left_out += left_out
         there: Any = self._trees.get(part)
         self._trees[part] = {**there, **node} if there is not None else node
+
+    def add_checksums(self, checksums: Iterable[Checksum]) -> None:
+        """Add those of a file whose memory the caller has."""
+        self._checksums += checksums
 
     def finish(self, identity: bytes, names: Iterable[str], *, step: int) -> Catalog:
         """Return the catalog."""
@@ -206,11 +263,68 @@ class _Parts:
             tensors=self._tensors,
             parts=with_optimizers(self._trees, self._tensors),
             left_out=self.left_out,
+            checksums=lambda files: self._checksums,
         )
 
 
+class FileMemory:
+    """The memory of one file: which of its tensors are one, and which are views of one storage.
+
+    Equal views, the same tensor met twice among them, become one tensor, in all parts of the file.
+    Other views with memory in common become a tensor each, and are noted.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[object, ...], str] = {}
+        self._spans: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        """By storage (first byte, stop, key) of each tensor."""
+
+    def key_of(self, leaf: NodeLeaf, value: PickledTensor) -> str:
+        """Return the key of the tensor that a leaf is: its own, or that of an equal one before."""
+        key = self._first.setdefault(value.identity, leaf.key)
+        if key == leaf.key and value.nbytes:
+            itemsize = DTYPES[value.dtype].itemsize
+            reach = sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
+            span = (value.start, value.start + (reach + 1) * itemsize, key)
+            self._spans[value.storage_key].append(span)
+        return key
+
+    def checksums(self, file: TorchFile, name: str) -> Iterator[Checksum]:
+        """Yield those that the file states of its storages."""
+        for key, storage in file.storages.items():
+            if storage.crc is not None:
+                spans = self._spans.get(key)
+                yield Checksum(
+                    key=spans[0][2] if spans else None,
+                    file=name,
+                    start=storage.start,
+                    nbytes=storage.nbytes,
+                    crc=storage.crc,
+                )
+
+    def notes(self) -> list[str]:
+        """Say which tensors share memory in the file, and not in what is read of it."""
+        notes = []
+        for spans in self._spans.values():
+            # Runs of tensors of which each begins before one of those before it ends.
+            runs: list[list[str]] = []
+            end = -1
+            for begin, stop, key in sorted(spans):
+                if begin >= end:
+                    runs.append([])
+                runs[-1].append(key)
+                end = max(end, stop)
+            notes += [
+                f"{some_of(run)}: they share memory in the file; each is read as a tensor of its "
+                f"own"
+                for run in runs
+                if len(run) > 1
+            ]
+        return notes
+
+
 def tensors_of(
-    value: object, path: str, file: TorchFile, name: str
+    value: object, path: str, file: TorchFile, name: str, memory: FileMemory | None = None
 ) -> tuple[dict[str, CatalogTensor], Any, list[str]]:
     """Return the tensors of a pickled value by key, its node, and what the node leaves out.
 
@@ -219,6 +333,7 @@ def tensors_of(
         path: Of the tree; keys start with it.
         file: That it came from.
         name: Of the file in the folder.
+        memory: Of the file, where it has more than this value; the caller notes what it has.
 
     Raises:
         CorruptionError: The value has no stored form; the message names its path.
@@ -227,21 +342,21 @@ def tensors_of(
         tree = to_node(value, path=path, keeps_order_type=False)
     except PlacementError as error:
         raise CorruptionError(f"{file.place}: {error}") from error
+    own = FileMemory() if memory is None else memory
     tensors: dict[str, CatalogTensor] = {}
-    first: dict[tuple[object, ...], str] = {}
     tied: dict[str, str] = {}
     for leaf in tree.leaves:
-        if isinstance(leaf.value, PickledTensor):
-            same = first.setdefault(leaf.value.identity, leaf.key)
-            if same != leaf.key:
-                tied[leaf.key] = same
-                continue
+        key = own.key_of(leaf, leaf.value) if isinstance(leaf.value, PickledTensor) else leaf.key
+        if key != leaf.key:
+            tied[leaf.key] = key
+            continue
         tensors[leaf.key] = tensor_of(leaf, file, name)
     if tied:
         for node in walk(tree.node):
             if is_tensor(node) and node["k"] in tied:
                 node["k"] = tied[node["k"]]
-    return tensors, tree.node, list(tree.left_out)
+    notes = own.notes() if memory is None else []
+    return tensors, tree.node, [*tree.left_out, *notes]
 
 
 def tensor_of(leaf: NodeLeaf, file: TorchFile, name: str) -> CatalogTensor:

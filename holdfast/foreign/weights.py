@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, PlanError
 from holdfast.foreign.catalog import Catalog, CatalogTensor
 from holdfast.format.envelopes.optimizer_trees import from_torch
 from holdfast.format.values import attributes_of, is_plain_dict, is_tensor, join_path, tensor_keys
@@ -33,16 +33,27 @@ def weights_of(catalog: Catalog, part: str | None) -> Weights:
         part: Which part; None for `model`, or the only one that has tensors.
 
     Raises:
-        ConfigError: There is no such part, or none is meant by None.
+        ConfigError: There is no such part, none is meant by None, or none of its tensors has a
+            name.
+        PlanError: Two of its tensors have one name: that of `{"a.b": …}` and of `{"a": {"b": …}}`.
     """
     part = choose_part(catalog, part)
     keys: dict[str, str] = {}
     left_out: list[str] = []
     for name, node in _leaves(catalog.parts[part], ""):
+        path = join_path(part, name) if name else part
         if is_tensor(node):
+            if name in keys:
+                raise PlanError(f"two tensors would have the name {name!r}; rename one")
             keys[name] = attributes_of(node)["k"]
+        elif inner := len(list(tensor_keys(node))):
+            left_out.append(
+                f"{path} is no dict of names: the format has no names for its tensors ({inner})"
+            )
         else:
-            left_out.append(f"{join_path(part, name)} is a value, which the format cannot hold")
+            left_out.append(f"{path} is a value, which the format cannot hold")
+    if not keys and any(tensor_keys(catalog.parts[part])):
+        raise ConfigError(f"{catalog.label}: nothing could be written: {left_out[0]}")
     others = [name for name in catalog.parts if name != part]
     left_out += [f"part {name!r} was not asked for" for name in others]
     return Weights(keys=keys, left_out=tuple(left_out))

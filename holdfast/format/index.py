@@ -55,15 +55,13 @@ class ImageEntry:
 class Image:
     """The layout of a data file: `header` first, then entry i at its absolute byte `starts[i]`.
 
-    What an envelope has between and after the payloads is in `literals`, by place. `crc_at[i]` are
-    the places in these bytes that get the CRC-32 of entry i; they are zero until it is known.
+    What an envelope has between and after the payloads is in `literals`, by place.
     """
 
     header: bytes
     starts: IntArray
     nbytes: int
     literals: Sequence[tuple[int, bytes]] = ()
-    crc_at: Sequence[tuple[int, int]] = ()
 
     @property
     def envelope_nbytes(self) -> int:

@@ -37,7 +37,6 @@ from holdfast.storage.reading import (
     requests_of,
     sizes_below,
 )
-from holdfast.writer.checksums import CRC_NBYTES, Put, checksums
 from holdfast.writer.commit import commit_save
 from holdfast.writer.outcomes import (
     committers_failure,
@@ -109,15 +108,14 @@ class JobGate:
             self._is_closed = True
             self._changed.notify_all()
 
-    def wait(self, nbytes: int) -> int:
-        """Return when the first `nbytes` bytes are in place, and how many are; for one thread."""
+    def wait(self, nbytes: int) -> None:
+        """Return when the first `nbytes` bytes are in place; for one thread."""
         with self._changed:
             self._nbytes_needed = nbytes
         self._wait_for(
             lambda: self._nbytes >= nbytes,
             lambda: f"only {self._nbytes} bytes of the image were staged, {nbytes} are needed",
         )
-        return self._nbytes
 
     def wait_for_digests(self) -> tuple[bytes, RowDigests]:
         """Return the digests of the checked boxes and of all rows, once the image is staged."""
@@ -258,7 +256,6 @@ def run_job(
     image: memoryview,
     *,
     plan: EncodedPlan | None,
-    put: Put | None = None,
     on_progress: Callable[[int], object] | None = None,
     on_written: Callable[[], object] | None = None,
 ) -> SaveOutcome:
@@ -268,7 +265,7 @@ def run_job(
     """
     try:
         return perform_job(
-            storage, job, image, plan=plan, put=put, on_progress=on_progress, on_written=on_written
+            storage, job, image, plan=plan, on_progress=on_progress, on_written=on_written
         )
     except Exception as caught:
         # The committer's failure record is the cause, if the error here only follows from it.
@@ -285,7 +282,6 @@ def perform_job(
     *,
     plan: EncodedPlan | None,
     gate: JobGate | None = None,
-    put: Put | None = None,
     on_progress: Callable[[int], object] | None = None,
     on_written: Callable[[], object] | None = None,
 ) -> SaveOutcome:
@@ -298,7 +294,6 @@ def perform_job(
         plan: Plan of the whole save, on the rank that commits it.
         gate: Given for a synchronous save, whose ranks wait for each other by collectives. The
             commit waits for it, and the jobs of other ranks end with the writing.
-        put: Writes into the image what is known only now, if `image` itself is for reading.
         on_progress: Called with the bytes passed to storage so far.
         on_written: Called when the image is no longer needed.
 
@@ -319,9 +314,7 @@ def perform_job(
         # Phase 1: write this rank's bytes and its done-record.
         if plan is not None and not pause_of(storage):
             _write_plan(storage, job, plan)
-        own = write_share(
-            storage, job, image, gate=gate, put=put, on_progress=on_progress, before=before
-        )
+        own = write_share(storage, job, image, gate=gate, on_progress=on_progress, before=before)
         # Where a write is a request, the rank that commits needs no record on storage if all other
         # ranks have written by now: the commit is its next step.
         if plan is None or not pause_of(storage):
@@ -388,7 +381,6 @@ def write_share(
     image: memoryview,
     *,
     gate: JobGate | None = None,
-    put: Put | None = None,
     on_progress: Callable[[int], object] | None = None,
     before: Counter[str] | None = None,
 ) -> OwnRecord:
@@ -402,7 +394,6 @@ def write_share(
         image: The rank's data file in staging memory.
         gate: Given if the image is still being staged, and hashed meanwhile; without it the whole
             image is in place.
-        put: As of `perform_job`.
         on_progress: Called with the bytes passed to storage so far.
         before: The storage's requests before the job; None for none.
 
@@ -410,15 +401,14 @@ def write_share(
         StorageError: A write failed; the message names the path.
 
     Cost: one pass of writes, one sync; without a gate, one pass of hashing concurrently with it.
-    An envelope with checksums has one more pass for them, also at the same time.
     """
     if gate is not None:
-        _write_image(storage, job, image, gate=gate, put=put, on_progress=on_progress)
+        _write_image(storage, job, image, gate=gate, on_progress=on_progress)
         checks, digests = gate.wait_for_digests()
     else:
         with ThreadPoolExecutor(1, thread_name_prefix="holdfast-hash") as pool:
             hashing = pool.submit(ImageHasher(job, image).finish)
-            _write_image(storage, job, image, gate=None, put=put, on_progress=on_progress)
+            _write_image(storage, job, image, gate=None, on_progress=on_progress)
         checks, digests = job.checks, hashing.result()
     sent = requests_of(storage) - (before or Counter())
     record = DoneRecord(
@@ -470,37 +460,22 @@ def _write_image(
     image: memoryview,
     *,
     gate: JobGate | None,
-    put: Put | None,
     on_progress: Callable[[int], object] | None,
 ) -> None:
     """Write and sync the data file, if the rank has one."""
     if job.file.name is None:
         return
     path = f"{job.directory}/{job.file.name}"
-    with (
-        storage.create(path, nbytes=image.nbytes) as sink,
-        checksums(job.file, image, put) as sums,
-    ):
-        # The image stays as it is until the sync; only a file is written again in places.
+    with storage.create(path, nbytes=image.nbytes) as sink:
+        # The image stays as it is until the sync.
         write = getattr(sink, "write_kept", sink.write_at)
-        late: list[int] = []
         for start in range(0, image.nbytes, _WRITE_NBYTES):
             end = min(start + _WRITE_NBYTES, image.nbytes)
-            needed = end
-            if sums is not None:
-                # Only a file can be written again in places; the parts of an object are gone.
-                is_file = isinstance(storage, PosixStorage)
-                needed = sums.reach(end) if is_file else image.nbytes
-            # With a gate the image fills from the front, at the same time.
-            staged = image.nbytes if gate is None else gate.wait(needed)
-            if sums is not None:
-                put_now = sums.put_until(needed, staged=staged)
-                late += [place for place in put_now if place < start]
+            if gate is not None:
+                gate.wait(end)  # the image fills from the front, at the same time
             write(start, image[start:end])
             if on_progress is not None:
                 on_progress(end)
-        for place in late:  # of chunks that ended long after these bytes were written
-            sink.write_at(place, image[place : place + CRC_NBYTES])
         sink.sync()
 
 

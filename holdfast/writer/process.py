@@ -218,15 +218,12 @@ class WriterServer:
         if isinstance(self._storage, PosixStorage):
             device, inode = message.place
             self._storage.place.expect(device=device, inode=inode)
-        memory, fd = self._buffers[message.buffer]
-        image = memoryview(memory)[: message.nbytes]
+        image = memoryview(self._buffers[message.buffer].memory)[: message.nbytes]
         outcome = run_job(
             self._storage,
             job,
             image,
             plan=self._plans[job.plan_digest] if message.commits else None,
-            # By the descriptor: a mapping that can be written would keep the memory from its seal.
-            put=lambda at, data: os.pwrite(fd, data, at),
             on_progress=self._progress(job.header.save_id),
             on_written=lambda: self._report(JobWritten(job.header.save_id)),
         )

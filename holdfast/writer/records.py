@@ -221,14 +221,12 @@ class PlannedFile(msgspec.Struct, frozen=True, kw_only=True):
         header_nbytes: Bytes that are no payload: its header with padding, or what is around chunks.
         starts: int64 column: byte at which each row's payload starts in the image, in plan order.
         row_nbytes: int64 column: length of each row's payload.
-        crc_at: int64 column: two bytes of the image per row at which its CRC-32 goes; or empty.
     """
 
     name: str | None = None
     header_nbytes: int = 0
     starts: bytes = b""
     row_nbytes: bytes = b""
-    crc_at: bytes = b""
 
 
 class WriteJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,6 +69,40 @@ def mixtral(kv_heads: int = HEADS) -> Any:
     return randomise(model)
 
 
+def of_family(family: str, kv_heads: int = 2) -> Any:
+    """A random model of a family of Transformers whose names are Llama's, or nearly."""
+    import transformers
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": BASE}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": kv_heads, "rms_norm_eps": EPS, "rope_parameters": rope,
+        "tie_word_embeddings": False, "pad_token_id": 0,
+    }  # fmt: skip
+    moe = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
+    wide = {"head_dim": 2 * HEAD_DIM}
+    name, own = {
+        "mistral": ("Mistral", {"sliding_window": None, **wide}),
+        "qwen2": ("Qwen2", {}),
+        "qwen3": ("Qwen3", wide),
+        "qwen3-moe": ("Qwen3Moe", {**wide, **moe, "norm_topk_prob": True}),
+        "stablelm": ("StableLm", {
+            "layer_norm_eps": EPS, "use_qkv_bias": True, "hidden_dropout": 0.0,
+            "rope_parameters": {**rope, "partial_rotary_factor": 0.25},
+        }),
+        "phi3": ("Phi3", {
+            "sliding_window": None, "resid_pdrop": 0.0,
+            "rope_parameters": {**rope, "partial_rotary_factor": 1.0},
+        }),
+    }[family]  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **own})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    if family == "qwen3-moe":
+        model.set_experts_implementation("eager")  # the grouped kernel lacks float64
+    return randomise(model)
+
+
 def logits_of(model: Any) -> Tensor:
     """The logits of a model of Transformers."""
     with torch.no_grad():

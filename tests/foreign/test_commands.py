@@ -80,6 +80,25 @@ def test_verify_says_what_it_cannot_know(holdfast: Holdfast, place: Path) -> Non
         assert result.code == 0
         assert "no digests" in result.out
         assert holdfast("verify", place / name, "--json").json["has_digests"] is False
+    checked = {"hf": False, "dcp": True, "x.pt": True}
+    for name, has_checksums in checked.items():
+        nbytes = holdfast("verify", place / name, "--json").json["nbytes_with_checksums"]
+        assert (nbytes > 0) == has_checksums, name
+    weight = sample_tensors()["layers.1.weight"].view(torch.uint8).numpy().tobytes()
+    for name, path in (("x.pt", "x.pt"), ("dcp", "dcp/__0_0.distcp")):
+        whole = (place / path).read_bytes()
+        # A bit that torch.load and dcp.load take as it is.
+        at = whole.index(weight) + len(weight) // 2
+        damaged = bytearray(whole)
+        damaged[at] ^= 1
+        (place / path).write_bytes(damaged)
+        result = holdfast("verify", place / name)
+        assert result.code == 1
+        assert "layers.1.weight" in result.out
+        result = holdfast("convert", place / name, place / "to", "--to", "huggingface")
+        assert (result.code, (place / "to").exists()) == (1, False)
+        assert "layers.1.weight" in result.err
+        (place / path).write_bytes(whole)
     file = place / "dcp/__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-3000])
     result = holdfast("verify", place / "dcp")

@@ -107,6 +107,35 @@ def test_what_exists_is_never_overwritten(holdfast: Holdfast, tmp_path: Path) ->
     assert "iter_0000007 exists already" in done.err
 
 
+def test_a_tensor_without_a_name_of_its_own_is_never_dropped(
+    holdfast: Holdfast, tmp_path: Path
+) -> None:
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, tmp_path / "clash.pt")
+    torch.save([torch.ones(1), torch.ones(2)], tmp_path / "list.pt")
+    torch.save({"w": torch.ones(1), "rest": [torch.ones(2)]}, tmp_path / "rest.pt")
+    for name, why in (
+        ("clash", "two tensors would have the name 'a.b'"),
+        ("list", "its tensors (2)"),
+    ):
+        done = holdfast("convert", tmp_path / f"{name}.pt", tmp_path / "hf", "--to", "huggingface")
+        assert (done.code, (tmp_path / "hf").exists()) == (2, False)
+        assert why in done.err
+    words = ("--to", "huggingface", "--json")
+    done = holdfast("convert", tmp_path / "rest.pt", tmp_path / "hf", *words)
+    assert done.json["num_tensors"] == 1
+    assert "no names for its tensors (1)" in done.json["left_out"][0]
+
+
+def test_a_folder_of_another_program_does_not_become_a_run(
+    holdfast: Holdfast, tmp_path: Path
+) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    done = holdfast("convert", tmp_path, tmp_path, "--to", "holdfast")
+    assert done.code == 2
+    assert "would hide" in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
 @pytest.mark.parametrize(("to", "options"), [("dcp", []), ("torch_save", ["--whole-tree"])])
 def test_pytorchs_formats_keep_everything(
     holdfast: Holdfast, tmp_path: Path, to: str, options: list[str]

@@ -24,6 +24,7 @@ from tests.foreign.name_map_oracle import assert_equal, model_of, read  # noqa: 
 from tests.foreign.small_models import (  # noqa: E402
     EPS,
     EXPERTS,
+    HEAD_DIM,
     HEADS,
     INNER,
     LAYERS,
@@ -38,6 +39,7 @@ from tests.foreign.small_models import (  # noqa: E402
     megatron_logits,
     meta_logits,
     mixtral,
+    of_family,
     own_state,
     state_of,
     tokens,
@@ -47,17 +49,21 @@ from tests.foreign.small_models import (  # noqa: E402
 
 
 def test_the_names_of_mixtral_are_those_that_transformers_writes(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     model = mixtral()
-    model.save_pretrained(tmp_path / "saved")
-    files = [load_file(path) for path in (tmp_path / "saved").glob("*.safetensors")]
-    state = {name: value for file in files for name, value in file.items()}
     result = mapped(tmp_path, own_state(model), "mixtral-hf5-to-mixtral-hf")
     assert_equal(
         {name: value.numpy() for name, value in result.items()},
-        {name: value.numpy() for name, value in state.items()},
+        {name: value.numpy() for name, value in files_of(model, tmp_path / "saved").items()},
     )
+
+
+@pytest.mark.parametrize("kv_heads", [2, HEADS])
+def test_phi3_is_a_llama_with_fused_matrices(kv_heads: int, tmp_path: Path) -> None:
+    model = of_family("phi3", kv_heads)
+    state = mapped(tmp_path, own_state(model), "phi3-hf-to-llama-hf")
+    twin = llama(kv_heads)
+    twin.load_state_dict(state)
+    assert_close(logits_of(twin), logits_of(model))
 
 
 # ---- Megatron ----
@@ -181,7 +187,7 @@ def test_optimizer_state_follows_through_a_preset(tmp_path: Path) -> None:
 
 def test_every_preset_has_both_directions() -> None:
     names = preset_names()
-    assert len(names) == len(set(names)) >= 24
+    assert len(names) == len(set(names)) >= 32
     for name in names:
         assert load_preset(name).inverse().inverse().describe() == load_preset(name).describe()
     with pytest.raises(ConfigError, match="llama-hf-to-gpt"):
@@ -221,7 +227,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def megatron_model(kv_heads: int, experts: int | None) -> Any:
+def megatron_model(kv_heads: int, experts: int | None, family: str) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -231,35 +237,56 @@ def megatron_model(kv_heads: int, experts: int | None) -> Any:
         "moe_ffn_hidden_size": INNER, "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "allgather",
     }  # fmt: skip
+    norm = "LayerNorm" if family == "stablelm" else "RMSNorm"
+    has_head_norms = family.startswith("qwen3")
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS,
         num_query_groups=kv_heads, ffn_hidden_size=INNER, use_cpu_initialization=True,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
-        normalization="RMSNorm", layernorm_epsilon=EPS, hidden_dropout=0, attention_dropout=0,
+        add_qkv_bias=family in ("qwen2", "stablelm"), qk_layernorm=has_head_norms,
+        kv_channels=2 * HEAD_DIM if has_head_norms or family == "mistral" else HEAD_DIM,
+        normalization=norm, layernorm_epsilon=EPS, hidden_dropout=0, attention_dropout=0,
         bias_activation_fusion=False, gradient_accumulation_fusion=False,
         masked_softmax_fusion=False, bias_dropout_fusion=False, **moe,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts)
+    spec = get_gpt_layer_local_spec(
+        normalization=norm, num_experts=experts, qk_layernorm=has_head_norms
+    )
     model = GPTModel(
         config, spec, vocab_size=VOCAB, max_sequence_length=64, position_embedding_type="rope",
+        rotary_percent=0.25 if family == "stablelm" else 1.0,
         share_embeddings_and_output_weights=False,
     )  # fmt: skip
     return model.float().eval()
 
 
+def files_of(model: Any, folder: Path) -> dict[str, Any]:
+    """The state of a model as Transformers writes it."""
+    from safetensors.torch import load_file
+
+    model.save_pretrained(folder)
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    return {name: value for file in files for name, value in file.items()}
+
+
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize(("kv_heads", "experts"), [(2, None), (HEADS, None), (2, EXPERTS)])
-def test_megatron_core_itself_computes_the_same(
-    kv_heads: int, experts: int | None, tmp_path: Path
-) -> None:
-    """Strictly loaded: its names and shapes are those of the preset."""
-    theirs = (llama if experts is None else mixtral)(kv_heads)
-    chain = ["llama-hf-to-llama-megatron"] if experts is None else [
-        "mixtral-hf5-to-mixtral-hf", "mixtral-hf-to-mixtral-megatron",
-    ]  # fmt: skip
-    sort = "megatron" if experts is None else "megatron-moe"
-    state = mapped(tmp_path, own_state(theirs), *chain, f"{sort}-te-to-{sort}-local")
-    model = megatron_model(kv_heads, experts)
+@pytest.mark.parametrize(
+    ("family", "kv_heads"),
+    [
+        ("llama", 2), ("llama", HEADS), ("mixtral", 2), ("mistral", 2), ("qwen2", 2),
+        ("qwen3", 2), ("qwen3-moe", 2), ("stablelm", HEADS),
+    ],
+)  # fmt: skip
+def test_megatron_core_itself_computes_the_same(family: str, kv_heads: int, tmp_path: Path) -> None:
+    """Strictly loaded: its names and shapes are those of the preset. StableLM turns a quarter."""
+    has_experts = family in ("mixtral", "qwen3-moe")
+    made: dict[str, Any] = {"llama": llama, "mixtral": mixtral}
+    theirs = made[family](kv_heads) if family in made else of_family(family, kv_heads)
+    kind = family if has_experts else "llama"
+    sort = "megatron-moe" if has_experts else "megatron"
+    chain = (f"{kind}-hf-to-{kind}-megatron", f"{sort}-te-to-{sort}-local")
+    state = mapped(tmp_path, files_of(theirs, tmp_path / "saved"), *chain)
+    model = megatron_model(kv_heads, EXPERTS if has_experts else None, family)
     own = {name for name, value in model.state_dict().items() if value is not None}
     assert {name for name in own if not name.endswith("_extra_state")} == set(state)
     model.load_state_dict({name: value.float() for name, value in state.items()}, strict=False)

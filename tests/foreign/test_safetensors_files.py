@@ -228,3 +228,45 @@ def test_a_model_on_the_meta_device_is_filled_once_it_has_memory(tmp_path: Path)
     model.to_empty(device="cpu")
     checkpointer.load({"model": model}, source=tmp_path / "x.safetensors")
     assert raw(model.weight) == raw(source.weight)
+
+
+def test_a_folder_with_a_shard_missing_is_refused_without_an_index_too(tmp_path: Path) -> None:
+    for number in (1, 2, 4):
+        save_file(
+            {f"w{number}": torch.ones(2)}, tmp_path / f"model-{number:05d}-of-00004.safetensors"
+        )
+    with pytest.raises(CorruptionError, match=r"there is no model-00003-of-00004\.safetensors"):
+        open_catalog(tmp_path)
+    alone = open_catalog(tmp_path / "model-00002-of-00004.safetensors")
+    assert list(alone.tensors) == ["model.w2"]
+    assert "one of 4 shards" in alone.left_out[0]
+    save_file({"w3": torch.ones(2)}, tmp_path / "model-00003-of-00004.safetensors")
+    assert len(open_catalog(tmp_path).tensors) == 4
+
+
+def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_file({"w": torch.full((2,), float(number))}, tmp_path / f"{number}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"w": "1.safetensors", "w": "2.safetensors"}}')
+    with pytest.raises(CorruptionError, match="'w' is there twice"):
+        open_catalog(tmp_path)
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_a_file_of_a_model_that_was_not_downloaded_is_an_error(
+    has_index: bool, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    if has_index:
+        table = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(table))
+    (tmp_path / "._a.safetensors").write_bytes(b"of the system")
+    assert len(open_catalog(tmp_path).tensors) == 2
+    (tmp_path / "b.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    with pytest.raises(CorruptionError, match=r"b\.safetensors: .*git lfs pull"):
+        open_catalog(tmp_path)
+    (tmp_path / "a.safetensors").unlink()
+    with pytest.raises(ConfigError, match="git lfs pull"):
+        open_catalog(tmp_path)

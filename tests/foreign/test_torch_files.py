@@ -135,6 +135,35 @@ def test_sharded_weights_of_hugging_face(tmp_path: Path) -> None:
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": placed}))
     check_catalog(tmp_path, "model", tensors)
-    (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
-    with pytest.raises(CorruptionError, match="not there"):
+    second = tmp_path / "pytorch_model-00002-of-00002.bin"
+    whole = second.read_bytes()
+    # Cut, without a tensor, or gone: the other half is no model.
+    second.write_bytes(whole[:-100])
+    with pytest.raises(CorruptionError, match="00002-of-00002"):
         open_catalog(tmp_path)
+    torch.save({}, second)
+    with pytest.raises(CorruptionError, match="tensors that their files lack"):
+        open_catalog(tmp_path)
+    second.unlink()
+    with pytest.raises(CorruptionError, match="not a file of the folder"):
+        open_catalog(tmp_path)
+    index.unlink()
+    with pytest.raises(CorruptionError, match=r"there is no pytorch_model-00002-of-00002\.bin"):
+        open_catalog(tmp_path)
+    second.write_bytes(whole)
+    check_catalog(tmp_path, "model", tensors)
+
+
+def test_memory_in_common_is_kept_or_noted(tmp_path: Path) -> None:
+    weight, flat = torch.randn(3, 4), torch.randn(8)
+    value = {
+        "model": {"embed": weight, "turned": weight.t(), "a": flat[:4], "b": flat[4:]},
+        "ema": {"embed": weight, "head": weight.data},
+    }
+    torch.save(value, tmp_path / "x.pt")
+    report = Checkpointer(tmp_path / "run").load_all(source=tmp_path / "x.pt")
+    model, ema = report.values["model"], report.values["ema"]
+    assert model["embed"] is ema["embed"] is ema["head"]
+    assert raw(model["turned"]) == raw(weight.t())
+    # Not of `a` and `b`, which lie next to each other.
+    assert [each.partition(":")[0] for each in report.left_out] == ["model.embed, model.turned"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -128,9 +127,6 @@ def make(
             digests.append(block_digests(payload, block_nbytes))
             held_by = chunk.holders or tuple(range(num_files))
             holders.append(sets.setdefault(held_by, len(sets)))
-        for (start, nbytes), places in zip(payloads, image.crc_at, strict=False):
-            for at in places:
-                data[at : at + 4] = zlib.crc32(data[start : start + nbytes]).to_bytes(4, "little")
         name = data_file(number, envelope=envelope)
         files[name] = bytes(data)
         start_column, nbytes_column = np.array(payloads, dtype=np.int64).reshape(-1, 2).T

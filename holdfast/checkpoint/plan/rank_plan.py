@@ -161,7 +161,6 @@ def rank_plan(
             header_nbytes=image.envelope_nbytes if writes else 0,
             starts=column(image.starts),
             row_nbytes=column(row_nbytes),
-            crc_at=column([at for places in image.crc_at for at in places]),
         ),
         rows=share.rows,
         cuts=tuple(cuts),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holdfast.cli.support.messages import counted
 from holdfast.errors import ConfigError, StorageError
-from holdfast.foreign.formats import detect_format, open_catalog
+from holdfast.foreign.formats import detect_format, open_catalog, unknown, without_bytes
 from holdfast.foreign.location import Location
 from holdfast.foreign.own_format import find_in_bucket
 from holdfast.foreign.view import CatalogStorage
@@ -145,8 +145,10 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
     if is_url(path):
         return _find_in_bucket(as_url(path).rstrip("/"), step)
     # By `os.path`, for which a path that may not be examined is none.
-    if os.path.isfile(path) and (foreign := _find_foreign(path, step=step)):
-        return foreign
+    if os.path.isfile(path):
+        if foreign := _find_foreign(path, step=step):
+            return foreign
+        raise ConfigError(unknown(Location.of(path)))
     storage = open_root(path)
     if storage.exists(MANIFEST):
         if step is not None and path.resolve().name != step_dir(step):
@@ -203,6 +205,8 @@ def _nothing_at(path: Path, storage: Storage) -> str:
         return f"{path} holds no committed checkpoint, only a save that was not finished"
     if runs := find_runs(path):
         return _choose_a_run(path, runs)
+    if reason := without_bytes(Location.of(path)):
+        return reason
     return (
         f"{path} is not a checkpoint: neither a {MANIFEST} nor an iter_*/{MANIFEST} is in it; "
         "name one checkpoint or the directory that holds them"

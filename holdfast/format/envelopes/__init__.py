@@ -1,7 +1,7 @@
 """What surrounds the payload of a data file, so that other programs open it as their own.
 
 An *envelope* is a pure function from chunks to an image: bytes that are known when a save is
-planned, places of payloads, and places for checksums of payloads. Rows of the index address payload
+planned, and places of payloads. Rows of the index address payload
 bytes, whatever is around them. There are two:
 
 - `safetensors`: a header in front of all chunks (`holdfast.format.index.layout_image`).

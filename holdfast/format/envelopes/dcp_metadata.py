@@ -74,7 +74,13 @@ class FlatTree:
         if not all(type(key) is str for key in value):
             self._notes.append(f"{shown} has keys that are not strings: they become strings")
         for key, member in value.items():
-            self.add((*path, key if type(key) is str else str(key)), member)
+            below = (*path, key if type(key) is str else str(key))
+            name = f"{shown}.{key}" if path else str(key)
+            if type(member) is TensorRef and name not in self.items:
+                self.items[name] = member
+                self.paths[name] = below
+            else:
+                self.add(below, member)
 
 
 def _is_leaf(value: list[Any]) -> bool:

@@ -38,7 +38,7 @@ from holdfast.format.values import (
 _MAX_SAFE_INT_BITS = 8 * 254
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorRef:
     """A tensor of the catalog, by its key."""
 
@@ -93,6 +93,9 @@ class PlainValues:
         """Return the members of a mapping that can be written."""
         kept = []
         for key, node in pairs:
+            if tag_of(node) == "tensor":  # nearly all, at every save: nothing is to be noted
+                kept.append((key, TensorRef(node["k"])))
+                continue
             below = join_path(path, key_name(key))
             try:
                 kept.append((key, self.value(node, below)))

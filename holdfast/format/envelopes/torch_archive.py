@@ -1,8 +1,9 @@
 """The layout of what `torch.save` writes: a ZIP archive of a pickle and the storages of tensors.
 
 Members are stored, not compressed, and begin at multiples of 64 bytes, which a padding field in
-their headers makes so: a loader may map them. Digests of storages (CRC-32) come with their bytes;
-the layout states where they are to be written.
+their headers makes so: a loader may map them. Checksums of storages (CRC-32) come with their bytes;
+the layout states where they are to be written. An archive may have none, and zeros in their place,
+as after `torch.serialization.set_crc32_options(False)`: torch compares none when it loads.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Archive:
         nbytes: Its length.
         literals: Bytes that are known, by their place in the file.
         starts: Of each storage.
-        crc_at: Of each storage, where its CRC-32 goes.
+        crc_at: Of each storage, where its CRC-32 goes; empty for an archive without checksums.
     """
 
     start: int
@@ -100,19 +101,22 @@ def torch_dtype(dtype: str) -> Global:
     return Global("torch", TORCH_NAMES[dtype])
 
 
-def layout_archive(pickle: bytes, storages: Sequence[int]) -> Archive:
+def layout_archive(
+    pickle: bytes, storages: Sequence[int], *, has_checksums: bool = True
+) -> Archive:
     """Lay out an archive.
 
     Args:
         pickle: Of the value.
         storages: Bytes of each storage, by its number.
+        has_checksums: False for zeros in the place of every CRC-32.
 
     Returns:
         The archive at byte 0. It may be moved, by multiples of 64 bytes to keep storages aligned.
 
     Cost: linear in the number of storages.
     """
-    writer = _Writer()
+    writer = _Writer(has_checksums)
     writer.add("data.pkl", pickle)
     writer.add("byteorder", b"little")
     for number, nbytes in enumerate(storages):
@@ -124,10 +128,11 @@ def layout_archive(pickle: bytes, storages: Sequence[int]) -> Archive:
     return writer.finish()
 
 
-def tensor_archive(dtype: str, shape: Sequence[int]) -> Archive:
+def tensor_archive(dtype: str, shape: Sequence[int], *, has_checksums: bool = True) -> Archive:
     """Lay out the archive of one contiguous tensor, whose only storage is its bytes."""
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    return layout_archive(pickled(tensor_value(dtype, shape, 0)), [nbytes])
+    value = pickled(tensor_value(dtype, shape, 0))
+    return layout_archive(value, [nbytes], has_checksums=has_checksums)
 
 
 def value_archive(value: object) -> bytes:
@@ -139,7 +144,8 @@ def value_archive(value: object) -> bytes:
 class _Writer:
     """Lays out member after member."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_checksums: bool) -> None:
+        self._has_checksums = has_checksums
         self._at = 0
         """Of the next byte."""
         self._literals: list[tuple[int, bytearray]] = [(0, bytearray())]
@@ -151,7 +157,7 @@ class _Writer:
 
     def add(self, name: str, data: bytes) -> None:
         """Add a member that is known."""
-        self._header(name, len(data), zlib.crc32(data))
+        self._header(name, len(data), zlib.crc32(data) if self._has_checksums else 0)
         self._put(data)
 
     def add_storage(self, name: str, nbytes: int) -> None:
@@ -159,8 +165,9 @@ class _Writer:
         header, entry = self._at, len(self._central)
         self._header(name, nbytes, 0)
         self._starts.append(self._at)
-        self._crc_at.append([header + _CRC_IN_LOCAL])
-        self._crc_in_central.append(entry + _CRC_IN_CENTRAL)
+        if self._has_checksums:
+            self._crc_at.append([header + _CRC_IN_LOCAL])
+            self._crc_in_central.append(entry + _CRC_IN_CENTRAL)
         if nbytes:
             self._at += nbytes
             self._literals.append((self._at, bytearray()))

@@ -7,8 +7,8 @@ In a data file each chunk is the item that DCP's `FileSystemWriter` writes, a ZI
     payload   at a multiple of 64 bytes
     suffix    the archive's last members and its directory
 
-Prefix and suffix depend on element type and shape alone, but for the CRC-32 of the payload, which
-each of them has once.
+Prefix and suffix depend on element type and shape alone. There are no CRC-32s, which would cost a
+pass over every byte and are compared by no loader of torch's: ours compare digests.
 
 Next to the data files lie `values.distcp` with an archive for each value, `.metadata`, which says
 where DCP finds tensors and values, and for Megatron `metadata.json` and `common.pt`, all values in
@@ -62,7 +62,6 @@ class _Form(NamedTuple):
     suffix: bytes
     nbytes: int
     """Of the whole archive."""
-    crc_at: tuple[int, int]
 
 
 class _Placed(NamedTuple):
@@ -78,7 +77,6 @@ def layout_torch_dist(entries: Sequence[ImageEntry]) -> Image:
     Cost: linear in entries; some hundred bytes of literals for each.
     """
     starts = np.zeros(len(entries), dtype=np.int64)
-    crc_at: list[tuple[int, int]] = []
     literals: list[tuple[int, bytes]] = []
     # The bytes since the last payload: the suffix of its archive, padding, and the next prefix.
     at, pending = 0, b""
@@ -87,8 +85,6 @@ def layout_torch_dist(entries: Sequence[ImageEntry]) -> Image:
         literals.append((at, pending + padding + form.prefix))
         starts[i] = begin + len(form.prefix)
         at, pending = begin + form.nbytes - len(form.suffix), form.suffix
-        local, central = form.crc_at
-        crc_at.append((begin + local, begin + central))
     if entries:
         literals.append((at, pending))
     header = literals[0][1] if literals else b""
@@ -97,7 +93,6 @@ def layout_torch_dist(entries: Sequence[ImageEntry]) -> Image:
         starts=starts,
         nbytes=at + len(pending),
         literals=tuple(literals[1:]),
-        crc_at=tuple(crc_at),
     )
 
 
@@ -116,12 +111,12 @@ def _placed(entries: Sequence[ImageEntry]) -> Iterator[_Placed]:
 
 
 def _form(dtype: str, shape: tuple[int, ...]) -> _Form:
-    archive = tensor_archive(dtype, shape)
-    (start,), ((local, central),) = archive.starts, archive.crc_at
+    archive = tensor_archive(dtype, shape, has_checksums=False)
+    (start,) = archive.starts
     # Without payload all of it is one literal.
     before = b"".join(data for at, data in archive.literals if at < start)
     after = b"".join(data for at, data in archive.literals if at >= start)
-    return _Form(before[:start], before[start:] + after, archive.nbytes, (local, central))
+    return _Form(before[:start], before[start:] + after, archive.nbytes)
 
 
 class MetadataMemo:

@@ -225,7 +225,7 @@ def test_mistakes_are_one_line_and_code_2(holdfast: Holdfast, root: Path, tmp_pa
     cases: list[tuple[list[object], str]] = [
         (["ls", tmp_path / "nothing"], "does not exist"),
         (["show", tmp_path / "nothing"], "does not exist"),
-        (["verify", root / "latest_checkpointed_iteration.txt"], "not a directory"),
+        (["verify", root / "latest_checkpointed_iteration.txt"], "in a format that is known"),
         (["show", empty], "neither a manifest.json nor an iter_*/manifest.json"),
         (["verify", empty], "neither a manifest.json nor an iter_*/manifest.json"),
         (["verify", root / ".saving-iter_0000130-ab12"], "a save that was not finished"),

@@ -1,0 +1,93 @@
+"""Which files of a folder are the shards of one model: by an index, or by their names.
+
+Hugging Face's tools name them `model-00001-of-00003.safetensors`, and write an index next to them.
+PyTorch DCP's variant has several for each number, `shard-00002-model-00001-of-00003.safetensors`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import CorruptionError, some_of
+from holdfast.foreign.location import Location
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES
+
+_SHARD = re.compile(r"(?:shard-\d+-)?(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.(?P<type>\w+)")
+
+
+def read_index(location: Location, name: str, present: Collection[str]) -> dict[str, str]:
+    """Return by tensor the file that an index states.
+
+    Args:
+        location: The folder.
+        name: Of the index in it.
+        present: The names that a file may have; no other path is ever opened.
+
+    Raises:
+        CorruptionError: It is no index, states a tensor twice, or names a file that is not there.
+    """
+    place = location.storage.describe(name)
+    size = location.storage.size(name)
+    if size > MAX_MANIFEST_NBYTES:
+        raise CorruptionError(f"{place}: {size} bytes are too many for an index")
+    try:
+        text = location.storage.read(name).decode()
+        table = msgspec.convert(json.loads(text, object_pairs_hook=_once), dict[str, object])
+        placed = msgspec.convert(table["weight_map"], dict[str, str])
+    except (ValueError, KeyError, RecursionError) as error:
+        raise CorruptionError(f"{place}: this is not an index of tensors: {error}") from None
+    for key, file in placed.items():
+        if file not in present:
+            raise CorruptionError(
+                f"{place}: tensor {key!r} is to be in {file!r}, which is not a file of the folder"
+            )
+    return placed
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; json.loads itself takes the last of equal names."""
+    table: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in table:
+            raise ValueError(f"{name!r} is there twice")
+        table[name] = value
+    return table
+
+
+def refuse_missing_shards(location: Location, names: Iterable[str]) -> None:
+    """Raise CorruptionError if the names of files say that there are more, which are not there.
+
+    For files that no index lists: without this, half of a model would be a whole one.
+    """
+    numbers: defaultdict[tuple[str, str, str], set[int]] = defaultdict(set)
+    for name in names:
+        match = _SHARD.fullmatch(name)
+        if match is not None:
+            numbers[match["stem"], match["count"], match["type"]].add(int(match["number"]))
+    for (stem, count, kind), there in numbers.items():
+        # Of a count that is absurd the first ones are enough.
+        expected = range(1, min(int(count), len(there) + 10) + 1)
+        missing = [
+            f"{stem}-{number:0{len(count)}d}-of-{count}.{kind}"
+            for number in expected
+            if number not in there
+        ]
+        if missing:
+            raise CorruptionError(
+                f"{location.label}: its files are shards of {int(count)}, and there is no "
+                f"{some_of(missing)}; name one file to read it alone"
+            )
+
+
+def note_on_siblings(name: str) -> list[str]:
+    """Return a sentence for a file whose name says that it is one of several."""
+    match = _SHARD.fullmatch(name)
+    if match is None or int(match["count"]) < 2:
+        return []
+    return [f"{name} is one of {int(match['count'])} shards by its name: the others are not read"]
