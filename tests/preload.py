@@ -1,6 +1,7 @@
 """What the harness's fork server imports once, so that ranks do not: torch, Holdfast, test tools.
 
 Importing these takes seconds of CPU time; a forked rank has them at once, and shares the memory.
+Writers of live ranks are forked, too, from a process that is started here.
 Nothing here may start a thread or touch a device: neither survives a fork.
 """
 
@@ -10,7 +11,7 @@ import gc
 import importlib
 import importlib.util
 
-from tests.ranks import state
+from tests.ranks import state, writers
 
 for _name in (
     "encodings.idna",  # of an address's lookup
@@ -35,6 +36,7 @@ for _name in (
 if importlib.util.find_spec("holdfast_trainer") is not None:
     importlib.import_module("holdfast_trainer.train.loop")
     importlib.import_module("holdfast_trainer.train.multimodal")
+writers.install()
 state.keep_attributes()
 # A rank's collector then leaves these objects alone, and does not copy their pages.
 gc.collect()

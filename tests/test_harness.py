@@ -12,13 +12,15 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import holdfast
-from holdfast.errors import LayoutError
+from holdfast import Checkpointer
+from holdfast.errors import LayoutError, StorageError
 from tests.harness import RankContext, run_ranks
 from tests.ranks import pool
 
@@ -112,6 +114,35 @@ def test_fresh_ranks_serve_once() -> None:
     pids = {pid for _ in range(2) for pid, _, _ in run_ranks(2, _trace, "nothing").results}
     new = [run_ranks(2, _trace, "nothing", fresh=True).results for _ in range(2)]
     assert len(pids | {pid for results in new for pid, _, _ in results}) == 6
+
+
+def _kill_writer(rank: RankContext, root: str) -> tuple[bytes, bool, bool, str]:
+    """The writer's command line, whether it leads a session and has torch, and its end's name."""
+    with Checkpointer(f"{root}/{rank.rank}") as checkpointer:
+        checkpointer.save_async(1, {"progress": {"step": 1}}).result(60)
+        pid = checkpointer.stats.writer_pid
+        assert pid is not None
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        has_torch = "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+        leads = os.getsid(pid) == pid
+        os.kill(pid, signal.SIGSTOP)
+        pending = checkpointer.save_async(2, {"progress": {"step": 2}})
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(StorageError) as caught:
+            pending.result(60)
+        return command, leads, has_torch, str(caught.value)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_live_ranks_fork_their_writers(tmp_path: Path, fresh: bool) -> None:
+    """They commit, are torch-free, have a session and tell how they ended, as those of users do."""
+    module = b"holdfast.writer.process" if fresh else b"tests.ranks.writers"
+    for command, leads, has_torch, message in run_ranks(
+        2, _kill_writer, str(tmp_path), init=False, fresh=fresh
+    ).results:
+        assert module in command
+        assert (leads, has_torch) == (True, False)
+        assert "was killed by SIGKILL" in message
 
 
 def test_results_come_back_in_rank_order() -> None:

@@ -117,6 +117,7 @@ class Run:
         return ShardedOptimizer(
             self.net, parameters, make=lambda g: torch.optim.AdamW(g, lr=0.1), groups=self.groups,
             over="dp_cp", divisor=self.groups.size("dp_cp"), bucket_nbytes=2000, align_nbytes=4,
+            elementwise=True,
         )  # fmt: skip
 
     @property

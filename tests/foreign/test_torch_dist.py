@@ -237,6 +237,7 @@ def optimizer_of(net: nn.Module, split: Groups, groups: ProcessGroups) -> Any:
         divisor=groups.size("dp_cp"),
         bucket_nbytes=3000,
         align_nbytes=4,
+        elementwise=True,
     )
 
 

@@ -190,6 +190,7 @@ class Job:
                 stage=way.zero,
                 bucket_nbytes=300,
                 align_nbytes=4,
+                elementwise=True,
             )
         else:
             self.optimizer = adamw(trained)

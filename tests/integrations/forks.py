@@ -7,6 +7,7 @@ that is killed takes nothing else with it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -37,11 +38,17 @@ class ForkServer:
     """Forks ranks from a process that has imported `modules`.
 
     Args:
-        modules: their names.
+        modules: their names. Where the first one's package is not installed, the test is skipped.
         python: that of another environment than this one.
     """
 
     def __init__(self, *modules: str, python: Path = Path(sys.executable)) -> None:
+        # Not imported here: that takes seconds of each worker's time, and the server does it, too.
+        package = modules[0].split(".")[0]
+        if importlib.util.find_spec(package) is None:
+            import pytest  # the server itself has no use for it
+
+            pytest.skip(f"{package} is not installed")
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",

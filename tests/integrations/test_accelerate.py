@@ -17,8 +17,6 @@ from tests.integrations.forks import ForkServer
 from tests.integrations.kills import check_four_ranks, check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
-pytest.importorskip("accelerate")
-
 PROGRAM = program_of("transformers", "accelerate")
 EPOCHS, STEPS = 3, 18
 KILL = """

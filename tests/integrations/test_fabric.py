@@ -12,8 +12,6 @@ from tests.integrations.forks import ForkServer
 from tests.integrations.kills import check_four_ranks, check_twenty_kills, kill_at_step_of
 from tests.integrations.pages import lines_to_change, program_of
 
-pytest.importorskip("lightning_fabric")
-
 PROGRAM = program_of("lightning", "fabric")
 EPOCHS, STEPS = 3, 30
 KILL = kill_at_step_of("lightning_fabric.wrappers", "_FabricOptimizer")

@@ -13,8 +13,6 @@ from tests.integrations.forks import ForkServer
 from tests.integrations.kills import check_four_ranks, check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
-pytest.importorskip("lightning.pytorch")
-
 PROGRAM = program_of("lightning", "trainer")
 EPOCHS, STEPS = 3, 30
 KILL = """

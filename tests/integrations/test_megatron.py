@@ -19,8 +19,6 @@ from tests.integrations.forks import ForkServer
 from tests.integrations.kills import KILL_AT_ADAMW, check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
-pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
-
 PROGRAM = program_of("megatron", "megatron")
 STEPS = 8
 ON_CPU = """
@@ -39,7 +37,7 @@ KILL = ON_CPU + KILL_AT_ADAMW
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
     server = ForkServer(
-        "holdfast.integrations.megatron", "megatron.core.models.gpt", "megatron.core.optimizer"
+        "megatron.core.models.gpt", "megatron.core.optimizer", "holdfast.integrations.megatron"
     )
     yield server
     server.close()

@@ -12,8 +12,6 @@ from tests.integrations.forks import ForkServer
 from tests.integrations.kills import check_four_ranks, check_twenty_kills
 from tests.integrations.pages import lines_to_change, program_of
 
-pytest.importorskip("transformers")
-
 PROGRAM = program_of("transformers", "trainer")
 STEPS = 33
 KILL = """

@@ -172,6 +172,7 @@ def _chained(net: Net, groups: ProcessGroups, *, lr: float) -> ChainedOptimizer:
                 over=over,
                 divisor=groups.size("dp_cp"),
                 name=kind,
+                elementwise=True,
             )
             for kind, (members, over) in kinds.items()
         }

@@ -244,6 +244,7 @@ class World:
                     over="dp_cp",
                     divisor=1,
                     name=f"{module} optimizer",
+                    elementwise=True,
                 )
         if groups is not None:
             self.bridges = {

@@ -294,7 +294,13 @@ def sharded(context: RankContext, root: str) -> list[str]:
 
         def made() -> ShardedOptimizer:
             return ShardedOptimizer(
-                model, model.parameters(), make=Adam, groups=groups, over="dp_cp", divisor=2
+                model,
+                model.parameters(),
+                make=Adam,
+                groups=groups,
+                over="dp_cp",
+                divisor=2,
+                elementwise=True,
             )
 
         def step(optimizer: ShardedOptimizer) -> None:

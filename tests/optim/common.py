@@ -165,6 +165,9 @@ def sharded(net: Net, make: Make, groups: ProcessGroups, **options: Any) -> Shar
         "bucket_nbytes": 300,
         "align_nbytes": 4,
         "overlap": True,
+        # The trial of an optimizer, in each of many constructions, is the matter of
+        # test_elementwise.
+        "elementwise": True,
         **options,
     }
     return ShardedOptimizer(net, groups_of(net), make=make, groups=groups, **options)

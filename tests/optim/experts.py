@@ -64,7 +64,8 @@ def build_sparse(groups: ProcessGroups | None = None) -> Sparse:
 def chain(net: Sparse, make: Make, groups: ProcessGroups, **options: Any) -> ChainedOptimizer:
     """Dense and expert optimizers, both divided by the number of data ranks."""
     divisor = groups.size("dp_cp")
-    options = {"bucket_nbytes": 64, "align_nbytes": 4, "overlap": True, **options}
+    defaults = {"bucket_nbytes": 64, "align_nbytes": 4, "overlap": True, "elementwise": True}
+    options = {**defaults, **options}
     return ChainedOptimizer(
         {
             "dense": ShardedOptimizer(

@@ -105,7 +105,7 @@ def trained(context: RankContext, declared: bool) -> list[Any]:
         net = Net(groups if declared else None)
         optimizer = ShardedOptimizer(
             net, net.parameters(), make=make, groups=groups, over="dp_cp", divisor=2,
-            overlap=True, bucket_nbytes=64, align_nbytes=16,
+            overlap=True, bucket_nbytes=64, align_nbytes=16, elementwise=True,
         )  # fmt: skip
         norms = []
         for step in range(3):

@@ -103,6 +103,7 @@ class Trained:
                 overlap=detail.endswith("overlap"),
                 bucket_nbytes=200,
                 align_nbytes=16,
+                elementwise=True,
             )
 
     def microbatch(self, step: int, number: int, *, fail: bool) -> None:

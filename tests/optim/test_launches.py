@@ -158,6 +158,7 @@ def overlapping(context: RankContext) -> list[int]:
             divisor=2,
             bucket_nbytes=256,
             overlap=True,
+            elementwise=True,
         )
         seen: list[int] = []
         for layer in net:
@@ -195,7 +196,7 @@ def small(context: RankContext, nbytes: int) -> list[list[Tensor]]:
         net = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
         optimizer = ShardedOptimizer(
             net, net.parameters(), make=adamw, groups=groups, over="dp_cp", divisor=2,
-            bucket_nbytes=nbytes,
+            bucket_nbytes=nbytes, elementwise=True,
         )  # fmt: skip
         after = []
         for used in (net, net[: 1 + context.rank], net[1:]):

@@ -70,6 +70,7 @@ def tied(context: RankContext, root: str) -> dict[str, Any]:
             bucket_nbytes=100,
             align_nbytes=4,
             stage=2,
+            elementwise=True,
         )
         norms = []
         for step in range(3):
@@ -140,6 +141,7 @@ def scheduled(context: RankContext, kind: str, stage: int) -> dict[str, Tensor]:
             stage=stage,  # type: ignore[arg-type]
             bucket_nbytes=64,
             align_nbytes=4,
+            elementwise=True,
         )
         group = groups.group("pp")
         stages = [

@@ -52,7 +52,13 @@ def arrive(context: RankContext) -> None:
             )
             net = Holder(value)
             optimizer = ShardedOptimizer(
-                net, net.parameters(), make=sgd, groups=groups, over="dp_cp", divisor=2
+                net,
+                net.parameters(),
+                make=sgd,
+                groups=groups,
+                over="dp_cp",
+                divisor=2,
+                elementwise=True,
             )
             mine = truth * (data + 1)  # each data rank has a gradient of its own
             local = mine
@@ -139,7 +145,13 @@ def save_one_row_each(context: RankContext, root: str) -> bool:
             )
             net[number] = nn.Parameter(value)
         ShardedOptimizer(
-            net, net.parameters(), make=sgd, groups=groups, over="dp_cp", divisor=1
+            net,
+            net.parameters(),
+            make=sgd,
+            groups=groups,
+            over="dp_cp",
+            divisor=1,
+            elementwise=True,
         ).close()
         checkpointer = Checkpointer(root, groups=groups)
         checkpointer.save(1, {"model": net})

@@ -38,6 +38,7 @@ def trained(stage: int, *, is_stepped: bool) -> list[weakref.ref[object]]:
             over="dp_cp",
             divisor=2,
             stage=1 if stage == 1 else 2,
+            elementwise=True,
         )
         with optimizer.microbatch(is_last=is_stepped):
             net(torch.ones(2, 8)).sum().backward()

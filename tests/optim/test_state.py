@@ -313,7 +313,13 @@ def measure_save(context: RankContext, root: str) -> tuple[int, int, int]:
     with ProcessGroups.create(Layout(dp=4)) as groups:
         net = nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 250))
         optimizer = ShardedOptimizer(
-            net, net.parameters(), make=adamw, groups=groups, over="dp_cp", divisor=4
+            net,
+            net.parameters(),
+            make=adamw,
+            groups=groups,
+            over="dp_cp",
+            divisor=4,
+            elementwise=True,
         )
         with optimizer.microbatch(is_last=True):
             net(torch.ones(2, 200)).sum().backward()
@@ -369,7 +375,7 @@ def with_experts(
             {
                 "dense": ShardedOptimizer(
                     net, [net.dense, net.bias], make=adamw, groups=groups, over="dp_cp",
-                    divisor=dp, name="dense",
+                    divisor=dp, name="dense", elementwise=True,
                 )
             }
         )  # fmt: skip

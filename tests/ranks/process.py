@@ -21,6 +21,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
+from tests.ranks import writers
 from tests.ranks.job import Job, RankError, Report
 from tests.ranks.state import ProcessState
 
@@ -38,6 +39,7 @@ def serve(pipe: Connection, rank: int, environment: dict[str, str]) -> None:
         while True:
             pickled = pipe.recv_bytes()
             if state is None and not _is_fresh(pickled):
+                writers.use()
                 state = ProcessState.take()
             message, returned = _run(rank, pickled)
             sys.stdout.flush()

@@ -85,6 +85,7 @@ class Job:
             groups=groups,
             over="dp_cp",
             divisor=2,
+            elementwise=True,
         )
         torch.manual_seed(1 + groups.rank)
         self.lines: list[str] = []

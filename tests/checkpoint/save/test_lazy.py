@@ -331,7 +331,7 @@ def sharded(context: RankContext, root: str) -> None:
         model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(2)))
         optimizer = ShardedOptimizer(
             model, model.parameters(), make=torch.optim.AdamW, groups=groups, over="dp_cp",
-            divisor=2,
+            divisor=2, elementwise=True,
         )  # fmt: skip
         state = {"model": model, "optimizer": OptimizerState(optimizer, model)}
         spoiled: dict[int, Callable[[], Sequence[Tensor]]] = {

@@ -83,6 +83,7 @@ class Run:
                     groups=groups[name],
                     over="dp_cp",
                     divisor=divisor,
+                    elementwise=True,
                 )
                 for name, model in self.models.items()
             },
