@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,14 +28,20 @@ def environment(endpoint: str) -> dict[str, str]:
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """Start moto's server in this process; give its address, in the environment too."""
-    from moto.server import ThreadedMotoServer
+    """Start moto's server in this process; give its address, in the environment too.
+
+    Its application for S3 serves alone. The one that asks of each request which of Amazon's
+    services it is for lists the folders of all of them each time: most of a small request's cost.
+    """
+    from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    app = create_backend_app("s3")
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
     before = dict(os.environ)
     os.environ.update(environment(endpoint))
     try:
@@ -42,7 +49,9 @@ def s3_server() -> Iterator[str]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-        server.stop()
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def new_bucket(endpoint: str) -> str:

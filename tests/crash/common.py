@@ -91,9 +91,14 @@ def leftovers(root: Path) -> list[str]:
     )
 
 
-def assert_recovers(root: Path, *, step: int, version: int) -> None:
-    """The next save works, the pointer names it, and a repair leaves nothing behind."""
-    before = versions(root)
+def assert_recovers(
+    root: Path, *, step: int, version: int, before: dict[int, int] | None = None
+) -> None:
+    """The next save works, the pointer names it, and a repair leaves nothing behind.
+
+    `before`: what `versions` has just returned, if the caller knows it; each look loads every step.
+    """
+    before = versions(root) if before is None else before
     with Checkpointer(root, settle_s=0.0) as checkpointer:
         checkpointer.save(step, state_of(version), overwrite=True)
         assert checkpointer.latest() == max([*before, step])

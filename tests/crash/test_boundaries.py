@@ -92,13 +92,14 @@ def _check(root: Path, killed: Killed, *, finished: bool, repair_first: bool) ->
     assert all((root / step_dir(s) / ".metadata").exists() == is_torch for s in found)
     committed = found.get(step) == _VERSION
     assert committed or not finished
+    now = found
     if repair_first:
         fates = repair(PosixStorage(root), alive_s=0.0) if root.is_dir() else []
         assert leftovers(root) == [], fates
         assert all(fate.fate in ("finished", "removed") for fate in fates), fates
-        after = versions(root)
-        assert after.get(step) in (found.get(step), _VERSION)
-    assert_recovers(root, step=step, version=_VERSION + 1)
+        now = versions(root)
+        assert now.get(step) in (found.get(step), _VERSION)
+    assert_recovers(root, step=step, version=_VERSION + 1, before=now)
     return committed
 
 

@@ -35,7 +35,9 @@ AcceleratedScheduler.step = kill
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    server = ForkServer("accelerate", "holdfast.integrations.accelerate")
+    server = ForkServer(
+        "accelerate", "torchdata.stateful_dataloader", "holdfast.integrations.accelerate"
+    )
     yield server
     server.close()
 

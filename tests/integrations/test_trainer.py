@@ -28,7 +28,13 @@ DefaultFlowCallback.on_step_end = kill
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    server = ForkServer("transformers.trainer", "transformers.models.llama", "peft")
+    server = ForkServer(
+        "transformers.trainer",
+        "transformers.models.llama",
+        "peft",
+        "torchdata.stateful_dataloader",
+        "holdfast.integrations.transformers",
+    )
     yield server
     server.close()
 
