@@ -26,6 +26,8 @@ Tag = dict[str, str]
 
 _PAGE = 1000
 """Names in one answer of a listing, and keys in one request that deletes."""
+_CHUNK_NBYTES = 64 << 10
+"""Of an answer, what is copied at a time: still in the cache, and enough for one step here."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 
@@ -132,6 +134,27 @@ class BucketClient:
             return memoryview(answer.bytes()), _meta(answer.meta)
 
         return self._if_present("get", key, ask, start=start, nbytes=nbytes or 0)
+
+    def get_into(self, key: str, view: memoryview, *, start: int = 0) -> int | None:
+        """Fill a byte view from an object; how many bytes it had there. None if it is absent.
+
+        What arrives goes to its place at once: no other memory holds the answer, and a range of
+        any size takes some chunks of 64 KiB. The view is undefined after an error.
+
+        Raises:
+            RequestFailed: As `get`.
+        """
+        options: dict[str, Any] = {"range": (start, start + len(view))}
+
+        def ask() -> int:
+            answer = self._obstore.get(self._store, self._key(key), options=options)
+            at = 0
+            for chunk in answer.stream(min_chunk_size=_CHUNK_NBYTES):
+                view[at : at + len(chunk)] = memoryview(chunk)
+                at += len(chunk)
+            return at
+
+        return self._if_present("get", key, ask, start=start, nbytes=len(view))
 
     def head(self, key: str) -> Meta | None:
         """Return what an object is; None if it is absent."""

@@ -115,6 +115,9 @@ class ObjectStorage:
     """A URL leads to one bucket, from every host and at any time; a directory may be a mount."""
     reads_at_once = 16
     """Requests for small files that one process may have in progress."""
+    range_nbytes = 16 << 20
+    """Bytes of one request of a large read. More would save hardly any time where a request takes
+    0.1 s to begin, and eight at once must be answered within `timeout_s` by a slow network, too."""
     least_pause_s = 0.25
     """Seconds between two looks while a process waits for another: each look is a request."""
 
