@@ -88,7 +88,7 @@ class Unreliable:
         return call
 
 
-def _sequence(url: str, open_storage: Callable[[], ObjectStorage], seed: int) -> None:
+def run_sequence(url: str, open_storage: Callable[[], ObjectStorage], seed: int) -> None:
     """Saves, replacements and removals through a bad network, against what was promised."""
     may_be: dict[int, set[int | None]] = {}
     for number in range(1, 6):
@@ -127,7 +127,7 @@ def _in_memory(seed: int, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
         storage._bucket._obstore = Unreliable(storage._bucket._obstore, seed, rate)
         return storage
 
-    _sequence(url, open_storage, seed)
+    run_sequence(url, open_storage, seed)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -146,7 +146,9 @@ def test_more_sequences_through_a_bad_network(seed: int, monkeypatch: pytest.Mon
 def test_sequences_over_http_through_a_bad_network(s3: str, seed: int) -> None:
     url = f"s3://{new_bucket(s3)}/run"
     with fault_proxy(s3, at_random(seed, 0.08)) as (_, address):
-        _sequence(url, lambda: ObjectStorage(url, endpoint=address, timeout_s=5, retry_s=15), seed)
+        run_sequence(
+            url, lambda: ObjectStorage(url, endpoint=address, timeout_s=5, retry_s=15), seed
+        )
 
 
 def test_an_outage_ends_within_the_time_and_is_named(s3: str) -> None:

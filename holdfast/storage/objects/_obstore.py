@@ -23,6 +23,12 @@ it ends before the range; it may be asked again, and may have been carried out; 
 
 SCHEMES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """The clouds, and how the variables begin that hold their credentials."""
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+_NEEDS = {"az": "; a storage account is needed (AZURE_STORAGE_ACCOUNT_NAME)"}
+"""What obstore does not make a store without, and its error does not say."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>|\"code\": ?\"(\w{1,60})\"")
 _HAS_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
@@ -82,9 +88,9 @@ def make_store(
     settings = dict(options)
     client: dict[str, Any] = {"timeout": f"{timeout_s:g}s", "connect_timeout": "5s"}
     client |= settings.pop("client_options", {})
-    variable = "AWS_ENDPOINT_URL" if scheme == "s3" else ""
-    endpoint = str(settings.get("endpoint") or os.environ.get(variable, ""))
-    if endpoint.startswith("http://"):
+    endpoints = [str(settings.get("endpoint", ""))]
+    endpoints += [os.environ.get(variable, "") for variable in _ENDPOINTS.get(scheme, ())]
+    if next(filter(None, endpoints), "").startswith("http://"):
         client.setdefault("allow_http", True)
     retries = {
         "max_retries": num_retries,
@@ -105,6 +111,7 @@ def make_store(
     raise ConfigError(
         f"obstore refuses the options of {scheme}://{bucket} ({problem}); given are "
         f"{sorted(options) or 'none'}, the rest is from the environment ({SCHEMES[scheme]}_…)"
+        f"{_NEEDS.get(scheme, '')}"
     )
 
 
