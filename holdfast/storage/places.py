@@ -23,6 +23,11 @@ def as_url(place: str | os.PathLike[str]) -> str:
     return f"{scheme}://{rest.lstrip('/')}"
 
 
+def shown(place: str | os.PathLike[str]) -> str:
+    """Return a path or URL as a person wrote it: a `Path` makes one slash of the two in a URL."""
+    return as_url(place) if is_url(place) else os.fspath(place)
+
+
 def open_storage(place: str | os.PathLike[str], **settings: object) -> Storage:
     """Return the storage at a directory or a URL; nothing is read.
 

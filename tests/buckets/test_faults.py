@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -208,6 +209,25 @@ def test_each_refusal_says_what_to_do(status: int, code: str, words: str) -> Non
     server.server_close()
     assert words in str(caught.value)
     assert "hf-secret" not in str(caught.value)
+
+
+def test_the_random_streams_of_the_process_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are part of the training state: a request that drew from them would change a run."""
+    monkeypatch.setattr(bucket, "_LONGEST_PAUSE_S", 0.001)
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    unreliable = storage._bucket._obstore = Unreliable(storage._bucket._obstore, 1, 0.2)
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state_of(1))
+        checkpointer.save(1, state_of(2), overwrite=True)
+        checkpointer.load(state_of(0))
+    repair(storage)
+    assert unreliable.num_faults > 3
+    assert (
+        random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    ) == before  # fmt: skip
 
 
 class LastWins:

@@ -7,7 +7,7 @@ is read back, and its bytes, which no other put has, decide.
 
 from __future__ import annotations
 
-import random
+import secrets
 import threading
 import time
 from collections import Counter
@@ -361,9 +361,11 @@ def unsettled(error: RequestFailed, *, action: str, place: str) -> StorageError:
 
 def _pauses() -> Iterator[float]:
     """Yield pauses between tries, each up to twice as long, and random, so that ranks part."""
+    # Of the system: the streams of the module random are part of the training state.
+    generator = secrets.SystemRandom()
     longest = _FIRST_PAUSE_S
     while True:
-        yield random.uniform(longest / 4, longest)
+        yield generator.uniform(longest / 4, longest)
         longest = min(2 * longest, _LONGEST_PAUSE_S)
 
 
