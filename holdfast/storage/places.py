@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.storage.posix import PosixStorage
 from holdfast.storage.storage_protocol import Storage
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]{1,20}:/{1,2}(?=[^/])", re.ASCII)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,20}:/{1,2}(?=[^/])", re.ASCII)
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:

@@ -80,7 +80,7 @@ def test_a_run_is_saved_replaced_pruned_and_copied(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_sequences_through_a_bad_network(azure: str, seed: int) -> None:
+def test_sequences_on_azure_through_a_bad_network(azure: str, seed: int) -> None:
     container = new_container(azure)
     with fault_proxy(azure.rpartition("/")[0], at_random(seed, 0.08)) as (_, address):
         endpoint = f"{address}/{azure.rpartition('/')[2]}"

@@ -152,7 +152,10 @@ def test_sequences_over_http_through_a_bad_network(s3: str, seed: int) -> None:
         )
 
 
-def test_an_outage_ends_within_the_time_and_is_named(s3: str) -> None:
+def test_an_outage_ends_within_the_time_and_is_named(
+    s3: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bucket, "_WARN_S", 0.0)
     with fault_proxy(s3, lambda method, path: "slow down") as (_, address):
         storage = ObjectStorage(f"s3://{new_bucket(s3)}/run", endpoint=address, retry_s=1.0)
         began = time.monotonic()
@@ -162,6 +165,10 @@ def test_an_outage_ends_within_the_time_and_is_named(s3: str) -> None:
     storage = ObjectStorage("s3://b/run", endpoint="http://127.0.0.1:9", retry_s=0.5)
     with pytest.raises(StorageError, match="cannot be reached"):
         storage.list("")
+    # While it lasts a person reads why nothing happens, once for each client.
+    assert [each.getMessage().split(";")[1] for each in caplog.records] == [
+        " trying again, for 1 s at most", " trying again, for 0 s at most",
+    ]  # fmt: skip
 
 
 ANSWERS = [

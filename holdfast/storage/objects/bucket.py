@@ -7,6 +7,7 @@ is read back, and its bytes, which no other put has, decide.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -30,6 +31,9 @@ _CHUNK_NBYTES = 64 << 10
 """Of an answer, what is copied at a time: still in the cache, and enough for one step here."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
+_WARN_S = 3.0
+"""Seconds after which a person ought to know why nothing happens."""
+_WARN_AGAIN_S = 30.0
 
 
 class RequestFailed(Exception):
@@ -113,6 +117,7 @@ class BucketClient:
         self._observer = observer
         self._has_conditions = has_conditions
         self._lock = threading.Lock()
+        self._warned = -_WARN_AGAIN_S
         self.requests: Counter[str] = Counter()
 
     def get(
@@ -208,6 +213,7 @@ class BucketClient:
                 return Put(None, present)
             if time.monotonic() + pause_s > deadline:
                 raise RequestFailed(failure)
+            self._warn(failure, deadline)
             time.sleep(pause_s)
         raise AssertionError("the pauses do not end")
 
@@ -334,8 +340,21 @@ class BucketClient:
                 return answer
             if answer.kind != "again" or time.monotonic() + pause_s > deadline:
                 raise RequestFailed(answer)
+            self._warn(answer, deadline)
             time.sleep(pause_s)
         raise AssertionError("the pauses do not end")
+
+    def _warn(self, failure: Failure, deadline: float) -> None:
+        """Say that requests fail and are sent again, if that lasts; seldom, whatever fails."""
+        now = time.monotonic()
+        with self._lock:
+            if now < max(deadline - self._retry_s + _WARN_S, self._warned + _WARN_AGAIN_S):
+                return
+            self._warned = now
+        place = f"{self._scheme}://{self._name}"
+        logging.getLogger("holdfast").warning(
+            "%s: %s; trying again, for %.0f s at most", place, failure.words, deadline - now
+        )
 
     def _try(
         self, kind: str, key: str, ask: Callable[[], T], *, start: int = 0, nbytes: int = 0
