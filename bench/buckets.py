@@ -41,7 +41,6 @@ from holdfast.storage.objects import ObjectStorage
 BARE, HOLDFAST, DCP = "obstore alone", "holdfast", "dcp over s3fs"
 BARS = {"save": 1.15, "load": 1.25}
 _PART_NBYTES = 16 << 20
-_RANGE_NBYTES = 4 << 20
 _AT_ONCE = 8
 
 
@@ -98,12 +97,14 @@ class Bare:
         memory = memoryview(bytearray(len(self._data)))
 
         def read(start: int) -> None:
-            stop = min(start + _RANGE_NBYTES, len(memory))
+            stop = min(start + step, len(memory))
             data = obstore.get_range(self._store, self._key, start=start, end=stop)
             memory[start:stop] = memoryview(data)
 
+        step = max(min(len(memory) // _AT_ONCE, ObjectStorage.range_nbytes), 4 << 20)
+
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(read, range(0, len(memory), _RANGE_NBYTES)))
+            list(pool.map(read, range(0, len(memory), step)))
 
 
 class DcpOverFsspec:

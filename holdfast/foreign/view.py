@@ -35,7 +35,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.names import INDEX, MANIFEST, step_dir
 from holdfast.storage import Sink, Source, Storage
-from holdfast.storage.reading import read_strips
+from holdfast.storage.reading import range_nbytes, read_strips
 
 _HEADER_NBYTES = 8
 """Length of the empty header that a virtual data file starts with."""
@@ -71,6 +71,11 @@ class CatalogStorage:
     def is_cached_on_host(self) -> bool:
         """As the storage of the files."""
         return bool(getattr(self.catalog.storage, "is_cached_on_host", True))
+
+    @property
+    def range_nbytes(self) -> int | None:
+        """As the storage of the files."""
+        return range_nbytes(self.catalog.storage)
 
     def read(self, path: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
         """Return bytes of a record or of a virtual data file."""

@@ -280,20 +280,24 @@ def requested_ranges(
 
 
 def split_ranges(
-    start: IntArray, stop: IntArray, *, grain: int
+    start: IntArray, stop: IntArray, *, grain: int, piece_nbytes: int | None = None
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Cut ranges into pieces of about `PIECE_NBYTES`: (start, stop, range) of each."""
-    step = max(1, PIECE_NBYTES // grain) * grain
+    """Cut ranges into pieces of about `PIECE_NBYTES`, or so many: (start, stop, range) of each."""
+    step = max(1, (piece_nbytes or PIECE_NBYTES) // grain) * grain
     number, position = enumerate_ranges(-(-(stop - start) // step))
     begin = start[number] + position * step
     return begin, np.minimum(begin + step, stop[number]), number
 
 
-def join_neighbours(file: IntArray, start: IntArray, nbytes: IntArray) -> IntArray:
+def join_neighbours(
+    file: IntArray, start: IntArray, nbytes: IntArray, *, range_nbytes: int | None = None
+) -> IntArray:
     """Join pieces, in order of file and byte, into reads; return the reads' bounds in 0…n.
 
-    A large piece is one read. Small pieces are joined with their neighbours, up to 1 MiB. Example
-    with sizes in KiB (64 is large):
+    A large piece is one read. Small pieces are joined with their neighbours, up to 1 MiB. With
+    `range_nbytes`, where each read is a request, they are joined up to that and the piece that
+    crosses it, and a quarter of it is large: the copy of a joined piece costs less than a request.
+    Example with sizes in KiB (64 is large):
 
         file    start    size    read
            0        0       8       0
@@ -304,11 +308,11 @@ def join_neighbours(file: IntArray, start: IntArray, nbytes: IntArray) -> IntArr
     """
     if not len(file):
         return np.zeros(1, dtype=np.int64)
-    is_large = nbytes >= DIRECT_NBYTES
+    is_large = nbytes >= (range_nbytes // 4 if range_nbytes else DIRECT_NBYTES)
     apart = (file[1:] != file[:-1]) | (start[1:] != start[:-1] + nbytes[:-1])
     is_new = np.concatenate([[True], apart | is_large[1:] | is_large[:-1]])
     # Cut each run of neighbours again whenever a read is full.
-    number = sums_before(nbytes, np.cumsum(is_new)) // _JOINED_NBYTES
+    number = sums_before(nbytes, np.cumsum(is_new)) // (range_nbytes or _JOINED_NBYTES)
     is_new[1:] |= number[1:] != number[:-1]
     return np.append(np.flatnonzero(is_new), len(file))
 

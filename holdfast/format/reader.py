@@ -27,6 +27,7 @@ from holdfast.format.manifest import Manifest, TensorInfo
 from holdfast.format.values import Node
 from holdfast.format.versions import Records
 from holdfast.storage import Storage
+from holdfast.storage.reading import range_nbytes
 
 _UNVERIFIED_GAP_NBYTES = 64 << 10
 """Without verification, requested runs at most this far apart are read in one piece."""
@@ -157,7 +158,7 @@ class Snapshot(CheckpointFiles):
         """Read payload bytes from `start`: whole blocks into `out`, others through a buffer."""
         nbytes, stop = int(self.index.nbytes[row]), start + len(out)
         block = self._block_nbytes if verify else 1
-        step = max(PIECE_NBYTES // block, 1) * block
+        step = max((range_nbytes(self.storage) or PIECE_NBYTES) // block, 1) * block
         # Whole blocks end here; the payload's last block may be short and is whole nevertheless.
         last = stop if stop == nbytes else stop // block * block
         at = start
@@ -188,7 +189,8 @@ class Snapshot(CheckpointFiles):
         block = self._block_nbytes
         grain, max_gap = (block, block) if verify else (1, _UNVERIFIED_GAP_NBYTES)
         start, stop, owner = requested_ranges(overlaps, nbytes, grain=grain, max_gap=max_gap)
-        start, stop, number = split_ranges(start, stop, grain=grain)
+        nbytes_at_once = range_nbytes(self.storage)
+        start, stop, number = split_ranges(start, stop, grain=grain, piece_nbytes=nbytes_at_once)
         owner = owner[number]
         row = overlaps.row
         if self.has_copies:
@@ -197,7 +199,10 @@ class Snapshot(CheckpointFiles):
         place = index.start[row] + start
         # By file and byte: reads then go forwards, and small neighbours are joined in one read.
         order = np.lexsort((place, index.file[row]))
-        cuts = join_neighbours(index.file[row[order]], place[order], (stop - start)[order])
+        cuts = join_neighbours(
+            index.file[row[order]], place[order], (stop - start)[order],
+            range_nbytes=nbytes_at_once,
+        )  # fmt: skip
         source, at, length = overlaps.run_copies(owner, start, stop)
         is_run = overlaps.is_run[owner]
         is_direct = is_run & (length == stop - start)

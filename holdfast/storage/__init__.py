@@ -10,8 +10,17 @@ is imported when a URL is opened.
 
 from __future__ import annotations
 
-from holdfast.storage.places import is_url, open_storage
+from holdfast.storage.places import is_url, open_storage, shown
 from holdfast.storage.posix import PosixStorage
 from holdfast.storage.storage_protocol import Observer, Sink, Source, Storage
 
-__all__ = ["Observer", "PosixStorage", "Sink", "Source", "Storage", "is_url", "open_storage"]
+__all__ = [
+    "Observer",
+    "PosixStorage",
+    "Sink",
+    "Source",
+    "Storage",
+    "is_url",
+    "open_storage",
+    "shown",
+]

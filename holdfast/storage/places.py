@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.storage.posix import PosixStorage
 from holdfast.storage.storage_protocol import Storage
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]{1,20}:/{1,2}(?=[^/])", re.ASCII)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,20}:/{1,2}(?=[^/])", re.ASCII)
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
@@ -21,6 +21,11 @@ def as_url(place: str | os.PathLike[str]) -> str:
     """Return a URL as it was written, if it went through a `Path`."""
     scheme, _, rest = os.fspath(place).partition(":")
     return f"{scheme}://{rest.lstrip('/')}"
+
+
+def shown(place: str | os.PathLike[str]) -> str:
+    """Return a path or URL as a person wrote it: a `Path` makes one slash of the two in a URL."""
+    return as_url(place) if is_url(place) else os.fspath(place)
 
 
 def open_storage(place: str | os.PathLike[str], **settings: object) -> Storage:

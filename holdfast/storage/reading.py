@@ -2,9 +2,9 @@
 
 In a file system an operation costs a microsecond, and a file is examined before it is read. In an
 object store each one is a request of some ten milliseconds, and several may be in progress. A store
-may therefore have a method `read_at_most` (bytes from `start`, fewer where the file ends) and a
-number `reads_at_once`, and its sources a method `readinto_strips`; without them these functions do
-what any store can.
+may therefore have a method `read_at_most` (bytes from `start`, fewer where the file ends) and
+numbers `reads_at_once` and `range_nbytes`, and its sources a method `readinto_strips`; without them
+these functions do what any store can.
 """
 
 from __future__ import annotations
@@ -164,6 +164,12 @@ def is_locked(storage: Storage, directory: str) -> bool | None:
 def requests_of(storage: Storage) -> Counter[str]:
     """Return the requests so far by kind, of a storage that counts them; else nothing."""
     return Counter(getattr(storage, "requests", None) or {})
+
+
+def range_nbytes(storage: Storage) -> int | None:
+    """Return the bytes of a large read where each read is a request; None for a file system's."""
+    nbytes: int | None = getattr(storage, "range_nbytes", None)
+    return nbytes
 
 
 def pause_of(storage: Storage) -> float:

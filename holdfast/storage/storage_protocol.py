@@ -71,7 +71,8 @@ class Storage(Protocol):
     reads of each rank.
 
     A storage where each operation is a request may have more, and what it lacks is done by the
-    methods below: `read_at_most`, `reads_at_once` and `least_pause_s` (`storage/reading.py`),
+    methods below: `read_at_most`, `reads_at_once`, `range_nbytes` and `least_pause_s`
+    (`storage/reading.py`),
     `dirs_with`, `survey` and `annotate` (lists of steps without a look at each), `make_dir_with`,
     `join_dir` and `holds` (directories whose names hold small files), `file_sizes` (of many files
     with one request), `update_file` (a put on condition), `requests` (how many so far, by kind, for

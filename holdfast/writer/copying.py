@@ -26,7 +26,7 @@ from holdfast.format.summaries import annotate
 from holdfast.format.verifier import verify_snapshot, verify_source
 from holdfast.format.versions import Identity
 from holdfast.storage import Source, Storage
-from holdfast.storage.reading import for_each
+from holdfast.storage.reading import for_each, read_at_most
 from holdfast.writer.commit import publish
 from holdfast.writer.job import heartbeat
 from holdfast.writer.records import SaveHeader, silent_s
@@ -130,6 +130,11 @@ def _header(files: CheckpointFiles, *, overwrite: bool) -> SaveHeader:
     )
 
 
+def _has(storage: Storage, path: str, data: bytes) -> bool:
+    """Return True if a file has these bytes."""
+    return read_at_most(storage, path, len(data) + 1) == data
+
+
 class _Copy:
     """The files of one checkpoint on their way to a directory of the target."""
 
@@ -167,6 +172,11 @@ class _Copy:
         small += [(INDEX, records.index), (MANIFEST, records.manifest)]
         for name, data in small:
             if target.exists(f"{place}/{name}"):
+                # In a bucket another copy may have made this directory a checkpoint just now: what
+                # is whole is never taken away, for an instant neither.
+                if _has(target, f"{place}/{name}", data):
+                    self._on_progress(len(data))
+                    continue
                 target.remove_tree(f"{place}/{name}", durable=False)
             with target.create(f"{place}/{name}", nbytes=len(data)) as sink:
                 sink.write_at(0, memoryview(data))

@@ -15,12 +15,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 Fault = Literal[
-    "", "500 before", "500 after", "cut before", "cut after", "reset after", "slow down", "delay"
-]
+    "", "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after",
+    "slow down", "delay",
+]  # fmt: skip
 FAULTS: tuple[Fault, ...] = (
-    "500 before", "500 after", "cut before", "cut after", "reset after", "slow down", "delay",
+    "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after", "slow down",
+    "delay",
 )  # fmt: skip
-"""Before: the server never sees the request. After: it does, and its answer is lost."""
+"""Before: the server never sees the request. After: it does, and its answer is lost; midway: of
+which the second half is."""
 _DELAY_S = 0.05
 
 
@@ -73,7 +76,9 @@ class FaultProxy:
         )
         handler.end_headers()
         if handler.command != "HEAD":
-            handler.wfile.write(data)
+            handler.wfile.write(data[: len(data) // 2] if fault == "cut midway" else data)
+        if fault == "cut midway":
+            self._cut(handler)
         return None
 
     def _forward(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
+import threading
 from pathlib import Path
 
 import pytest
 
-from holdfast import Checkpointer, ConfigError, CorruptionError, PosixStorage
+from holdfast import Checkpointer, ConfigError, CorruptionError, HoldfastError, PosixStorage
 from holdfast.cli.main import main
 from holdfast.format.names import step_dir
+from holdfast.format.verifier import verify_snapshot
 from holdfast.storage import Storage
 from holdfast.writer import copying
 from holdfast.writer.copying import copy_checkpoint
@@ -83,5 +87,47 @@ def test_an_interrupted_copy_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
         with monkeypatch.context() as patch:
             patch.setattr(copying, "_ALIVE_S", 0.0)
             report = copy_checkpoint(source, step_dir(1), target)
-        assert 0 < report.nbytes_sent < report.nbytes
+        assert report.nbytes_sent == 0  # all of it was there but for the name
         assert files_of(target, step_dir(1)) == files_of(source, step_dir(1))
+
+
+class _KilledError(BaseException):
+    """The process ends here."""
+
+
+def test_two_copies_of_one_version_never_take_from_each_other(tmp_path: Path) -> None:
+    """They begin at once, so that neither sees the other's heartbeat; then one of them is killed
+    after the other has committed."""
+    Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
+    source, url = PosixStorage(tmp_path / "a"), f"memory://{secrets.token_hex(8)}/run"
+    is_ready, may_commit = threading.Event(), threading.Event()
+    deleted: list[str] = []
+
+    def first(kind: str, key: str, start: int, nbytes: int) -> None:
+        if kind == "put" and key == f"{step_dir(1)}.dir":
+            is_ready.set()
+            assert may_commit.wait(20)
+
+    other = threading.Thread(
+        target=copy_checkpoint, args=(source, step_dir(1), ObjectStorage(url, observer=first))
+    )
+
+    def second(kind: str, key: str, start: int, nbytes: int) -> None:
+        if deleted:
+            raise _KilledError
+        if kind == "put" and key.endswith(".dir") and not other.ident:
+            other.start()
+            assert is_ready.wait(20)
+        is_removal = kind == "delete" and "/data/" in key
+        if is_removal or (kind == "put" and key == f"{step_dir(1)}.dir"):
+            may_commit.set()
+            other.join(20)
+        if is_removal:
+            deleted.append(key)
+
+    with contextlib.suppress(_KilledError, HoldfastError):
+        copy_checkpoint(source, step_dir(1), ObjectStorage(url, observer=second))
+    may_commit.set()
+    other.join(20)
+    assert deleted == []
+    assert verify_snapshot(ObjectStorage(url), step_dir(1)) == []

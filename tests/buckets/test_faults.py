@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,7 +89,7 @@ class Unreliable:
         return call
 
 
-def _sequence(url: str, open_storage: Callable[[], ObjectStorage], seed: int) -> None:
+def run_sequence(url: str, open_storage: Callable[[], ObjectStorage], seed: int) -> None:
     """Saves, replacements and removals through a bad network, against what was promised."""
     may_be: dict[int, set[int | None]] = {}
     for number in range(1, 6):
@@ -127,7 +128,7 @@ def _in_memory(seed: int, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
         storage._bucket._obstore = Unreliable(storage._bucket._obstore, seed, rate)
         return storage
 
-    _sequence(url, open_storage, seed)
+    run_sequence(url, open_storage, seed)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -146,10 +147,15 @@ def test_more_sequences_through_a_bad_network(seed: int, monkeypatch: pytest.Mon
 def test_sequences_over_http_through_a_bad_network(s3: str, seed: int) -> None:
     url = f"s3://{new_bucket(s3)}/run"
     with fault_proxy(s3, at_random(seed, 0.08)) as (_, address):
-        _sequence(url, lambda: ObjectStorage(url, endpoint=address, timeout_s=5, retry_s=15), seed)
+        run_sequence(
+            url, lambda: ObjectStorage(url, endpoint=address, timeout_s=5, retry_s=15), seed
+        )
 
 
-def test_an_outage_ends_within_the_time_and_is_named(s3: str) -> None:
+def test_an_outage_ends_within_the_time_and_is_named(
+    s3: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bucket, "_WARN_S", 0.0)
     with fault_proxy(s3, lambda method, path: "slow down") as (_, address):
         storage = ObjectStorage(f"s3://{new_bucket(s3)}/run", endpoint=address, retry_s=1.0)
         began = time.monotonic()
@@ -159,6 +165,10 @@ def test_an_outage_ends_within_the_time_and_is_named(s3: str) -> None:
     storage = ObjectStorage("s3://b/run", endpoint="http://127.0.0.1:9", retry_s=0.5)
     with pytest.raises(StorageError, match="cannot be reached"):
         storage.list("")
+    # While it lasts a person reads why nothing happens, once for each client.
+    assert [each.getMessage().split(";")[1] for each in caplog.records] == [
+        " trying again, for 1 s at most", " trying again, for 0 s at most",
+    ]  # fmt: skip
 
 
 ANSWERS = [
@@ -206,6 +216,25 @@ def test_each_refusal_says_what_to_do(status: int, code: str, words: str) -> Non
     server.server_close()
     assert words in str(caught.value)
     assert "hf-secret" not in str(caught.value)
+
+
+def test_the_random_streams_of_the_process_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are part of the training state: a request that drew from them would change a run."""
+    monkeypatch.setattr(bucket, "_LONGEST_PAUSE_S", 0.001)
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    unreliable = storage._bucket._obstore = Unreliable(storage._bucket._obstore, 1, 0.2)
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state_of(1))
+        checkpointer.save(1, state_of(2), overwrite=True)
+        checkpointer.load(state_of(0))
+    repair(storage)
+    assert unreliable.num_faults > 3
+    assert (
+        random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    ) == before  # fmt: skip
 
 
 class LastWins:

@@ -13,7 +13,7 @@ from holdfast import Checkpointer, ProcessGroups
 from holdfast.checkpoint import RankLog
 from holdfast.cli.main import main
 from holdfast.errors import ConfigError, StorageError
-from holdfast.storage import Storage
+from holdfast.storage import Storage, is_url
 from tests.storage.contract import StorageContract
 
 pytest.importorskip("obstore")
@@ -100,6 +100,22 @@ def test_a_wrong_url_is_refused_without_quoting_a_password(url: str) -> None:
     with pytest.raises((ConfigError, StorageError)) as caught:
         ObjectStorage(url)
     assert "secret" not in str(caught.value)
+
+
+def test_what_is_wrong_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL is not a URL: write http://host:port"):
+        ObjectStorage("s3://bucket/run")
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA-only")
+    with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as caught:
+        ObjectStorage("s3://bucket/run")
+    assert "AKIA-only" not in str(caught.value)
+    # Not a directory `S3:` in the working directory.
+    assert ObjectStorage("S3://bucket/run", secret_access_key="x").url == "s3://bucket/run"
+    assert is_url("S3://bucket/run")
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ every round ends.
 from __future__ import annotations
 
 import random
+import secrets
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -16,11 +17,12 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, HoldfastError, Stored
-from holdfast.format.names import list_steps
+from holdfast.format.names import list_steps, step_dir
 from holdfast.format.verifier import verify_snapshot
 from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.storage import Storage
+from holdfast.writer.copying import copy_checkpoint
 from holdfast.writer.leftovers import repair
 
 pytest.importorskip("obstore")
@@ -32,7 +34,9 @@ from tests.buckets.server import new_bucket
 
 NUM_ROUNDS = 4
 STEPS = (1, 2, 3)
-KINDS = ("save", "save", "async", "replace", "replace", "prune", "repair", "load")
+KINDS = ("save", "save", "async", "replace", "replace", "copy", "prune", "repair", "load")
+SAVES = ("save", "async", "replace", "copy")
+REPLACES = ("replace", "copy")
 _ROUND_S = 90.0
 Version = int | None
 
@@ -76,7 +80,7 @@ class Model:
     def apply(self, operations: list[Operation]) -> None:
         """Take in a round; operations at once count in any order."""
         before = {step: set(self.may_be[step]) for step in STEPS}
-        saves = [each for each in operations if each.kind in ("save", "async", "replace")]
+        saves = [each for each in operations if each.kind in SAVES]
         for each in saves:
             self.may_be[each.step].add(each.version)
             if not each.is_done:
@@ -88,8 +92,8 @@ class Model:
                 # Something is there now, and what was there before is not, unless one of these
                 # was followed by another.
                 self.may_be[step] = {each.version for each in here}
-            created = [each for each in done if each.kind != "replace"]
-            others = [each for each in operations if each.kind in ("prune", "replace")]
+            created = [each for each in done if each.kind not in REPLACES]
+            others = [each for each in operations if each.kind in ("prune", *REPLACES)]
             if created and None not in before[step] and not others:
                 raise AssertionError(f"step {step} was there, and was created")
             if len(created) > 1 and not others:
@@ -114,6 +118,10 @@ def perform(operation: Operation, checkpointer: Checkpointer) -> None:
         elif operation.kind in ("save", "replace"):
             overwrite = operation.kind == "replace"
             checkpointer.save(step, state_of(operation.version), overwrite=overwrite)
+        elif operation.kind == "copy":
+            source = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+            Checkpointer(source, settle_s=0.0).save(step, state_of(operation.version))
+            copy_checkpoint(source, step_dir(step), storage, overwrite=True, verify=True)
         elif operation.kind == "prune":
             apply_retention(storage, plan_retention(storage, KeepLast(1)))
         elif operation.kind == "repair":

@@ -195,6 +195,30 @@ def test_the_requests_of_one_rank() -> None:
         assert sum(storage.requests.values()) <= 1 + 3
 
 
+def test_a_range_is_as_large_as_leaves_work_for_all_threads() -> None:
+    """Small tensors are joined, large ones are cut; no range is larger than is stated."""
+    ranges: list[int] = []
+
+    def watch(kind: str, key: str, start: int, nbytes: int) -> None:
+        if kind == "get" and "/data/0" in key:
+            ranges.append(nbytes)
+
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run", observer=watch)
+    small = {f"small{i}": torch.full((30_000 + i,), float(i)) for i in range(100)}  # 11 MiB
+    for large_nbytes, bound in ((9 << 20, 4 << 20), (130 << 20, 16 << 20)):
+        state = {"t": {**small, "large": torch.arange(large_nbytes >> 3)}}
+        with Checkpointer(storage, settle_s=0.0) as checkpointer:
+            checkpointer.save(1, state, overwrite=True)
+            ranges.clear()
+            into = {"t": {name: torch.zeros_like(each) for name, each in state["t"].items()}}
+            checkpointer.load(into)
+        assert all(torch.equal(into["t"][name], each) for name, each in state["t"].items())
+        assert max(ranges) <= bound + bound // 4
+        assert sum(ranges) == sum(each.nbytes for each in state["t"].values())
+        # One for each file, and where a joined one ends before a large piece.
+        assert len(ranges) <= sum(ranges) // bound + 3
+
+
 def test_reports_and_show_state_the_requests(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     storage = ObjectStorage(url, part_nbytes=5 << 20)
     state = {"t": {"a": torch.zeros(3 << 20)}}

@@ -35,7 +35,7 @@ from holdfast.format.stored_copies import choose_copies
 from holdfast.parallel import Control
 from holdfast.state.matcher import LocalMemory, TensorRequest
 from holdfast.state.tensor_elements import TORCH_TO_NAME
-from holdfast.storage.reading import requests_of
+from holdfast.storage.reading import range_nbytes, requests_of
 
 _COUNTERS = struct.Struct("<5Q")
 _MAX_THREADS = 8
@@ -161,6 +161,7 @@ class LoadExecutor:
             hosts=host_numbers(hosts if hosts else list(map(str, range(len(tables))))),
             grain=block if self._verify else min(block or _PAGE_NBYTES, _PAGE_NBYTES),
             max_gap=None if self._verify else _PIECE_GAP_NBYTES,
+            range_nbytes=range_nbytes(self._files.storage),
             copies=self._files.copies if self._files.has_copies else None,
             choose=choose,
         )
@@ -263,7 +264,9 @@ class LoadExecutor:
         self._bounds = list(zip(start.tolist(), stop.tolist(), strict=True))
         # Neighbouring pieces of one round and one file are read together.
         place_of_round = (rounds + 1) * len(files.manifest.files) + file[order]
-        self._cuts = join_neighbours(place_of_round, place[order], stop - start)
+        self._cuts = join_neighbours(
+            place_of_round, place[order], stop - start, range_nbytes=plan.request_nbytes
+        )
         self._round_of_cut = rounds[self._cuts[:-1]]
         # What this rank keeps of each piece, in the order of the pieces.
         number = np.full(len(plan.row), -1, dtype=np.int64)

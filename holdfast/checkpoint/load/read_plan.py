@@ -27,6 +27,7 @@ from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.load.assign_readers import RequestedRanges, assign_readers
 from holdfast.checkpoint.load.choose_exchange import Choose
 from holdfast.format.byte_ranges import (
+    PIECE_NBYTES,
     Overlaps,
     find_overlaps,
     requested_ranges,
@@ -38,6 +39,8 @@ from holdfast.format.stored_copies import Copies
 
 _ROUND_NBYTES = 64 << 20
 """Bytes of a round for one rank: bounds what it reads for others, sends and receives at a time."""
+_NUM_AT_ONCE = 8
+"""Reads of a rank, and of a round of it, that ought to be in progress where each is a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,6 +104,8 @@ class ReadPlan:
         piece: (transfers,) piece of each transfer, ascending.
         overlap: (transfers,) overlap of each transfer, ascending for each piece.
         num_rounds: How often the ranks exchange what they read.
+        request_nbytes: Up to how many bytes are read at once where each read is a request; None
+            elsewhere.
     """
 
     requests: ReadRequests
@@ -115,6 +120,7 @@ class ReadPlan:
     piece: IntArray
     overlap: IntArray
     num_rounds: int
+    request_nbytes: int | None
 
     def is_needed(self, position: int) -> BoolArray:
         """(transfers,) whether a rank requests the box of each."""
@@ -148,6 +154,7 @@ def plan_reads(
     hosts: IntArray,
     grain: int,
     max_gap: int | None = None,
+    range_nbytes: int | None = None,
     copies: Copies | None = None,
     choose: Choose | None = None,
 ) -> ReadPlan:
@@ -161,6 +168,7 @@ def plan_reads(
         hosts: (ranks,) see `assign_readers`; of one rank, which reads for itself.
         grain: Reads start at multiples of so many bytes of a payload.
         max_gap: What is needed and less far apart is in one piece; None for `grain`.
+        range_nbytes: Where each read is a request, bytes of a large one; None elsewhere.
         copies: The boxes that are stored more than once; None for none.
         choose: See `assign_readers`.
 
@@ -178,13 +186,23 @@ def plan_reads(
     needed = requested_ranges(overlaps, nbytes, grain=grain, max_gap=max_gap or grain)
     ranges = _shared_ranges(overlaps, needed, requests, index)
     if len(hosts) == 1:
-        start, stop, owner = split_ranges(ranges.start, ranges.stop, grain=grain)
+        nbytes_each = int((ranges.stop - ranges.start).sum())
+        piece_nbytes = _request_nbytes(nbytes_each, range_nbytes)
+        start, stop, owner = split_ranges(
+            ranges.start, ranges.stop, grain=grain, piece_nbytes=piece_nbytes
+        )
         reader, rounds = np.zeros_like(owner), np.full(len(owner), -1, dtype=np.int64)
     else:
         ranges = replace(ranges, **_owners(index, ranges.row, writer, copies))
         assignment = assign_readers(ranges, hosts=hosts, grain=grain, choose=choose)
         slices = assignment.slices
-        start, stop, part = split_ranges(slices.start, slices.stop, grain=grain)
+        nbytes_each = int((slices.stop - slices.start).sum()) // len(hosts)
+        if range_nbytes is not None:  # of a round, too, several are read at once
+            range_nbytes = min(range_nbytes, _ROUND_NBYTES // _NUM_AT_ONCE)
+        piece_nbytes = _request_nbytes(nbytes_each, range_nbytes)
+        start, stop, part = split_ranges(
+            slices.start, slices.stop, grain=grain, piece_nbytes=piece_nbytes
+        )
         owner, reader = slices.number[part], assignment.reader[part]
         rounds = _assign_rounds(assignment.rank_set[part], reader, stop - start, assignment.ranks)
     own, place = enumerate_ranges(np.where(rounds < 0, 0, np.diff(ranges.owner_ptr)[owner]))
@@ -202,7 +220,16 @@ def plan_reads(
         piece=piece,
         overlap=ranges.overlap[ranges.overlap_ptr[owner[piece]] + position],
         num_rounds=int(rounds.max(initial=-1)) + 1,
+        request_nbytes=piece_nbytes,
     )
+
+
+def _request_nbytes(nbytes: int, range_nbytes: int | None) -> int | None:
+    """Return the bytes of a request of a rank that reads so many: as large as leaves work for all
+    threads. None where reads are no requests."""
+    if range_nbytes is None:
+        return None
+    return max(min(nbytes // _NUM_AT_ONCE, range_nbytes), PIECE_NBYTES)
 
 
 def _shared_ranges(

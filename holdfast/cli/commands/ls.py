@@ -16,7 +16,7 @@ from holdfast.cli.support.messages import (
     metadata_in_words,
     when,
 )
-from holdfast.cli.support.steps import find_runs, open_root, shown
+from holdfast.cli.support.steps import find_runs, open_root
 from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError, HoldfastError, clean
 from holdfast.foreign.formats import detect_format, open_catalog
@@ -31,7 +31,7 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.format.summaries import Summary, read_summary
-from holdfast.storage import PosixStorage, Storage, is_url
+from holdfast.storage import PosixStorage, Storage, is_url, shown
 from holdfast.storage.reading import read_at_most
 
 _MAX_FOREIGN = 200

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast
 
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED, counted, in_bytes
-from holdfast.cli.support.steps import open_steps, shown
+from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError, clean
 from holdfast.policies.keep import (
@@ -28,6 +28,7 @@ from holdfast.retention.removal import (
     apply_retention,
     plan_retention,
 )
+from holdfast.storage import shown
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _COUNT = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)

@@ -8,9 +8,10 @@ from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED, counted
-from holdfast.cli.support.steps import open_steps, shown
+from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import clean
+from holdfast.storage import shown
 from holdfast.writer.leftovers import Fate, Leftover, repair
 
 _WORDS_AND_STYLES: dict[Fate, tuple[str, str]] = {

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.steps import open_steps, shown
+from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError, clean
 from holdfast.format.names import list_steps
 from holdfast.retention.tags import list_tags, remove_tag, set_tag
+from holdfast.storage import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

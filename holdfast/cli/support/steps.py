@@ -20,7 +20,7 @@ from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, parse_
 from holdfast.format.reader import Snapshot
 from holdfast.format.summaries import requests_of_save
 from holdfast.format.versions import Lease, read_lease, save_id_of
-from holdfast.storage import PosixStorage, Storage, is_url, open_storage
+from holdfast.storage import PosixStorage, Storage, is_url, open_storage, shown
 from holdfast.storage.places import as_url
 
 _MAX_RUN_DEPTH = 2
@@ -37,11 +37,6 @@ class StoredCheckpoint:
     label: str
     foreign: str = ""
     """Name of its format, if it is not our own."""
-
-
-def shown(path: Path) -> str:
-    """A path or URL as a person wrote it: a `Path` makes one slash of the two in a URL."""
-    return as_url(path) if is_url(path) else str(path)
 
 
 def open_root(path: Path) -> Storage:

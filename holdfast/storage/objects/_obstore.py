@@ -23,6 +23,10 @@ it ends before the range; it may be asked again, and may have been carried out; 
 
 SCHEMES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """The clouds, and how the variables begin that hold their credentials."""
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>|\"code\": ?\"(\w{1,60})\"")
 _HAS_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
@@ -82,9 +86,7 @@ def make_store(
     settings = dict(options)
     client: dict[str, Any] = {"timeout": f"{timeout_s:g}s", "connect_timeout": "5s"}
     client |= settings.pop("client_options", {})
-    variable = "AWS_ENDPOINT_URL" if scheme == "s3" else ""
-    endpoint = str(settings.get("endpoint") or os.environ.get(variable, ""))
-    if endpoint.startswith("http://"):
+    if _endpoint(scheme, settings).startswith("http://"):
         client.setdefault("allow_http", True)
     retries = {
         "max_retries": num_retries,
@@ -105,7 +107,33 @@ def make_store(
     raise ConfigError(
         f"obstore refuses the options of {scheme}://{bucket} ({problem}); given are "
         f"{sorted(options) or 'none'}, the rest is from the environment ({SCHEMES[scheme]}_…)"
+        f"{_missing(scheme, settings)}"
     )
+
+
+def _endpoint(scheme: str, settings: Mapping[str, Any]) -> str:
+    """Return the endpoint that is set, empty for the cloud's own; ConfigError if it is no URL."""
+    given = {"the option endpoint": str(settings.get("endpoint", ""))}
+    given |= {name: os.environ.get(name, "") for name in _ENDPOINTS.get(scheme, ())}
+    for name, endpoint in given.items():
+        # obstore would end in a panic at the first request.
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"{name} is not a URL: write http://host:port or https://host")
+    return next(filter(None, given.values()), "")
+
+
+def _missing(scheme: str, settings: Mapping[str, Any]) -> str:
+    """Return what a store is not made without, as far as obstore's error does not say it."""
+    if scheme == "az":
+        return "; a storage account is needed (AZURE_STORAGE_ACCOUNT_NAME)"
+    names = ("access_key_id", "secret_access_key")
+    is_given = [
+        f"AWS_{name.upper()}" in os.environ or {name, f"aws_{name}"} & {*settings} for name in names
+    ]
+    if scheme == "s3" and any(is_given) and not all(is_given):
+        missing = names[bool(is_given[0])]
+        return f"; {missing} is missing (AWS_{missing.upper()})"
+    return ""
 
 
 def _provider(scheme: str, settings: Mapping[str, Any]) -> Any | None:
@@ -137,6 +165,9 @@ def explain(error: Exception, *, scheme: str, bucket: str) -> Failure:
     variables = f"{SCHEMES.get(scheme, 'AWS')}_…"
     if code in _NO_BUCKET or "bucket does not exist" in text:
         return Failure("final", f"{place} does not exist: make the bucket, or correct its name")
+    # Before any status: it is the one of the machine's metadata service, if that answered.
+    if "169.254.169.254" in text or "metadata.google" in text or "token request" in text:
+        return Failure("final", f"no credentials for {place}: set {variables}")
     if isinstance(error, FileNotFoundError):
         return Failure("absent", "nothing is stored there")
     if isinstance(error, exceptions.AlreadyExistsError):
@@ -173,6 +204,8 @@ def explain(error: Exception, *, scheme: str, bucket: str) -> Failure:
         return Failure("final", f"{place} refuses the request (status {number} {code})")
     if number:
         return Failure("again", f"the store failed (status {number} {code})".replace(" )", ")"))
-    if "169.254.169.254" in text or "metadata.google" in text or "token request" in text:
-        return Failure("final", f"no credentials for {place}: set {variables}")
-    return Failure("again", "the store cannot be reached, or did not answer in time")
+    return Failure(
+        "again",
+        f"the store cannot be reached, or did not answer in time: check the network, and the "
+        f"endpoint if one is set ({variables})",
+    )

@@ -7,7 +7,8 @@ is read back, and its bytes, which no other put has, decide.
 
 from __future__ import annotations
 
-import random
+import logging
+import secrets
 import threading
 import time
 from collections import Counter
@@ -26,8 +27,13 @@ Tag = dict[str, str]
 
 _PAGE = 1000
 """Names in one answer of a listing, and keys in one request that deletes."""
+_CHUNK_NBYTES = 64 << 10
+"""Of an answer, what is copied at a time: still in the cache, and enough for one step here."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
+_WARN_S = 3.0
+"""Seconds after which a person ought to know why nothing happens."""
+_WARN_AGAIN_S = 30.0
 
 
 class RequestFailed(Exception):
@@ -111,6 +117,7 @@ class BucketClient:
         self._observer = observer
         self._has_conditions = has_conditions
         self._lock = threading.Lock()
+        self._warned = -_WARN_AGAIN_S
         self.requests: Counter[str] = Counter()
 
     def get(
@@ -132,6 +139,27 @@ class BucketClient:
             return memoryview(answer.bytes()), _meta(answer.meta)
 
         return self._if_present("get", key, ask, start=start, nbytes=nbytes or 0)
+
+    def get_into(self, key: str, view: memoryview, *, start: int = 0) -> int | None:
+        """Fill a byte view from an object; how many bytes it had there. None if it is absent.
+
+        What arrives goes to its place at once: no other memory holds the answer, and a range of
+        any size takes some chunks of 64 KiB. The view is undefined after an error.
+
+        Raises:
+            RequestFailed: As `get`.
+        """
+        options: dict[str, Any] = {"range": (start, start + len(view))}
+
+        def ask() -> int:
+            answer = self._obstore.get(self._store, self._key(key), options=options)
+            at = 0
+            for chunk in answer.stream(min_chunk_size=_CHUNK_NBYTES):
+                view[at : at + len(chunk)] = memoryview(chunk)
+                at += len(chunk)
+            return at
+
+        return self._if_present("get", key, ask, start=start, nbytes=len(view))
 
     def head(self, key: str) -> Meta | None:
         """Return what an object is; None if it is absent."""
@@ -185,6 +213,7 @@ class BucketClient:
                 return Put(None, present)
             if time.monotonic() + pause_s > deadline:
                 raise RequestFailed(failure)
+            self._warn(failure, deadline)
             time.sleep(pause_s)
         raise AssertionError("the pauses do not end")
 
@@ -311,8 +340,21 @@ class BucketClient:
                 return answer
             if answer.kind != "again" or time.monotonic() + pause_s > deadline:
                 raise RequestFailed(answer)
+            self._warn(answer, deadline)
             time.sleep(pause_s)
         raise AssertionError("the pauses do not end")
+
+    def _warn(self, failure: Failure, deadline: float) -> None:
+        """Say that requests fail and are sent again, if that lasts; seldom, whatever fails."""
+        now = time.monotonic()
+        with self._lock:
+            if now < max(deadline - self._retry_s + _WARN_S, self._warned + _WARN_AGAIN_S):
+                return
+            self._warned = now
+        place = f"{self._scheme}://{self._name}"
+        logging.getLogger("holdfast").warning(
+            "%s: %s; trying again, for %.0f s at most", place, failure.words, deadline - now
+        )
 
     def _try(
         self, kind: str, key: str, ask: Callable[[], T], *, start: int = 0, nbytes: int = 0
@@ -338,9 +380,11 @@ def unsettled(error: RequestFailed, *, action: str, place: str) -> StorageError:
 
 def _pauses() -> Iterator[float]:
     """Yield pauses between tries, each up to twice as long, and random, so that ranks part."""
+    # Of the system: the streams of the module random are part of the training state.
+    generator = secrets.SystemRandom()
     longest = _FIRST_PAUSE_S
     while True:
-        yield random.uniform(longest / 4, longest)
+        yield generator.uniform(longest / 4, longest)
         longest = min(2 * longest, _LONGEST_PAUSE_S)
 
 

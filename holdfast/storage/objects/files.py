@@ -279,10 +279,16 @@ def read_into(bucket: BucketClient, key: str, view: memoryview, start: int, *, p
 def _read_range(bucket: BucketClient, key: str, view: memoryview, start: int, place: str) -> None:
     if not len(view):
         return
-    data = fetch(bucket, key, start=start, nbytes=len(view), place=place)
-    if len(data) != len(view):
-        raise truncated(place, start=start, nbytes=len(view), available=len(data))
-    view[:] = data
+    try:
+        nbytes = bucket.get_into(key, view, start=start)
+    except RequestFailed as error:
+        if error.failure.kind != "range":
+            raise unsettled(error, action="read", place=place) from None
+        nbytes = 0
+    if nbytes is None:
+        raise absent("read", place)
+    if nbytes != len(view):
+        raise truncated(place, start=start, nbytes=len(view), available=nbytes)
 
 
 def fetch(

@@ -115,6 +115,9 @@ class ObjectStorage:
     """A URL leads to one bucket, from every host and at any time; a directory may be a mount."""
     reads_at_once = 16
     """Requests for small files that one process may have in progress."""
+    range_nbytes = 16 << 20
+    """Bytes of one request of a large read. More would save hardly any time where a request takes
+    0.1 s to begin, and eight at once must be answered within `timeout_s` by a slow network, too."""
     least_pause_s = 0.25
     """Seconds between two looks while a process waits for another: each look is a request."""
 
@@ -714,7 +717,7 @@ class ObjectStorage:
 
     def _remembered(self, name: str) -> NameRecord | None:
         known = self._resolved.get(name)
-        if known is not None and time.monotonic() - known[1] < _RESOLVED_S:
+        if known is not None and _since_boot() - known[1] < _RESOLVED_S:
             return known[0]
         return None
 
@@ -723,7 +726,7 @@ class ObjectStorage:
         # save. If a repair takes that over, this process sees it later by these two seconds, as if
         # a request had taken so long; and it can rename the directory only by its name as it is.
         if name.startswith("."):
-            self._resolved[name] = (record, time.monotonic())
+            self._resolved[name] = (record, _since_boot())
 
     def _forget(self, *names: str) -> None:
         for name in names:
@@ -826,7 +829,7 @@ class ObjectStorage:
 
     def _now(self) -> float:
         """Return the time by the store's clock, which stamps the objects."""
-        here = time.clock_gettime(time.CLOCK_BOOTTIME)
+        here = _since_boot()
         if self._clock is None or here - self._clock[1] > _CLOCK_S:
             try:
                 self._bucket.put(_CLOCK, b"%d" % time.time_ns())
@@ -835,8 +838,13 @@ class ObjectStorage:
                 meta = None  # a read-only store shows no clock
             if meta is None:
                 return time.time()
-            self._clock = (meta.changed - time.clock_gettime(time.CLOCK_BOOTTIME), here)
-        return self._clock[0] + time.clock_gettime(time.CLOCK_BOOTTIME)
+            self._clock = (meta.changed - _since_boot(), here)
+        return self._clock[0] + _since_boot()
+
+
+def _since_boot() -> float:
+    """Return seconds that go on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _is_plain(value: object) -> bool:

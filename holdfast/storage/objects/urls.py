@@ -9,7 +9,7 @@ from holdfast.errors import ConfigError
 from holdfast.storage.objects._obstore import SCHEMES
 from holdfast.storage.paths import split_path
 
-_URL = re.compile(r"([a-z0-9]{2,12})://([^/?#]*)(?:/([^?#]*))?", re.ASCII)
+_URL = re.compile(r"([A-Za-z0-9]{2,12})://([^/?#]*)(?:/([^?#]*))?", re.ASCII)
 _BUCKET = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,254}", re.ASCII)
 _OTHER_NAMES = {"gcs": "gs", "azure": "az", "s3a": "s3", "abfs": "az"}
 
@@ -36,7 +36,7 @@ def parse_url(url: str) -> BucketPlace:
             f"{shown!r} is not a URL of a bucket, such as s3://bucket/run: credentials and options "
             f"are given by the environment or to ObjectStorage, not in a URL"
         )
-    scheme = _OTHER_NAMES.get(match[1], match[1])
+    scheme = _OTHER_NAMES.get(match[1].lower(), match[1].lower())
     if scheme not in SCHEMES and scheme != "memory":
         known = ", ".join(f"{each}://" for each in (*SCHEMES, "memory"))
         raise ConfigError(f"{match[1]}:// is not a known kind of object store; known are {known}")

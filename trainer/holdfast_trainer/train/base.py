@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError, FaultError, HoldfastError
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
 from holdfast.rerun import Replayed
-from holdfast.storage import is_url
+from holdfast.storage import is_url, shown
 from holdfast_trainer.train.checkpointer import init_weights, load_checkpoint, make_checkpointer
 from holdfast_trainer.train.config import OptimConfig, TrainConfig
 from holdfast_trainer.train.data import EpochSampler
@@ -402,7 +402,9 @@ class BaseTrainer(ABC):
         begin = find_checkpoint(checkpoint, control=self.groups.control)
         if checkpoint.load is None or begin is None:
             if checkpoint.load is not None:
-                self._note(f"no committed checkpoint in {checkpoint.load}: starting at step 0")
+                self._note(
+                    f"no committed checkpoint in {shown(checkpoint.load)}: starting at step 0"
+                )
             return None if checkpoint.init_from is None else self._init_weights()
         state = self.state()
         chosen = {
@@ -484,13 +486,14 @@ class BaseTrainer(ABC):
 
     def _report_load(self, report: LoadReport, *, seconds: float) -> None:
         """Report what was loaded, and from where."""
-        if self.reporter is None:
+        source = self.config.checkpoint.load
+        if self.reporter is None or source is None:
             return
         self.reporter.event(
             "load",
             {
                 "step": report.step,
-                "path": str(self.config.checkpoint.load),
+                "path": shown(source),
                 "begins_at": self.progress.step,
                 "nbytes_read": report.job.nbytes_read,
                 "nbytes_needed": report.job.nbytes_needed,
@@ -499,7 +502,7 @@ class BaseTrainer(ABC):
         )
         what = "weights of step" if self.config.checkpoint.finetune else "step"
         self._note(
-            f"loaded {what} {report.step} from {self.config.checkpoint.load}: "
+            f"loaded {what} {report.step} from {shown(source)}: "
             f"{readable_nbytes(report.job.nbytes_read)} read by all ranks in {seconds:.2f} s"
         )
 

@@ -27,7 +27,7 @@ from holdfast.rerun import (
     RerunMachine,
     Spike,
 )
-from holdfast.storage import is_url
+from holdfast.storage import is_url, shown
 from holdfast_trainer.train.config import TrainConfig
 from holdfast_trainer.train.digits import DigitBatch
 from holdfast_trainer.train.rerun_config import RerunConfig, rerun_dir
@@ -66,7 +66,10 @@ class RerunExit(FaultError):
             save: the directory of --save.
         """
         text = f"exit code {self.exit_code}: {_ADVICE[ExitCode(self.exit_code)]}"
-        return text if save is None else f"{text} (--load {save}; report in {rerun_dir(save)})"
+        if save is None:
+            return text
+        report = "" if is_url(save) else f"; report in {rerun_dir(save)}"
+        return f"{text} (--load {shown(save)}{report})"
 
 
 class StepRows(Iterator[object]):

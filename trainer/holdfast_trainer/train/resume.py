@@ -19,7 +19,7 @@ from holdfast.format.names import (
     parse_step_dir,
 )
 from holdfast.format.rerun_report import REPORT_NAME, read_events, steps_to_leave_out
-from holdfast.storage import PosixStorage, Storage, is_url, open_storage
+from holdfast.storage import PosixStorage, Storage, is_url, open_storage, shown
 from holdfast_trainer.train.config import CheckpointConfig
 from holdfast_trainer.train.rerun_config import RERUN_DIR, rerun_dir
 
@@ -161,11 +161,11 @@ def _step_in(
     is_own = load == checkpoint.save
     if not is_url(load) and not load.is_dir():
         if is_own and not load.exists():
-            _refuse_missing(f"--load {load}: no such directory", checkpoint=checkpoint)
+            _refuse_missing(f"--load {shown(load)}: no such directory", checkpoint=checkpoint)
             return None
         reason = "not a directory" if load.exists() else "no such directory"
         raise ConfigError(
-            f"--load {load}: {reason}; name the directory that an earlier run gave as --save"
+            f"--load {shown(load)}: {reason}; name the directory that an earlier run gave as --save"
         )
     storage = open_storage(load)
     steps = list_steps(storage)
@@ -173,8 +173,8 @@ def _step_in(
         if checkpoint.load_step not in steps:
             have = ", ".join(map(str, steps)) or "none"
             raise ConfigError(
-                f"--load-step {checkpoint.load_step}: {load} has no committed checkpoint of that "
-                f"step; it has {have}"
+                f"--load-step {checkpoint.load_step}: {shown(load)} has no committed checkpoint "
+                f"of that step; it has {have}"
             )
         return checkpoint.load_step
     sound = [step for step in steps if step not in known.spoiled]
@@ -182,7 +182,7 @@ def _step_in(
         return max(sound)
     if steps:
         raise ConfigError(
-            f"--load {load}: the state of every checkpoint is not finite, by the report in "
+            f"--load {shown(load)}: the state of every checkpoint is not finite, by the report in "
             f"{rerun_dir(load)}; name another directory, or --load-step to start with one anyway"
         )
     if has_fault:
@@ -191,10 +191,10 @@ def _step_in(
     if names and not any(_is_ours(name) for name in names):
         inside = " (it is one checkpoint: name its parent)" if "manifest.json" in names else ""
         raise ConfigError(
-            f"--load {load}: not a checkpoint directory{inside}; name the directory that an "
+            f"--load {shown(load)}: not a checkpoint directory{inside}; name the directory that an "
             f"earlier run gave as --save"
         )
-    _refuse_missing(f"--load {load}: no committed checkpoint", checkpoint=checkpoint)
+    _refuse_missing(f"--load {shown(load)}: no committed checkpoint", checkpoint=checkpoint)
     return None
 
 
@@ -229,7 +229,7 @@ def _prove_writable(save: Path, storage: Storage) -> None:
         probe.unlink()
     except OSError as error:
         raise StorageError(
-            f"--save {save}: cannot be written ({error.strerror}); name a directory that can"
+            f"--save {shown(save)}: cannot be written ({error.strerror}); name a directory that can"
         ) from error
 
 
@@ -251,8 +251,8 @@ def check_save(save: Path, *, begins_at: int, left_out: Sequence[int] = ()) -> N
     later = [step for step in later if step not in left_out]
     if later:
         raise ConfigError(
-            f"--save {save} already holds step {later[-1]} and this run starts at step "
-            f"{begins_at}: resume with --load {save}, or give --save another directory"
+            f"--save {shown(save)} already holds step {later[-1]} and this run starts at step "
+            f"{begins_at}: resume with --load {shown(save)}, or give --save another directory"
         )
     if is_url(save):
         return
@@ -262,7 +262,7 @@ def check_save(save: Path, *, begins_at: int, left_out: Sequence[int] = ()) -> N
     at_fault = max((step for step in known if step not in over), default=None)
     if at_fault is not None and at_fault > begins_at:
         raise ConfigError(
-            f"--save {save} holds the state of a fault at step {at_fault} and this run starts at "
-            f"step {begins_at}: resume with --load {save}, remove {faults}, or give --save another "
-            f"directory"
+            f"--save {shown(save)} holds the state of a fault at step {at_fault} and this run "
+            f"starts at step {begins_at}: resume with --load {shown(save)}, remove {faults}, or "
+            f"give --save another directory"
         )

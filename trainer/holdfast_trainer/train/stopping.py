@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from holdfast import Moment, OnSignal, SavePolicy
 from holdfast.errors import HoldfastError
 from holdfast.format.names import list_steps, parse_saving_dir
-from holdfast.storage import open_storage
+from holdfast.storage import open_storage, shown
 
 if TYPE_CHECKING:
     from holdfast_trainer.train.metrics import Reporter
@@ -211,6 +211,7 @@ def safe_on_disk(directories: Sequence[Path | None]) -> str:
         newer = [step for step in saving if step > steps[-1]]
         also = f" (step {newer[-1]} was being saved)" if newer else ""
         return (
-            f"step {steps[-1]} is safe in {directory}{also}; --load {directory} continues from it"
+            f"step {steps[-1]} is safe in {shown(directory)}{also}; --load {shown(directory)} "
+            f"continues from it"
         )
     return "no step of it is on disk"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from holdfast import SavePolicy
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.parallel import Layout, ModuleGroups, ModuleLayouts, ProcessGroups, shorten_ranks
+from holdfast.storage import shown
 from holdfast_trainer._torch import HashStore
 from holdfast_trainer.train.base import BaseTrainer
 from holdfast_trainer.train.config import TrainConfig
@@ -143,7 +144,8 @@ def _stop_message(trainer: BaseTrainer, stop_signal: int) -> str:
     if trainer.safe is None:
         return f"{stopped}: nothing of it is saved; --save DIR does"
     step, directory = trainer.safe
-    return f"{stopped}: step {step} is safe in {directory}; --load {directory} continues from it"
+    place = shown(directory)
+    return f"{stopped}: step {step} is safe in {place}; --load {place} continues from it"
 
 
 @contextmanager
