@@ -125,7 +125,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             self._checkpointer = Checkpointer(self._root, groups=self._groups, **self._options)
         super().setup(trainer, pl_module, stage)
         self._resumed = self._now = None
-        self._beside: Mapping[str, Any] = {}
+        self._callbacks: Mapping[str, Any] = {}
         self._has_begun = False
         if stage == "fit":
             _before_first_pass(trainer, self._watch_loaders)
@@ -136,10 +136,10 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         self._has_begun = True
         if self._resumed is not None:
             self._last_global_step_saved = self._resumed
-            restore_before_optimizers(self._beside, trainer)
+            restore_before_optimizers(self._callbacks, trainer)
             self._running().load(_optimizers(trainer), step=self._resumed)
-            compare_trainable(self._beside, trainer)
-            stop_again(self._beside, trainer)
+            compare_trainable(self._callbacks, trainer)
+            stop_again(self._callbacks, trainer)
             if self._now is not None:  # no loader has taken them
                 set_streams(self._now)
         elif not self._continues and self._running().latest() is not None:
@@ -231,7 +231,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             "rng": RNG(),
             "lightning": {
                 "checkpoint": of_each_rank_or_first(rest),
-                "beside": of_each_rank_or_first(state_of_callbacks(trainer)),
+                "callbacks": of_each_rank_or_first(state_of_callbacks(trainer)),
             },
         }
         self.last_save = self._running().save_async(trainer.global_step, parts, overwrite=True)
@@ -248,14 +248,14 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             "rng": RNG(),
             "lightning": {
                 "checkpoint": of_each_rank_or_first(Stored()),
-                "beside": of_each_rank_or_first(Stored()),
+                "callbacks": of_each_rank_or_first(Stored()),
             },
         }
         before = Streams()
         values: Any = self._running().load(parts, step=step).values
         self._resumed, self._now = step, Streams().states()
-        self._beside = values["lightning"]["beside"]
-        restore_tickets_and_tuned(self._beside, trainer)
+        self._callbacks = values["lightning"]["callbacks"]
+        restore_tickets_and_tuned(self._callbacks, trainer)
         # What the program still draws before the first batch, it draws as a new run does.
         set_streams(before.states())
         # The module has its state already: Lightning loads it into itself, and no optimizer yet.

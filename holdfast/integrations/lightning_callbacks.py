@@ -20,6 +20,7 @@ from torch.nn.utils import prune
 from holdfast.errors import ConfigError, some_of
 from holdfast.state import ModuleState, StoredPart
 
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _ORIGINAL, _MASK = "_orig", "_mask"
 """What torch appends to the name of a parameter that is being pruned."""
 
@@ -236,7 +237,7 @@ def _unfreeze(module: LightningModule, trained: set[str]) -> None:
         for name, parameter in each.named_parameters(recurse=False):
             if prefix + name in trained and not parameter.requires_grad:
                 parameter.requires_grad = True
-                if isinstance(each, nn.modules.batchnorm._BatchNorm):
+                if isinstance(each, _BATCH_NORMS):
                     each.track_running_stats = True  # which freezing has turned off
 
 
