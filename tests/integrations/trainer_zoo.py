@@ -112,5 +112,4 @@ def train(name: str, root: Path, seed: int) -> str:
     trainer.train(resume_from_checkpoint=checkpoints.latest())
     state = {key: each.tolist() for key, each in model.state_dict().items()}
     rates = [(each.get("learning_rate"), each.get("loss")) for each in trainer.state.log_history]
-    kept = trainer.state.stateful_callbacks
-    return f"step {trainer.state.global_step} rates and losses {rates} callbacks {kept} {state}"
+    return f"step {trainer.state.global_step} rates and losses {rates} {state}"
