@@ -12,6 +12,7 @@ DOCS_VENV := .venv-docs
 # On top of $(VENV): torchtitan has many requirements, and few for what the tests use.
 TITAN_VENV := .venv-titan
 RAY_VENV := .venv-ray
+TORCHFT_VENV := .venv-torchft
 DOCS_READY := $(DOCS_VENV)/.ready
 ## One more than the two processors that continuous integration has: many tests wait, for deadlines
 ## and for each other.
@@ -62,6 +63,9 @@ test-integrations: setup
 	@test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
 	@readlink -f $(VENV)/lib/python*/site-packages > $$(echo $(RAY_VENV)/lib/python*/site-packages)/base.pth
 	@$(RAY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt 'ray[train]'
+	@test -x $(TORCHFT_VENV)/bin/python || $(PYTHON) -m venv $(TORCHFT_VENV)
+	@readlink -f $(VENV)/lib/python*/site-packages > $$(echo $(TORCHFT_VENV)/lib/python*/site-packages)/base.pth
+	@$(TORCHFT_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torchft
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not nightly" tests/integrations
 
 test-all: setup lint
@@ -102,4 +106,4 @@ trace: setup
 	@$(BIN)/python -m tools.trace
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(TITAN_VENV) $(RAY_VENV) site demo/out bench/out .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(TITAN_VENV) $(RAY_VENV) $(TORCHFT_VENV) site demo/out bench/out .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,22 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from holdfast.checkpoint import Checkpointer, PendingSave
-from holdfast.errors import ConfigError, some_of
+from holdfast.errors import ConfigError
 from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.integrations.fetches import Streams, set_streams
+from holdfast.integrations.lightning_callbacks import (
+    PrunableModule,
+    averages_statistics,
+    compare_trainable,
+    end_again,
+    forget,
+    masks_kept,
+    refuse_unsupported,
+    restore_before_optimizers,
+    restore_tickets_and_tuned,
+    state_of_callbacks,
+    stop_again,
+)
 from holdfast.integrations.loaders import has_place, place_of, shares_of_data
 from holdfast.integrations.world import groups_of_world, newest_step, of_each_rank_or_first
 from holdfast.parallel import ProcessGroups
@@ -103,6 +115,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 f"HoldfastCheckpoint supports {' and '.join(_STRATEGIES)}, not "
                 f"{type(strategy).__name__}"
             )
+        refuse_unsupported(trainer)
         if type(strategy).__name__ == _SHARDED:
             _read_here(strategy, self, trainer)
         elif not isinstance(strategy.checkpoint_io, HoldfastIO):
@@ -112,16 +125,21 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             self._checkpointer = Checkpointer(self._root, groups=self._groups, **self._options)
         super().setup(trainer, pl_module, stage)
         self._resumed = self._now = None
-        self._trained: Sequence[str] = ()
+        self._callbacks: Mapping[str, Any] = {}
+        self._has_begun = False
         if stage == "fit":
             _before_first_pass(trainer, self._watch_loaders)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the optimizers, which the Trainer has made since the rest was loaded."""
         super().on_train_start(trainer, pl_module)
+        self._has_begun = True
         if self._resumed is not None:
+            self._last_global_step_saved = self._resumed
+            restore_before_optimizers(self._callbacks, trainer)
             self._running().load(_optimizers(trainer), step=self._resumed)
-            _compare_trainable(self._trained, trainer)
+            compare_trainable(self._callbacks, trainer)
+            stop_again(self._callbacks, trainer)
             if self._now is not None:  # no loader has taken them
                 set_streams(self._now)
         elif not self._continues and self._running().latest() is not None:
@@ -132,7 +150,12 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             )
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **named: Any) -> None:
-        """Save if a save is due; at the last batch of an epoch, at the end of the epoch."""
+        """Save if a save is due; at the last batch of an epoch, at the end of the epoch.
+
+        A save that is due while gradients are accumulated is made after the optimizer's step.
+        """
+        if trainer.fit_loop._should_accumulate():
+            return
         self._is_last_batch = bool(trainer.is_last_batch)
         try:
             super().on_train_batch_end(trainer, *args, **named)
@@ -145,12 +168,19 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         if self._is_due_at_epoch_end:
             self._save(trainer)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the run if nothing was left to train."""
+        super().on_fit_end(trainer, pl_module)
+        if self._resumed is not None and not self._has_begun:
+            end_again(trainer)
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wait for saves in flight, and raise what failed."""
         if self._checkpointer is not None and self._groups is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.close()
             self._groups.close()
+        forget(trainer)
         super().teardown(trainer, pl_module, stage)
 
     def format_checkpoint_name(self, metrics: Mapping[str, Any], *args: Any, **named: Any) -> str:
@@ -180,7 +210,9 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     def _save(self, trainer: Trainer) -> None:
         """Save everything in the background."""
         self._is_due_at_epoch_end = False
-        with _nothing_gathered(trainer.strategy) as given:
+        if averages_statistics(trainer):
+            return
+        with _nothing_gathered(trainer.strategy) as given, masks_kept(trainer):
             dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         rest = {name: each for name, each in dumped.items() if name not in _OWN}
         # A hook may have put other weights there, such as averages, and takes them from there.
@@ -194,12 +226,12 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 )
             rest["state_dict"] = dict(shown)
         parts = {
-            "model": trainer.lightning_module,
+            "model": PrunableModule(trainer.lightning_module),
             **_optimizers(trainer),
             "rng": RNG(),
             "lightning": {
                 "checkpoint": of_each_rank_or_first(rest),
-                "trainable": _trainable(trainer),
+                "callbacks": of_each_rank_or_first(state_of_callbacks(trainer)),
             },
         }
         self.last_save = self._running().save_async(trainer.global_step, parts, overwrite=True)
@@ -212,17 +244,18 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
         """Load a checkpoint into the module, and return the rest as Lightning's own has it."""
         parts = {
-            "model": trainer.lightning_module,
+            "model": PrunableModule(trainer.lightning_module),
             "rng": RNG(),
             "lightning": {
                 "checkpoint": of_each_rank_or_first(Stored()),
-                "trainable": Stored(),
+                "callbacks": of_each_rank_or_first(Stored()),
             },
         }
         before = Streams()
         values: Any = self._running().load(parts, step=step).values
         self._resumed, self._now = step, Streams().states()
-        self._trained = values["lightning"]["trainable"]
+        self._callbacks = values["lightning"]["callbacks"]
+        restore_tickets_and_tuned(self._callbacks, trainer)
         # What the program still draws before the first batch, it draws as a new run does.
         set_streams(before.states())
         # The module has its state already: Lightning loads it into itself, and no optimizer yet.
@@ -358,28 +391,6 @@ def _before_first_pass(trainer: Trainer, call: Any) -> None:
         load_states(loop)
 
     loop._load_combined_loader_states = load_combined_loader_states
-
-
-def _trainable(trainer: Trainer) -> list[str]:
-    """Return the names of the parameters that are trained."""
-    named = trainer.lightning_module.named_parameters()
-    return [name for name, parameter in named if parameter.requires_grad]
-
-
-def _compare_trainable(saved: Sequence[str], trainer: Trainer) -> None:
-    """Name what was trained when the checkpoint was saved and is frozen now, or the reverse.
-
-    No state dict has it. `BackboneFinetuning` freezes at each start, also of a run that is resumed
-    after it has unfrozen.
-    """
-    now = _trainable(trainer)
-    changes = {
-        "trained when the checkpoint was saved, and frozen now": set(saved) - set(now),
-        "frozen when the checkpoint was saved, and trained now": set(now) - set(saved),
-    }
-    for what, names in changes.items():
-        if names and trainer.is_global_zero:
-            logging.getLogger("holdfast").warning("%s: %s", what, some_of(sorted(names)))
 
 
 def _optimizers(trainer: Trainer) -> dict[str, object]:

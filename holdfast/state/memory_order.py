@@ -65,6 +65,8 @@ def _order(tensor: torch.Tensor) -> list[int] | None:
     """Return the dims of a dense tensor, outermost in memory first; None for any other."""
     if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
         return None
+    if hasattr(tensor, "__tensor_flatten__"):  # several tensors in the place of one
+        return None
     steps = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda dim: -steps[dim])
     return order if _has_order(tensor, order) else None

@@ -200,19 +200,14 @@ def test_averaged_weights_go_on_as_they_were(server: ForkServer, tmp_path: Path)
     assert resumed == straight
 
 
-@pytest.mark.slow
-def test_what_is_frozen_again_is_named(server: ForkServer, tmp_path: Path) -> None:
-    """`BackboneFinetuning` freezes at each start; Lightning's own resume trains on silently."""
-    tuned = PROGRAM.replace(
-        "callbacks=[",
-        "callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.1), ",
+def test_what_is_frozen_now_is_named(server: ForkServer, tmp_path: Path) -> None:
+    """By the program itself, whose reasons no checkpoint has; Lightning trains on silently."""
+    server.lines(PROGRAM, tmp_path / "a", 1, directory=tmp_path)
+    frozen = PROGRAM.replace(
+        "trainer.fit(", "model.layers[0].requires_grad_(False)\ntrainer.fit(", 1
     )
-    tuned = tuned.replace("self.parameters()", "self.layers[-1].parameters()", 1)
-    tuned = "from lightning.pytorch.callbacks import BackboneFinetuning\n" + tuned
-    tuned = tuned.replace("trainer.fit(", "model.backbone = model.layers[0]\ntrainer.fit(", 1)
-    server.lines(tuned, tmp_path / "a", 2, directory=tmp_path)
-    ends = server.run(tuned, tmp_path / "a", 3, directory=tmp_path)
-    assert "trained when the checkpoint was saved, and frozen now" in ends[0].output
+    ends = server.run(frozen, tmp_path / "a", 2, directory=tmp_path)
+    assert "trained when the checkpoint was saved, and frozen now: layers.0.bias" in ends[0].output
 
 
 def test_on_another_number_of_ranks(server: ForkServer, tmp_path: Path) -> None:

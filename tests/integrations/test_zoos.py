@@ -1,0 +1,89 @@
+"""Each framework's own registry: what is saved with any of it goes on in a twin, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.forks import ForkServer
+from tests.integrations.zoos import check_goes_on, unknown_names
+
+LIGHTNING = "tests.integrations.lightning_zoo"
+CALLBACKS = (
+    "BackboneFinetuning", "BatchSizeFinder", "DeviceStatsMonitor", "EMAWeightAveraging",
+    "EarlyStopping", "GradientAccumulationScheduler", "LambdaCallback", "LearningRateFinder",
+    "LearningRateMonitor", "ModelCheckpoint", "ModelPruning", "ModelPruning, masks kept",
+    "ModelSummary", "OnExceptionCheckpoint", "RichModelSummary", "RichProgressBar",
+    "StochasticWeightAveraging", "StochasticWeightAveraging, linear", "TQDMProgressBar",
+    "ThroughputMonitor", "Timer", "WeightAveraging",
+)  # fmt: skip
+DIFFER = ("Timer.time_elapsed", ".current_score", ".trainer.state")
+"""Times that runs took, and a score that `ModelCheckpoint` reads again before it uses it."""
+
+
+@pytest.fixture(scope="module")
+def lightning() -> Iterator[ForkServer]:
+    pytest.importorskip("lightning.pytorch")
+    server = ForkServer(LIGHTNING)
+    yield server
+    server.close()
+
+
+@pytest.mark.slow
+def test_every_callback_of_lightning_is_known(lightning: ForkServer, tmp_path: Path) -> None:
+    assert unknown_names(lightning, LIGHTNING, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks_of_lightning_go_on(lightning: ForkServer, tmp_path: Path, name: str) -> None:
+    """Within an epoch, from its end, and from the end of the run."""
+    check_goes_on(lightning, LIGHTNING, name, tmp_path, at=(8, 12, -1), differ=DIFFER)
+
+
+TRAINER = "tests.integrations.trainer_zoo"
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[ForkServer]:
+    pytest.importorskip("transformers")
+    server = ForkServer(TRAINER)
+    yield server
+    server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_optimizers_schedules_and_callbacks_of_the_trainer_go_on(
+    trainer: ForkServer, tmp_path: Path
+) -> None:
+    """Each that its enumerations and modules have; within an epoch."""
+    names = eval(
+        trainer.lines(f"from {TRAINER} import names\nprint(names())", directory=tmp_path)[0]
+    )
+    assert len(names) > 30
+    for name in names:
+        directory = tmp_path / name.replace(" ", "-")
+        directory.mkdir()
+        at = (4,) if name.startswith("callback") else (8,)
+        check_goes_on(trainer, TRAINER, name, directory, at=at, root="holdfast", differ=DIFFER)
+
+
+@pytest.mark.slow
+def test_states_of_torchao_are_refused_by_name(trainer: ForkServer, tmp_path: Path) -> None:
+    """Several tensors in the place of one, of which a load would make another object."""
+    program = (
+        "from pathlib import Path\n"
+        f"from {TRAINER} import REFUSED, train\n"
+        "for name in REFUSED:\n"
+        "    try:\n"
+        "        train(f'optimizer {name}', Path(name), 1)\n"
+        "    except Exception as error:\n"
+        "        print(error)\n"
+    )
+    output = trainer.run(program, directory=tmp_path)[0].output
+    for kind in ("OptimState4bit", "OptimState8bit"):
+        assert f"a tensor subclass {kind} cannot be stored" in output
