@@ -229,6 +229,18 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """They stop as for SIGTERM, without the store that was the launcher's."""
+    process = start([*ENDLESS, "--nproc", "2", "--save", "ck", "--save-interval", "100000"])
+    process.kill()
+    assert process.stderr is not None
+    err = process.stderr.read()  # ends with the last process that has it
+    (step,) = list_steps(PosixStorage(tmp_path / "ck"))
+    assert verify_snapshot(PosixStorage(tmp_path / "ck"), f"iter_{step:07d}") == []
+    assert f"stopped by SIGTERM after step {step}: step {step} is safe in ck" in err
+
+
+@pytest.mark.slow
 def test_sigterm_under_torchrun(tmp_path: Path) -> None:
     process = start(
         [*ENDLESS, "--save", "ck", "--save-interval", "100000", "--async-save"], launcher=TORCHRUN

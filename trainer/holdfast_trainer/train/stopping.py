@@ -6,6 +6,7 @@ terminal, sends them on to its processes; what they answer, it finds in a direct
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import tempfile
@@ -29,7 +30,9 @@ STOP_DIR = "HOLDFAST_STOP_DIR"
 _REQUEST = "stop"
 _STOPPED = "stopped"
 _EXIT_CODE = "exit_code"
+_LAUNCHER = "launcher"
 _PID_SUFFIX = ".pid"
+_PR_SET_PDEATHSIG = 1
 
 
 class StopDir:
@@ -52,18 +55,36 @@ class StopDir:
 
     @contextmanager
     def enlisted(self) -> Iterator[None]:
-        """Have this process get what the launcher sends, or has sent before."""
+        """Have this process get what the launcher sends, or has sent before.
+
+        A launcher that is killed sends nothing: SIGTERM comes in its place.
+        """
         if self._directory is None:
             yield
             return
-        name = f"{os.getpid()}{_PID_SUFFIX}"
-        self._write(name, os.getpid())
+        own = self._directory / f"{os.getpid()}{_PID_SUFFIX}"
+        self._write(own.name, os.getpid())
+
+        def outlived(*_: object) -> None:
+            self._deliver(own, signal.SIGTERM)
+
+        # The kernel tells of the end of each thread of the launcher, so perhaps more than once.
+        before = signal.signal(signal.SIGHUP, outlived)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+        if self._read(_LAUNCHER) not in (0, os.getppid()):  # it had ended before
+            outlived()
         if number := self._read(_REQUEST):
-            self._deliver(self._directory / name, number)
+            self._deliver(own, number)
         try:
             yield
         finally:
-            (self._directory / name).unlink(missing_ok=True)
+            own.unlink(missing_ok=True)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+            signal.signal(signal.SIGHUP, before)
+
+    def record_launcher(self) -> None:
+        """Record this process as the one that its processes do not outlive."""
+        self._write(_LAUNCHER, os.getpid())
 
     def record_stop(self, number: int) -> None:
         """Record for the launcher which signal has stopped the run."""
@@ -135,8 +156,10 @@ def stop_directory() -> Iterator[StopDir]:
     """A launcher's directory, which its processes know by their environment."""
     with tempfile.TemporaryDirectory(prefix="holdfast-stop-") as directory:
         os.environ[STOP_DIR] = directory
+        stop_dir = StopDir(Path(directory))
+        stop_dir.record_launcher()
         try:
-            yield StopDir(Path(directory))
+            yield stop_dir
         finally:
             os.environ.pop(STOP_DIR)
 
