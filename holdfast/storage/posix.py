@@ -252,10 +252,8 @@ class PosixStorage:
         The kernel keeps it whatever name the directory gets, and ends it with this process; a child
         that was forked meanwhile keeps it, too. Where a directory cannot be locked it does nothing.
         """
-        fds = []
-        with suppress(OSError, StorageError), self._dir(split_path(path)) as directory:
-            fds.append(os.open(".", _DIR_FLAGS, dir_fd=directory))
-            fcntl.fcntl(fds[0], fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK))
+        lock = self.shared_lock(path)
+        fds = [] if lock is None else [lock]
 
         def release() -> None:
             while fds:
@@ -265,6 +263,22 @@ class PosixStorage:
             yield release
         finally:
             release()
+
+    def shared_lock(self, path: str) -> int | None:
+        """Return a descriptor that shares a lock on a directory, for the caller to close.
+
+        The lock is the open file's: it lasts until every process that has been sent the descriptor
+        has closed it, or ended. None where the directory cannot be locked.
+        """
+        with suppress(OSError, StorageError), self._dir(split_path(path)) as directory:
+            fd = os.open(".", _DIR_FLAGS, dir_fd=directory)
+            try:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK))
+            except OSError:
+                os.close(fd)
+                return None
+            return fd
+        return None
 
     def is_locked(self, path: str) -> bool | None:
         """Return True if any process has locked a directory; False if none of any host has.

@@ -155,6 +155,12 @@ def locking(storage: Storage, directory: str) -> AbstractContextManager[Callable
     return lock(directory) if lock is not None else nullcontext(lambda: None)
 
 
+def shared_lock(storage: Storage, directory: str) -> int | None:
+    """Return a descriptor that shares the kernel's lock on a directory; None without locks."""
+    lock = getattr(storage, "shared_lock", None)
+    return lock(directory) if lock is not None else None
+
+
 def is_locked(storage: Storage, directory: str) -> bool | None:
     """Return whether any process has a directory locked; None if that cannot be known."""
     look = getattr(storage, "is_locked", None)

@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.errors import ErrorRecord, StorageError
 from holdfast.storage import PosixStorage, Storage
+from holdfast.storage.reading import shared_lock
 from holdfast.writer.job import run_job
 from holdfast.writer.memory import SharedMemory
 from holdfast.writer.outcomes import publish_failure
@@ -182,12 +183,19 @@ class WriterProcess:
         # Before it is sent: the answer may come before `send` returns.
         with self._lock:
             self._tickets[job.header.save_id] = ticket
+        # From here on the save is the writer's, and storage shows that before it has begun, also if
+        # this process ends at once: the lock lasts while the message waits to be read.
+        lock = shared_lock(self._storage, "")
         try:
-            self._send(RunJob(job, buffer, image.nbytes, ticket.commits, self._place()))
+            locks = [] if lock is None else [lock]
+            self._send(RunJob(job, buffer, image.nbytes, ticket.commits, self._place()), *locks)
         except StorageError:
             with self._lock:
                 self._tickets.pop(job.header.save_id, None)
             raise
+        finally:
+            if lock is not None:
+                os.close(lock)
 
     def keep_image(self, image: KeepImage, *, memory: SharedMemory) -> None:
         """Have the image kept when this process has gone; StorageError if the writer is gone.

@@ -256,6 +256,7 @@ def run_job(
     image: memoryview,
     *,
     plan: EncodedPlan | None,
+    on_begun: Callable[[], object] | None = None,
     on_progress: Callable[[int], object] | None = None,
     on_written: Callable[[], object] | None = None,
 ) -> SaveOutcome:
@@ -265,7 +266,13 @@ def run_job(
     """
     try:
         return perform_job(
-            storage, job, image, plan=plan, on_progress=on_progress, on_written=on_written
+            storage,
+            job,
+            image,
+            plan=plan,
+            on_begun=on_begun,
+            on_progress=on_progress,
+            on_written=on_written,
         )
     except Exception as caught:
         # The committer's failure record is the cause, if the error here only follows from it.
@@ -282,6 +289,7 @@ def perform_job(
     *,
     plan: EncodedPlan | None,
     gate: JobGate | None = None,
+    on_begun: Callable[[], object] | None = None,
     on_progress: Callable[[int], object] | None = None,
     on_written: Callable[[], object] | None = None,
 ) -> SaveOutcome:
@@ -294,6 +302,7 @@ def perform_job(
         plan: Plan of the whole save, on the rank that commits it.
         gate: Given for a synchronous save, whose ranks wait for each other by collectives. The
             commit waits for it, and the jobs of other ranks end with the writing.
+        on_begun: Called when the save has its directory, locked by this process.
         on_progress: Called with the bytes passed to storage so far.
         on_written: Called when the image is no longer needed.
 
@@ -311,6 +320,8 @@ def perform_job(
             stack.enter_context(storage.holding_dirs())
         _make_directory(storage, job, plan)  # the heartbeat locks it
         is_written = stack.enter_context(heartbeat(storage, job.directory, position=job.position))
+        if on_begun is not None:
+            on_begun()
         # Phase 1: write this rank's bytes and its done-record.
         if plan is not None and not pause_of(storage):
             _write_plan(storage, job, plan)

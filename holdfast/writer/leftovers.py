@@ -127,8 +127,9 @@ def _collect(storage: Storage, *, dry_run: bool) -> list[Leftover]:
 def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> None:
     """Wait for writers that outlived their run, and commit the saves that they left complete.
 
-    Returns at once if nothing is being written, and after `timeout_s` at the latest. Removes
-    nothing, because it waits only shortly. A read-only storage is left as it is.
+    Returns at once if nothing is being written, or was given to a writer that is about to, and
+    after `timeout_s` at the latest. Removes nothing, because it waits only shortly. A read-only
+    storage is left as it is.
 
     Args:
         storage: The directory of checkpoints.
@@ -140,13 +141,16 @@ def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> N
     patience = _Patience(alive_s=alive_s, unlocked_s=min(alive_s, _STARTING_S))
     has_finished = False
     while True:
+        # Before the look at what has begun, which is what comes after it.
+        is_to_begin = bool(is_locked(storage, ""))
         leftovers = [
             each
             for name in storage.list("")
             if not name.startswith(".tmp-")
             for each in _look(storage, name, patience, dry_run=True)
         ]
-        if any(each.fate == "alive" for each in leftovers):
+        # A writer that has been given a save, and has not begun it, has the root locked.
+        if is_to_begin or any(each.fate == "alive" for each in leftovers):
             if time.monotonic() > deadline:
                 return
             time.sleep(_PAUSE_S)

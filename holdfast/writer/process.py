@@ -16,7 +16,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,7 +179,10 @@ class WriterServer:
                 while len(self._plans) > PLANS_KEPT:
                     self._plans.popitem(last=False)
             elif isinstance(message, RunJob):
-                self._run(message)
+                with ExitStack() as locks:
+                    for descriptor in descriptors:
+                        locks.callback(os.close, descriptor)
+                    self._run(message, on_begun=locks.close)
             elif isinstance(message, KeepImage):
                 self._to_keep[message.buffer] = message
 
@@ -212,7 +215,7 @@ class WriterServer:
         if replaced is not None:
             os.close(replaced.fd)  # its memory is unmapped with its last view
 
-    def _run(self, message: RunJob) -> None:
+    def _run(self, message: RunJob, *, on_begun: Callable[[], None]) -> None:
         """Run one job and report its outcome."""
         job = message.job
         if isinstance(self._storage, PosixStorage):
@@ -224,6 +227,7 @@ class WriterServer:
             job,
             image,
             plan=self._plans[job.plan_digest] if message.commits else None,
+            on_begun=on_begun,
             on_progress=self._progress(job.header.save_id),
             on_written=lambda: self._report(JobWritten(job.header.save_id)),
         )

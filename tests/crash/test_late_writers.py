@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -119,3 +120,23 @@ def test_a_save_that_is_locked_is_left_alone_by_a_repair(local: Path) -> None:
         release()
         (found,) = leftovers.repair(storage, alive_s=30.0)
         assert found.fate == "removed"
+
+
+def killed_at_once(context: RankContext, root: str, path: str) -> None:
+    """Killed when the first asynchronous save has returned, while its writer is starting."""
+    os.environ["PYTHONPATH"] = path
+    sys.path.insert(0, path)
+    Checkpointer(root).save_async(1, state_of(1))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_writer_that_has_not_begun_is_waited_for(local: Path, tmp_path: Path) -> None:
+    """Before, a restart that was quicker than the writer's start began afresh."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\nif 'holdfast.writer.process' in sys.orig_argv:\n    time.sleep(2)\n"
+    )
+    run_ranks(1, killed_at_once, str(local), str(tmp_path), expect_failure=True)
+    assert not [name for name in os.listdir(local) if name.startswith((".saving", "iter"))]
+    assert Checkpointer(local).latest() == 1
+    assert versions(local) == {1: 1}
+    assert PosixStorage(local).is_locked("") is False
