@@ -83,7 +83,7 @@ def test_the_page_counts_its_lines() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not BIN.exists(), reason="torchft is not installed: make test-integrations")
 def test_a_replaced_replica_goes_on_and_so_does_another_number_of_them(tmp_path: Path) -> None:
-    """X24: bitwise by as many replicas; by one, with the weights that two had."""
+    """X25: bitwise by as many replicas; by one, with the weights that two had."""
     killed = "import os, signal\n" + PROGRAM.replace(
         "        optimizer.step()\n", "        optimizer.step()\n" + KILL.lstrip("\n")
     )
