@@ -163,7 +163,10 @@ def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> N
             for result in _look(storage, each.name, patience, dry_run=False)
         ]
         has_finished = has_finished or "finished" in done
-        if not {"finished", "alive"}.intersection(done) or time.monotonic() > deadline:
+        # One that was there a moment ago has another name now: this one says more.
+        is_gone = len(done) < sum(each.fate == "finished" for each in leftovers)
+        is_over = not (is_gone or {"finished", "alive"}.intersection(done))
+        if is_over or time.monotonic() > deadline:
             break
     if has_finished:
         _treat_pointer(storage, dry_run=False)
@@ -197,7 +200,12 @@ def _treat(
         if storage.exists(f"{name}/{FAILED_FILE}"):
             return _remove(storage, name, step, "its save failed", dry_run)
         alive = patience.reason(storage, name)
-        why = _why_not(storage, name, step)
+        try:
+            why = _why_not(storage, name, step)
+        except HoldfastError as error:
+            if not alive:
+                raise
+            why = str(error)  # its owner is committing it: files come and go
         if alive:
             return Leftover(name=name, step=step, fate="alive", why=f"{why or 'complete'}, {alive}")
         if why:

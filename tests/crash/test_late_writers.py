@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from holdfast import Checkpointer, PosixStorage
+from holdfast import Checkpointer, PosixStorage, StorageError
 from holdfast.checkpoint.load import finding
+from holdfast.storage import Storage
 from holdfast.writer import job, leftovers
+from holdfast.writer.records import HEADER_FILE, PLAN_FILE
 from tests.crash.common import state_of, versions
 from tests.harness import RankContext, run_ranks
 
@@ -120,6 +122,29 @@ def test_a_save_that_is_locked_is_left_alone_by_a_repair(local: Path) -> None:
         release()
         (found,) = leftovers.repair(storage, alive_s=30.0)
         assert found.fate == "removed"
+
+
+def test_a_save_that_is_locked_is_alive_even_if_it_cannot_be_read(
+    local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its owner commits it, files come and go; `latest` returned without it."""
+    storage = PosixStorage(local)
+    storage.make_dir(".saving-iter_0000001-abc/plan")
+    storage.write_file(f".saving-iter_0000001-abc/{PLAN_FILE}", b"", durable=False)
+    storage.write_file(f".saving-iter_0000001-abc/{HEADER_FILE}", b"", durable=False)
+
+    def gone(storage: Storage, path: str) -> bytes:
+        raise StorageError(f"{path}: No such file or directory")
+
+    monkeypatch.setattr(leftovers, "read_record", gone)
+    with storage.locking(".saving-iter_0000001-abc") as release:
+        (found,) = leftovers.repair(storage, alive_s=30.0, dry_run=True)
+        assert found.fate == "alive"
+        checkpointer = Checkpointer(local, settle_s=0.3)
+        began = time.monotonic()
+        assert checkpointer.latest() is None
+        assert time.monotonic() - began > 0.3
+        release()
 
 
 def killed_at_once(context: RankContext, root: str, path: str) -> None:
