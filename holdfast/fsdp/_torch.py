@@ -435,6 +435,10 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         super().__init__(*args)
         self.used: dict[Any, tuple[int, int]] = {}
         """Parameters that got a gradient; see `UnitGuard`."""
+        self.trained: set[Any] = set()
+        """Members that some backward since the last step was to train, on all ranks alike."""
+        self._owed: set[Any] = set()
+        """Those whose gradients from it are not reduced, or are summed in a slice only."""
         self._versions: list[tuple[int, int]] | None = None
         """Those of the shards before whole parameters were gathered from them in a forward."""
         self.sums: LoggedSums | None = None
@@ -537,6 +541,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         self.forget_cleared()
         self.unmark()
         self._note_used()
+        self._note_trained()
         super().post_backward(*unused)
 
     def finalize_backward(self) -> None:
@@ -559,13 +564,44 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             if whole is not None and whole.grad is not None:
                 self.used[member] = _SHARD_VERSIONS(member)
 
+    def _note_trained(self) -> None:
+        """Note what is trained, and take part in reductions of what was and is frozen since.
+
+        FSDP2 reduces what this rank has a gradient for, and zeros only for what is trained now:
+        ranks without a gradient for what was frozen, as those whose rows reached no such expert,
+        would reduce less than the others.
+        """
+        if self.reduce_grads and self._owed:
+            waiting = [each.unsharded_accumulated_grad for each in self.fsdp_params]
+            dtype = next((each.dtype for each in waiting if each is not None), None)
+            for member in self.fsdp_params:
+                is_owed = member in self._owed and not member.sharded_param.requires_grad
+                if is_owed and _whole_gradient(member) is None:
+                    zeros = torch.zeros_like(member._unsharded_param, dtype=dtype)
+                    member.unsharded_accumulated_grad = zeros.detach()
+        trained = [each for each in self.fsdp_params if each.sharded_param.requires_grad]
+        self.trained.update(trained)
+        if self.reduce_grads and self.all_reduce_grads:
+            self._owed.clear()
+        else:
+            self._owed.update(trained)
+
+    def forget_trained(self) -> None:
+        """Forget what was trained: its gradients are forgotten."""
+        self.trained.clear()
+        self._owed.clear()
+
+    def is_summed(self, member: Any) -> bool:
+        """Return True if the sum in a slice, if there is any, has a part of this parameter."""
+        return bool(member.sharded_param.requires_grad) or member in self._owed
+
     def mark(self) -> None:
         """Notice from now on if a gradient that waits is to be forgotten."""
         if self._pending:
             return
         for member in self.fsdp_params:
             shard = member.sharded_param
-            is_summed = self._partial_reduce_output is not None and shard.requires_grad
+            is_summed = self._partial_reduce_output is not None and self.is_summed(member)
             kind = BUCKETED.get(type(shard))
             if kind is not None and (is_summed or _whole_gradient(member) is not None):
                 hook = PendingGradient(self, member)
@@ -614,7 +650,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Return the part of what is summed in a slice that is of one parameter."""
         summed = self._partial_reduce_output
         assert summed is not None
-        parts = [each for each in self.fsdp_params if each.sharded_param.requires_grad]
+        parts = [each for each in self.fsdp_params if self.is_summed(each)]
         sizes = [each._sharded_param_data.numel() for each in parts]
         if member not in parts or sum(sizes) != summed.numel():
             raise ConfigError(
@@ -1003,6 +1039,17 @@ def has_unreduced(group: Any) -> bool:
         if _whole_gradient(member) is not None:
             return True
     return False
+
+
+def has_other_sum(group: Any) -> bool:
+    """Return True if the sum in a slice has no part of what would be added to it now."""
+    summed = group._partial_reduce_output
+    if summed is None:
+        return False
+    sizes = [
+        each._sharded_param_data.numel() for each in group.fsdp_params if group.is_summed(each)
+    ]
+    return bool(sum(sizes) != summed.numel())
 
 
 def set_ahead(state: Any, ahead: list[Any]) -> None:

@@ -178,6 +178,8 @@ class UnitGuard:
     def forget_used(self) -> None:
         """Forget which parameters got a gradient."""
         self._used.clear()
+        for group in self.groups:
+            group.forget_trained()
 
     @mark_eager
     def _check_output(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -265,6 +265,11 @@ class ShardedModel(MicrobatchTaker):
         self._originals.check_writes()
         for guard in self._guards:
             guard.check_settings()
+        if self._is_pending and any(map(_torch.has_other_sum, self._groups)):
+            raise ConfigError(
+                "parameters were thawed while gradients of others are summed over a part of the "
+                "ranks; thaw after step(), or forget the gradients first with drop_gradients()"
+            )
         reduces = is_last or self._schedule.reduces_each_microbatch
         reduces_outer = is_last or self._outer_reduction == "microbatch"
         reshards = is_last or self._schedule.regathers
@@ -474,8 +479,12 @@ class ShardedModel(MicrobatchTaker):
         return {_torch.sharded(member): kind for member, kind in self._members}
 
     def trained(self) -> list[nn.Parameter]:
-        """Return the parameters that are trained."""
-        return [p for p in self._parameters() if p.requires_grad]
+        """Return the parameters that are trained, or were in this step: the same on all ranks."""
+        parameters = self._parameters()
+        if all(p.requires_grad for p in parameters):
+            return parameters
+        before = self._trained_before()
+        return [p for p in parameters if p.requires_grad or p in before]
 
     def used(self) -> set[nn.Parameter]:
         """Return the parameters that got a gradient from this rank."""
@@ -515,9 +524,9 @@ class ShardedModel(MicrobatchTaker):
                 "step, with its backward, in microbatch(is_last=True)"
             )
         frozen = [p for p in self._parameters() if not p.requires_grad]
-        used = self.used() if frozen else ()
+        kept = self._trained_before() | self.used() if frozen else ()
         for parameter in frozen:
-            if parameter not in used:
+            if parameter not in kept:
                 # FSDP2 knows what is frozen from the last forward of a unit, and reduces zeros for
                 # one that has not run since: momentum and decay would move frozen values.
                 parameter.grad = None
@@ -539,6 +548,10 @@ class ShardedModel(MicrobatchTaker):
     def _parameters(self) -> list[nn.Parameter]:
         # Not kept: moving or materializing a model may replace them.
         return [p for group in self._groups for p in _torch.sharded_parameters(group)]
+
+    def _trained_before(self) -> set[nn.Parameter]:
+        """Return the parameters that some backward since the last step was to train."""
+        return {p for group in self._groups for p in _torch.sharded_all(group.trained)}
 
     def _check_writes(self) -> None:
         for guard in self._guards:
