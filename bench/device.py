@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from bench.ranks import RankContext, run_ranks
+from bench.states import step_of
 from bench.timing import Measured, Series, interleave, median_of
 from holdfast import Checkpointer, KeepLast, Layout, OptimizerState, ProcessGroups
 
@@ -45,11 +46,7 @@ def measure(
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers))).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step() -> None:
-        for parameter in model.parameters():
-            parameter.grad = parameter.detach()
-        optimizer.step()
-
+    step = step_of(model, optimizer)
     step()
     state = {"model": model, "optimizer": OptimizerState(optimizer, model)}
     root = Path(directory)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bench.floor import FloorMemory
 from bench.ranks import RankContext, run_ranks
+from bench.states import step_of
 from bench.timing import Measured, Series, interleave, median_of, slowest, timed
 from holdfast import Checkpointer, KeepLast, Layout, OptimizerState, ProcessGroups
 
@@ -45,11 +46,7 @@ def measure(
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-        def step() -> None:
-            for parameter in model.parameters():
-                parameter.grad = parameter.detach()
-            optimizer.step()
-
+        step = step_of(model, optimizer)
         step()
         state = {"model": model, "optimizer": OptimizerState(optimizer, model)}
         with Checkpointer(directory, groups=groups, retention=KeepLast(1)) as checkpointer:

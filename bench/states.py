@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,17 @@ def sharded_tiny_state(groups: ProcessGroups, num_tensors: int) -> dict[str, Any
         for i in range(num_tensors)
     }
     return {"tiny": tensors, "rng": RNG()}
+
+
+def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a step of an optimizer, with the parameters as gradients: without a forward."""
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach()
+        optimizer.step()
+
+    return step
 
 
 def local_tensors(state: dict[str, Any]) -> list[torch.Tensor]:

@@ -595,6 +595,11 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Return True if the sum in a slice, if there is any, has a part of this parameter."""
         return bool(member.sharded_param.requires_grad) or member in self._owed
 
+    def summed_sizes(self) -> dict[Any, int]:
+        """Return the elements of each parameter that the sum in a slice has a part of, in order."""
+        members = filter(self.is_summed, self.fsdp_params)
+        return {each: each._sharded_param_data.numel() for each in members}
+
     def mark(self) -> None:
         """Notice from now on if a gradient that waits is to be forgotten."""
         if self._pending:
@@ -650,15 +655,14 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Return the part of what is summed in a slice that is of one parameter."""
         summed = self._partial_reduce_output
         assert summed is not None
-        parts = [each for each in self.fsdp_params if self.is_summed(each)]
-        sizes = [each._sharded_param_data.numel() for each in parts]
-        if member not in parts or sum(sizes) != summed.numel():
+        sizes = self.summed_sizes()
+        if member not in sizes or sum(sizes.values()) != summed.numel():
             raise ConfigError(
                 "zero_grad: parameters of the sharded model were frozen or thawed since their "
                 "gradients were summed; forget gradients with drop_gradients() of it on all ranks"
             )
-        first = sum(sizes[: parts.index(member)])
-        return summed.narrow(0, first, member._sharded_param_data.numel())
+        first = sum([*sizes.values()][: [*sizes].index(member)])
+        return summed.narrow(0, first, sizes[member])
 
 
 def _refuse_lost() -> None:
@@ -931,7 +935,7 @@ _SHARD = attrgetter("sharded_param")
 
 def sharded_parameters(group: Any) -> list[nn.Parameter]:
     """Return the parameters of a group as the optimizer sees them."""
-    return [*map(_SHARD, group.fsdp_params)]
+    return sharded_all(group.fsdp_params)
 
 
 def sharded_all(members: Iterable[Any]) -> list[nn.Parameter]:
@@ -1046,10 +1050,7 @@ def has_other_sum(group: Any) -> bool:
     summed = group._partial_reduce_output
     if summed is None:
         return False
-    sizes = [
-        each._sharded_param_data.numel() for each in group.fsdp_params if group.is_summed(each)
-    ]
-    return bool(sum(sizes) != summed.numel())
+    return bool(sum(group.summed_sizes().values()) != summed.numel())
 
 
 def set_ahead(state: Any, ahead: list[Any]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from holdfast import Layout, PendingSave, PerRank, Sharded, Union
+from holdfast import Checkpointer, Layout, PendingSave, PerRank, Sharded, Union
 from holdfast.arrays.packed_ints import unpack_ints, unsqueeze
 from holdfast.checkpoint.plan.claims import read_claims_messages
 from holdfast.checkpoint.plan.kept_plans import PlanNotes
@@ -91,6 +91,27 @@ def assert_equal(loaded: Mapping[str, object], layout: Layout, rank: int) -> Non
             b = mine.local if isinstance(mine, Sharded) else mine
             assert a.dtype == b.dtype
             assert torch.equal(a, b), f"{part}.{name} on rank {rank}"
+
+
+def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All tensors of a model and its optimizer, themselves, by their keys in a checkpoint."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {f"model.{name}": each for name, each in model.state_dict().items()} | {
+        f"optimizer.state.{names[id(p)]}.{entry}": each
+        for p, entries in optimizer.state.items()
+        for entry, each in entries.items()
+    }
+
+
+def stored_tensors(checkpointer: Checkpointer, step: int) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint of parts `model` and `optimizer`, by key."""
+    values = checkpointer.load_all(step=step).values
+    state = values["optimizer"]["state"]
+    return {f"model.{name}": each for name, each in values["model"].items()} | {
+        f"optimizer.state.{name}.{entry}": each
+        for name, entries in state.items()
+        for entry, each in entries.items()
+    }
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

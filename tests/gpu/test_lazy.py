@@ -23,6 +23,7 @@ from holdfast import (
     PendingSave,
     ProcessGroups,
 )
+from tests.checkpoint.common import stored_tensors, tensors_of
 from tests.harness import RankContext, run_ranks
 
 pytestmark = [
@@ -56,25 +57,14 @@ class Run:
         return {"model": self.model, "optimizer": OptimizerState(self.optimizer, self.model)}
 
     def tensors(self) -> dict[str, Tensor]:
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        return {f"model.{name}": each for name, each in self.model.state_dict().items()} | {
-            f"optimizer.state.{names[id(p)]}.{entry}": each
-            for p, entries in self.optimizer.state.items()
-            for entry, each in entries.items()
-            if isinstance(each, Tensor)
-        }
+        return tensors_of(self.model, self.optimizer)
 
     def copies(self) -> dict[str, Tensor]:
         return {name: each.detach().cpu().clone() for name, each in self.tensors().items()}
 
 
 def assert_stored(checkpointer: Checkpointer, step: int, wanted: dict[str, Tensor]) -> None:
-    values = checkpointer.load_all(step=step).values
-    stored = {f"model.{name}": each for name, each in values["model"].items()} | {
-        f"optimizer.state.{name}.{entry}": each
-        for name, entries in values["optimizer"]["state"].items()
-        for entry, each in entries.items()
-    }
+    stored = stored_tensors(checkpointer, step)
     assert not [name for name in wanted if not torch.equal(bits(stored[name]), bits(wanted[name]))]
 
 

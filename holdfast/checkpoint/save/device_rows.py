@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast._torch import write_counter
-from holdfast.checkpoint.save.staging import CudaCopier, Staging, content_digest
+from holdfast.checkpoint.save.staging import CudaCopier, Staging, content_digest, storage_span
 
 _ROW = 1021
 """Words that are summed apart. A prime: rows of a matrix that change places change sums."""
@@ -38,18 +38,13 @@ class DeviceSource(NamedTuple):
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> DeviceSource:
         """Return a tensor as it is now; see `can_be_summed`."""
-        storage = tensor.untyped_storage()
-        place = storage.data_ptr(), storage.nbytes()
-        return cls(name, tensor.detach(), write_counter(tensor), place)
+        return cls(name, tensor.detach(), write_counter(tensor), storage_span(tensor))
 
     @property
     def is_written(self) -> bool:
         """True if it was written, resized or freed through a tensor that counts versions."""
-        storage = self.tensor.untyped_storage()
-        return (
-            write_counter(self.tensor) != self.version
-            or (storage.data_ptr(), storage.nbytes()) != self.storage
-        )
+        is_counted = write_counter(self.tensor) != self.version
+        return is_counted or storage_span(self.tensor) != self.storage
 
 
 @torch.no_grad()
@@ -131,7 +126,7 @@ class DeviceRows:
     Args:
         copied: by place in the plan: what this rank writes; at least one here or in `compared`.
         compared: by row of its claims: what others write, and this rank reports the digest of.
-        copier: of the device, whose stream has waited for the caller's by then.
+        copier: of the device.
 
     The calling thread makes it and calls `hold_back`; another one calls `enqueue` and `finish`.
     """

@@ -31,6 +31,7 @@ from holdfast.checkpoint.save.staging import (
     copier_of,
     copy_bytes,
     is_plain,
+    storage_span,
     tensor_bytes,
 )
 from holdfast.checkpoint.save.write_watch import Span, WatchError, WriteWatch, whole_pages
@@ -59,8 +60,7 @@ class LateSource(NamedTuple):
     @property
     def has_moved(self) -> bool:
         """True if its memory was freed, resized or replaced since."""
-        storage = self.tensor.untyped_storage()
-        return self.storage != (storage.data_ptr(), storage.nbytes())
+        return self.storage != storage_span(self.tensor)
 
 
 class LateRows(NamedTuple):
@@ -410,12 +410,12 @@ def _late_source(name: str, source: torch.Tensor) -> LateSource | DeviceSource |
         return DeviceSource.of(name, source) if can_be_summed(source) else None
     if not source.is_cpu:
         return None
-    storage, start = source.untyped_storage(), source.data_ptr()
+    start = source.data_ptr()
     return LateSource(
         name=name,
         tensor=source.detach(),  # of the memory that it has now
         pages=whole_pages((start, start + source.nbytes)),
-        storage=(storage.data_ptr(), storage.nbytes()),
+        storage=storage_span(source),
     )
 
 

@@ -137,6 +137,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
+def storage_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return address and bytes of the storage of a tensor, as they are now."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
 def lock_pages(address: int, nbytes: int, *, cuda: Any = None) -> str:
     """Page-lock memory with `cudaHostRegister`, which works on memory files, too.
 

@@ -31,6 +31,7 @@ from holdfast import (
 from holdfast.checkpoint.save import lazy_staging
 from holdfast.checkpoint.save.write_watch import WatchError, WriteWatch
 from holdfast.cli.main import main
+from tests.checkpoint.common import stored_tensors, tensors_of
 from tests.harness import RankContext, run_ranks
 
 WIDTH = 384
@@ -69,30 +70,14 @@ class Run:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the state, themselves."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        return {f"model.{name}": each for name, each in self.model.state_dict().items()} | {
-            f"optimizer.state.{names[id(p)]}.{entry}": each
-            for p, entries in self.optimizer.state.items()
-            for entry, each in entries.items()
-        }
+        return tensors_of(self.model, self.optimizer)
 
     def copies(self) -> dict[str, Tensor]:
         return {name: each.clone() for name, each in self.tensors().items()}
 
 
-def _stored(checkpointer: Checkpointer, step: int) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by path."""
-    values = checkpointer.load_all(step=step).values
-    state = values["optimizer"]["state"]
-    return {f"model.{name}": each for name, each in values["model"].items()} | {
-        f"optimizer.state.{name}.{entry}": each
-        for name, entries in state.items()
-        for entry, each in entries.items()
-    }
-
-
 def _assert_stored(checkpointer: Checkpointer, step: int, wanted: dict[str, Tensor]) -> None:
-    stored = _stored(checkpointer, step)
+    stored = stored_tensors(checkpointer, step)
     assert stored.keys() == wanted.keys()
     assert not [name for name in wanted if not torch.equal(stored[name], wanted[name])]
 
