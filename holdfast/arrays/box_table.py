@@ -145,6 +145,10 @@ def enumerate_ranges(lengths: IntArray) -> tuple[IntArray, IntArray]:
     return owner, np.arange(total, dtype=np.int64) - begins[owner]
 
 
+_MAX_SPREAD = 8
+_MIN_SPREAD = 4096
+
+
 def rows_by_tensor(tensor: IntArray) -> IntArray | None:
     """Return the row of each tensor, -1 where it has none; None if one has two.
 
@@ -159,10 +163,6 @@ def rows_by_tensor(tensor: IntArray) -> IntArray | None:
     rows[tensor] = np.arange(len(tensor))
     # Of several rows of one tensor the last one would be there, and the others nowhere.
     return rows if np.array_equal(rows[tensor], np.arange(len(tensor))) else None
-
-
-_MAX_SPREAD = 8
-_MIN_SPREAD = 4096
 
 
 def unique_boxes(boxes: BoxTable) -> tuple[BoxTable, IntArray]:

@@ -138,8 +138,10 @@ def _files_of(location: Location) -> tuple[list[str], Mapping[str, str] | None, 
     if location.file is not None:
         return [location.file], None, note_on_siblings(location.file)
     indices = [name for name in location.names() if name.endswith(_INDEX_SUFFIX)]
-    names = [name for name in _names(location) if _is_safetensors(location, name)]
-    odd = [name for name in _names(location) if name not in names]
+    present = _names(location)
+    is_one = {name: _is_safetensors(location, name) for name in present}
+    names = [name for name in present if is_one[name]]
+    odd = [name for name in present if not is_one[name]]
     left_out = [f"{name}: it is no safetensors file" for name in odd]
     if not indices:
         # Files that the system makes begin with a dot; any other was to be a part of the model.
@@ -150,7 +152,7 @@ def _files_of(location: Location) -> tuple[list[str], Mapping[str, str] | None, 
         raise CorruptionError(
             f"{location.label} has {len(indices)} indices ({', '.join(indices)}): name one file"
         )
-    placed = read_index(location, indices[0], set(_names(location)))
+    placed = read_index(location, indices[0], set(present))
     used = sorted(set(placed.values()))
     _refuse_odd(location, [name for name in odd if name in used])
     left_out += [f"{name}: no tensor of the index is in it" for name in names if name not in used]

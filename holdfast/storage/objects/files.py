@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from holdfast.errors import StorageError
 from holdfast.storage.objects.bucket import BucketClient, RequestFailed, unsettled
+
+T = TypeVar("T")
 
 MIN_PART_NBYTES = 5 << 20
 """The smallest part that S3 takes, the last one excepted."""
@@ -279,14 +282,7 @@ def read_into(bucket: BucketClient, key: str, view: memoryview, start: int, *, p
 def _read_range(bucket: BucketClient, key: str, view: memoryview, start: int, place: str) -> None:
     if not len(view):
         return
-    try:
-        nbytes = bucket.get_into(key, view, start=start)
-    except RequestFailed as error:
-        if error.failure.kind != "range":
-            raise unsettled(error, action="read", place=place) from None
-        nbytes = 0
-    if nbytes is None:
-        raise absent("read", place)
+    nbytes = _answer_of(lambda: bucket.get_into(key, view, start=start), beyond=0, place=place)
     if nbytes != len(view):
         raise truncated(place, start=start, nbytes=len(view), available=nbytes)
 
@@ -295,15 +291,29 @@ def fetch(
     bucket: BucketClient, key: str, *, start: int = 0, nbytes: int | None = None, place: str
 ) -> memoryview:
     """Return at most `nbytes` bytes from `start`; StorageError if the object is absent."""
-    try:
+
+    def ask() -> memoryview | None:
         answer = bucket.get(key, start=start, nbytes=nbytes)
+        return None if answer is None else answer[0]
+
+    return _answer_of(ask, beyond=memoryview(b""), place=place)
+
+
+def _answer_of(ask: Callable[[], T | None], *, beyond: T, place: str) -> T:
+    """Return the answer to a read; `beyond` if the object ends before the range.
+
+    Raises:
+        StorageError: The object is absent, or cannot be read.
+    """
+    try:
+        answer = ask()
     except RequestFailed as error:
         if error.failure.kind != "range":
             raise unsettled(error, action="read", place=place) from None
-        return memoryview(b"")
+        return beyond
     if answer is None:
         raise absent("read", place)
-    return answer[0]
+    return answer
 
 
 def truncated(place: str, *, start: int, nbytes: int, available: int) -> StorageError:
