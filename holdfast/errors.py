@@ -48,6 +48,11 @@ def clean(text: str) -> str:
     )
 
 
+def counted(number: int, noun: str, nouns: str | None = None) -> str:
+    """Return a number and its noun: "1 file", "2,000 files"; `nouns` if the plural adds no s."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
 def some_of(names: Sequence[str], *, most: int = 10) -> str:
     """Return names for a message: the first of them, and how many more there are."""
     rest = len(names) - most
@@ -58,6 +63,16 @@ def some_sentences(sentences: Sequence[str], *, most: int) -> str:
     """Return sentences in one line: the first of them, and how many more there are."""
     rest = len(sentences) - most
     return "; ".join(sentences[:most]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def in_bytes(nbytes: int) -> str:
+    """Return a size for people, in powers of 1000: "1.23 GB"."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if size < 999.5 or unit == "PB":
+            return f"{nbytes} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{nbytes} B"
 
 
 class HoldfastError(Exception):

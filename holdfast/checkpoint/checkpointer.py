@@ -165,6 +165,9 @@ class Checkpointer:
         # Last: what it starts (handlers of signals) is given back by `close`.
         self._schedule = SaveSchedule(save_when, control=control) if save_when is not None else None
 
+    def __repr__(self) -> str:
+        return f"Checkpointer({self._storage.describe('')!r}, layout={self._groups.layout.name!r})"
+
     @property
     def storage(self) -> Storage:
         """The root of the checkpoints."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
 
 import msgspec
 
+from holdfast.errors import counted, in_bytes
+
 if TYPE_CHECKING:
     from holdfast.parallel import Control
 
@@ -93,6 +95,29 @@ class SaveReport:
     new_root: bool = False
     """True if this save is the first one in a root that held no checkpoint. In a run that resumed,
     or was to resume, it says that the root is not the one meant: a volume may not be mounted."""
+
+    def summary(self) -> str:
+        """One line for a log."""
+        if self.skipped:
+            return f"step {self.step} was not saved: an earlier save was in progress"
+        extra = "".join(
+            f", {words}"
+            for words, applies in (
+                ("a new plan", self.planned),
+                ("the first of its root", self.new_root),
+                (f"{counted(len(self.unstored), 'attribute')} not stored", self.unstored),
+            )
+            if applies
+        )
+        copies = f" + {in_bytes(self.copies_nbytes)} of copies" if self.copies_nbytes else ""
+        phase, verb = ("total", "saved in") if "total" in self.seconds else ("stall", "stalled for")
+        return (
+            f"step {self.step} in {self.path}: {counted(self.num_tensors, 'tensor')}, "
+            f"{in_bytes(self.total_nbytes)}{copies}, {verb} {self.seconds[phase]:.2f} s{extra}"
+        )
+
+    def __str__(self) -> str:
+        return self.summary()
 
     def lasting(self, seconds: float) -> SaveReport:
         """Return the report of a synchronous save that took so long as a whole.
@@ -229,6 +254,9 @@ class LoadReport:
     seconds: float = 0.0
     """Wall time of the call."""
 
+    def __str__(self) -> str:
+        return self.summary()
+
     def lasting(self, seconds: float) -> LoadReport:
         """Return the report of a load that took so long as a whole."""
         return replace(self, seconds=seconds)
@@ -294,10 +322,10 @@ class LoadReport:
         extra += "" if self.is_verified else ", without digests"
         copied = ""
         if self.nbytes_from_images:
-            copied = f", {self.nbytes_from_images / 1e6:.1f} MB copied from memory,"
+            copied = f", {in_bytes(self.nbytes_from_images)} copied from memory,"
         return (
-            f"step {self.step} from {self.path}: {len(self.loaded)} tensors, "
-            f"{self.nbytes_read / 1e6:.1f} MB read{copied} in {self.seconds:.2f} s{extra}"
+            f"step {self.step} from {self.path}: {counted(len(self.loaded), 'tensor')}, "
+            f"{in_bytes(self.nbytes_read)} read{copied} in {self.seconds:.2f} s{extra}"
         )
 
 

@@ -151,8 +151,8 @@ def flatten_state(
                 f"state part '{name}': rank {rank} is not in {home}; ranks outside of a part's "
                 f"layout leave it out of their state"
             )
+        part = part_of(name, value.value if isinstance(value, OnLayout) else value)
         try:
-            part = part_of(name, value.value if isinstance(value, OnLayout) else value)
             refuse_unfinished(part, operation="save")
             tree = _declared_tree(part)
         except HoldfastError as error:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from holdfast.errors import HoldfastError, MismatchError, PlacementError
+from holdfast.errors import HoldfastError, MismatchError, PlacementError, counted
 from holdfast.state.arrival import ask_back, listed, recorded
 from holdfast.state.markers import Fresh
 from holdfast.state.module_tree import overrides
@@ -166,9 +166,10 @@ def load_form(
     if wrong:
         named = [each._replace(path=_named(each.path, where, names or {})) for each in wrong]
         raise MismatchError(
-            f"{kind}.load_state_dict() did not take what was stored ({len(wrong)} entries): "
-            f"{listed(named)}; mend its load_state_dict or its hooks, so that state_dict() "
-            f"after a load states what was loaded"
+            f"{kind}.load_state_dict() did not take what was stored "
+            f"({counted(len(wrong), 'entry', 'entries')}): {listed(named)}; mend its "
+            f"load_state_dict or its hooks, so that state_dict() after a load states what "
+            f"was loaded"
         )
 
 

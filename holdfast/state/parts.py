@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from holdfast.errors import ConfigError, MismatchError
+from holdfast.errors import ConfigError, MismatchError, counted
 from holdfast.format.values import is_like_a_tag, is_unicode
 from holdfast.parallel import ModuleGroups
 from holdfast.parallel.control.guard import Guard
@@ -134,10 +134,11 @@ class StatefulPart:
         wrong = [each for each in answer.wrong if each.path not in self.missing]
         if wrong:
             raise MismatchError(
-                f"{kind}.load_state_dict() did not take what was stored ({len(wrong)} entries): "
-                f"{listed(wrong)}; build the object as the saved run did, or mend its "
-                f"load_state_dict, so that state_dict() after a load states what was loaded. An "
-                f"object that applies its state only later, such as a data loader, is declared: "
+                f"{kind}.load_state_dict() did not take what was stored "
+                f"({counted(len(wrong), 'entry', 'entries')}): {listed(wrong)}; build "
+                f"the object as the saved run did, or mend its load_state_dict, so that "
+                f"state_dict() after a load states what was loaded. An object that applies its "
+                f"state only later, such as a data loader, is declared: "
                 f"AppliesLater(obj). What is new in the object may keep its value: "
                 f"allow_missing=[patterns]"
             )

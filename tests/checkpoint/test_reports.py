@@ -8,7 +8,15 @@ from pathlib import Path
 
 import torch
 
-from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups, Replicated, StorageError
+from holdfast import (
+    Checkpointer,
+    ConfigError,
+    Layout,
+    PosixStorage,
+    ProcessGroups,
+    Replicated,
+    StorageError,
+)
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
 
@@ -79,3 +87,31 @@ def test_totals_are_wall_times_and_bytes_are_what_storage_was_asked_for(tmp_path
             assert stated == asked
     # A failed read was made again.
     assert results[1][2][1][0] > results[0][2][1][0]
+
+
+def _empty_states(context: RankContext, root: str) -> tuple[list[str], list[int]]:
+    """What is said of a state without parts on one rank, and on all; the committed steps."""
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        checkpointer = Checkpointer(Path(root), groups=groups)
+        some = {"v": {"x": 1}} if context.rank else {}
+        said = [str(checkpointer.save(1, some))]
+        for call in (checkpointer.save, checkpointer.save_async):
+            try:
+                call(2, {})
+            except ConfigError as error:
+                said.append(str(error))
+        said.append(str(checkpointer.load(some)))
+        checkpointer.close()
+        return said, checkpointer.steps()
+
+
+def test_a_checkpoint_of_nothing_is_refused_and_reports_print_as_one_line(tmp_path: Path) -> None:
+    """A state may be empty on some ranks; on all of them it is a mistake that would be `latest`."""
+    for said, steps in run_ranks(2, _empty_states, str(tmp_path)).results:
+        saved, refused, refused_async, loaded = said
+        assert steps == [1]
+        assert saved.startswith(f"step 1 in {tmp_path}/iter_0000001: 0 tensors, 0 B, saved in ")
+        assert saved.endswith(" s, a new plan, the first of its root")
+        assert refused == refused_async
+        assert "the state has no part on any rank" in refused
+        assert loaded.startswith(f"step 1 from {tmp_path}/iter_0000001: 0 tensors, 0 B read in ")

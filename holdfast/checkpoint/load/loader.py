@@ -42,6 +42,7 @@ from holdfast.errors import (
     HoldfastError,
     MismatchError,
     StorageError,
+    counted,
     some_of,
 )
 from holdfast.format.checkpoint_files import CheckpointFiles
@@ -480,7 +481,7 @@ def _refuse_left_over(written: set[str], result: MatchResult, step: int) -> None
     left = sorted(written - {each.path for each in result.tensors}) if written else []
     if left:
         raise CorruptionError(
-            f"step {step} lacks {len(left)} entries that a damaged newer checkpoint has "
+            f"step {step} lacks {_entries(left)} that a damaged newer checkpoint has "
             f"already written to: {some_of(left)}; load step {step} into a fresh state"
         )
 
@@ -514,6 +515,10 @@ def _not_requested(
     return tuple(sorted(set(parts) - requested))
 
 
+def _entries(paths: Sequence[str]) -> str:
+    return counted(len(paths), "entry", "entries")
+
+
 def warn_of_kept(result: MatchResult, rank: int) -> None:
     """Say once that values of this rank's coordinates are not stored and stay as they are."""
     if result.kept:
@@ -535,7 +540,7 @@ def raise_mismatch(result: MatchResult, step: int) -> None:
     sentences = []
     if result.missing:
         sentences.append(
-            f"the checkpoint lacks {len(result.missing)} entries that the state asks for: "
+            f"the checkpoint lacks {_entries(result.missing)} that the state asks for: "
             f"{some_of(result.missing)} (allow_missing=[patterns] lets them be)"
         )
         if any(path.endswith("]") for path in result.missing):
@@ -544,12 +549,13 @@ def raise_mismatch(result: MatchResult, step: int) -> None:
                 "PerRank(..., missing='keep'), or merge=callable"
             )
     if result.mismatched:
+        verb = "does" if len(result.mismatched) == 1 else "do"
         sentences.append(
-            f"{len(result.mismatched)} entries do not fit: {some_of(result.mismatched)}"
+            f"{_entries(result.mismatched)} {verb} not fit: {some_of(result.mismatched)}"
         )
     if result.unagreed:
         sentences.append(
-            f"{len(result.unagreed)} entries would start fresh: {some_of(result.unagreed)} "
+            f"{_entries(result.unagreed)} would start fresh: {some_of(result.unagreed)} "
             f"(allow_missing=[patterns] agrees to that, as in {_patterns(result.unagreed)})"
         )
     if sentences:

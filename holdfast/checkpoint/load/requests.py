@@ -16,7 +16,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.packed_ints import PackedBoxes, pack_boxes, squeeze, unpack_boxes, unsqueeze
-from holdfast.errors import CorruptionError, MismatchError, some_of
+from holdfast.errors import CorruptionError, MismatchError, counted, some_of
 from holdfast.format.values import Codecs, Node, is_per_rank, is_plain_dict, walk
 from holdfast.parallel import Layout
 from holdfast.parallel.ranks import shorten_ranks
@@ -177,9 +177,9 @@ def find_unexpected(
     refused = [path for path in unexpected if not matches(path, patterns)]
     if refused:
         raise MismatchError(
-            f"the checkpoint holds {len(refused)} entries that the state does not ask for: "
-            f"{some_of(refused)}; pass ignore_unexpected=[patterns], or True for all, to "
-            f"leave them"
+            f"the checkpoint holds {counted(len(refused), 'entry', 'entries')} that the state does "
+            f"not ask for: {some_of(refused)}; pass "
+            f"ignore_unexpected=[patterns], or True for all, to leave them"
         )
     return unexpected
 

@@ -59,6 +59,7 @@ class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
         metadata: digest of the caller's metadata; empty for none.
         root: the id of its root; the coordinator's is the one of the save.
         new_root: whether the coordinator found no checkpoint in a root without an id.
+        is_empty: whether its state has no part.
     """
 
     kind: str
@@ -77,6 +78,7 @@ class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
     metadata: str = ""
     root: str = ""
     new_root: bool = False
+    is_empty: bool = False
 
 
 class Proposals:
@@ -109,10 +111,15 @@ class Proposals:
                 self.failed.setdefault(save_id, error)
 
     def refuse_disagreement(self, ranks: Sequence[int]) -> None:
-        """Raise PlanError if the ranks do not request the same."""
+        """Raise PlanError if the ranks do not request the same, ConfigError if all have nothing."""
         for what, values in self._to_agree_on().items():
             if len(set(values)) > 1:
                 raise disagreement("save", what, values, ranks=ranks)
+        if all(proposal.is_empty for proposal in self.by_rank):
+            raise ConfigError(
+                f"the state has no part on any rank: a checkpoint of nothing would be the newest "
+                f"one, and step {self.by_rank[0].step} would resume from it"
+            )
 
     def agrees(self) -> bool:
         """Return True if all ranks request the same and no failure is to be raised."""
@@ -288,6 +295,7 @@ class Handshake:
                     running=running,
                     root=root_id,
                     new_root=is_new,
+                    is_empty=not local.flat.nodes,
                 )
             )
             # Phase 3, three collectives: plan with all ranks, unless all hold one and the same.

@@ -12,9 +12,9 @@ from typing import Annotated
 from rich.console import Console
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import EXIT_DAMAGED, counted, in_bytes, print_error
+from holdfast.cli.support.messages import EXIT_DAMAGED, print_error
 from holdfast.cli.support.tables import make_console, make_table, print_json, progress_bar
-from holdfast.errors import ConfigError, CorruptionError, clean
+from holdfast.errors import ConfigError, CorruptionError, clean, counted, in_bytes
 from holdfast.foreign.casts import cast_weights, float_type
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.convert import (

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import in_bytes
 from holdfast.cli.support.steps import lease_checkpoint
 from holdfast.cli.support.tables import print_json, progress_bar
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, in_bytes
 from holdfast.storage import open_storage, shown
 from holdfast.writer.copying import copy_checkpoint
 

@@ -17,14 +17,7 @@ from holdfast.cli.support.compare import (
 )
 from holdfast.cli.support.elements import refuse_drift
 from holdfast.cli.support.keys import select_keys
-from holdfast.cli.support.messages import (
-    EXIT_DAMAGED,
-    counted,
-    in_bytes,
-    layout_in_words,
-    print_error,
-    shape_in_words,
-)
+from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, print_error, shape_in_words
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.cli.support.tables import (
     make_console,
@@ -32,7 +25,7 @@ from holdfast.cli.support.tables import (
     print_rows,
     progress_bar,
 )
-from holdfast.errors import ConfigError, CorruptionError, clean
+from holdfast.errors import ConfigError, CorruptionError, clean, counted, in_bytes
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node
 
@@ -192,7 +185,8 @@ def _print(a: OpenCheckpoint, b: OpenCheckpoint, args: Args, result: Differences
     for name, side in (("A", a), ("B", b)):
         manifest = side.snapshot.manifest
         layouts = "; ".join(layout_in_words(layout) for layout in manifest.layouts)
-        console.print(f"{name}  {clean(side.label)}  step {manifest.step}, {layouts}", style="dim")
+        what = f"step {manifest.step}, {layouts}" if layouts else f"step {manifest.step}"
+        console.print(f"{name}  {clean(side.label)}  {what}", style="dim")
     print_rows(
         console,
         [("tensor", "cyan"), ("A", ""), ("B", "")],

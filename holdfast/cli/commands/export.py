@@ -17,10 +17,10 @@ import numpy as np
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.elements import read_elements, refuse_drift
 from holdfast.cli.support.keys import select_keys
-from holdfast.cli.support.messages import EXIT_DAMAGED, counted, in_bytes, print_error
+from holdfast.cli.support.messages import EXIT_DAMAGED, print_error
 from holdfast.cli.support.steps import open_checkpoint
 from holdfast.cli.support.tables import make_console, progress_bar
-from holdfast.errors import ConfigError, CorruptionError, StorageError
+from holdfast.errors import ConfigError, CorruptionError, StorageError, counted, in_bytes
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.elements import decode_elements

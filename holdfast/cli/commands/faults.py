@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import counted, when
+from holdfast.cli.support.messages import when
 from holdfast.cli.support.run_history import OPEN, Device, DeviceHistory, Fault, RunHistory
 from holdfast.cli.support.steps import open_root
 from holdfast.cli.support.tables import make_console, print_json, print_rows
-from holdfast.errors import ConfigError, HoldfastError, clean, some_sentences
+from holdfast.errors import ConfigError, HoldfastError, clean, counted, some_sentences
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import MANIFEST, RANK_LOG_DIR, list_steps, step_dir
 from holdfast.format.rerun_report import REPORT_NAME, read_events

@@ -8,17 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import (
-    EXIT_DAMAGED,
-    counted,
-    in_bytes,
-    layout_in_words,
-    metadata_in_words,
-    when,
-)
+from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, metadata_in_words, when
 from holdfast.cli.support.steps import find_runs, open_root
 from holdfast.cli.support.tables import make_console, make_table, print_json
-from holdfast.errors import ConfigError, HoldfastError, clean
+from holdfast.errors import ConfigError, HoldfastError, clean, counted, in_bytes
 from holdfast.foreign.formats import detect_format, open_catalog
 from holdfast.foreign.location import Location
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, decode_manifest

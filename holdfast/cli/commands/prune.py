@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Literal, cast
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import EXIT_DAMAGED, counted, in_bytes
+from holdfast.cli.support.messages import EXIT_DAMAGED
 from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import make_console, make_table, print_json
-from holdfast.errors import ConfigError, clean
+from holdfast.errors import ConfigError, clean, counted, in_bytes
 from holdfast.policies.keep import (
     AnyOf,
     KeepBest,

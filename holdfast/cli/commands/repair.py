@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import EXIT_DAMAGED, counted
+from holdfast.cli.support.messages import EXIT_DAMAGED
 from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import make_console, make_table, print_json
-from holdfast.errors import clean
+from holdfast.errors import clean, counted
 from holdfast.storage import shown
 from holdfast.writer.leftovers import Fate, Leftover, repair
 

@@ -17,8 +17,6 @@ from holdfast.cli.support.keys import select_keys
 from holdfast.cli.support.locality_tables import locality_json, print_locality
 from holdfast.cli.support.messages import (
     EXIT_DAMAGED,
-    counted,
-    in_bytes,
     in_ranges,
     layout_in_words,
     metadata_in_words,
@@ -30,7 +28,7 @@ from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.cli.support.tables import MAX_ROWS, make_console, make_table, print_json
 from holdfast.cli.support.tensor_stats import TensorStats, tensor_stats
 from holdfast.cli.support.value_tree import value_tree
-from holdfast.errors import ConfigError, CorruptionError, clean
+from holdfast.errors import ConfigError, CorruptionError, clean, counted, in_bytes
 from holdfast.format.manifest import Manifest
 from holdfast.format.reader import Snapshot
 from holdfast.format.summaries import requests_in_words

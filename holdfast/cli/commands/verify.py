@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import EXIT_DAMAGED, counted, in_bytes
+from holdfast.cli.support.messages import EXIT_DAMAGED
 from holdfast.cli.support.steps import StoredCheckpoint, lease_checkpoint
 from holdfast.cli.support.tables import make_console, make_table, print_json, progress_bar
-from holdfast.errors import clean
+from holdfast.errors import clean, counted, in_bytes
 from holdfast.foreign.checksums import compare_checksums
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.verifier import Damage, verify_snapshot

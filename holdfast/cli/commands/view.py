@@ -19,7 +19,7 @@ from holdfast.cli.page.history import History, read_history
 from holdfast.cli.page.run_events import RunEvent, RunLog, read_run_log
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.holders import SavedPlacement
-from holdfast.cli.support.messages import EXIT_DAMAGED, in_bytes, print_error
+from holdfast.cli.support.messages import EXIT_DAMAGED, print_error
 from holdfast.cli.support.relayout import (
     Requests,
     parse_layout,
@@ -27,7 +27,7 @@ from holdfast.cli.support.relayout import (
     saved_requests,
 )
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
-from holdfast.errors import ConfigError, CorruptionError, StorageError, clean
+from holdfast.errors import ConfigError, CorruptionError, StorageError, clean, in_bytes
 from holdfast.format.manifest import FileInfo
 from holdfast.format.names import parse_step_dir
 from holdfast.format.rank_events import LoadEvent

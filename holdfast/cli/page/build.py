@@ -33,15 +33,8 @@ from holdfast.cli.support.locality import (
     stored_kinds,
 )
 from holdfast.cli.support.locality_tables import SCOPE, copies_in_words
-from holdfast.cli.support.messages import (
-    counted,
-    in_bytes,
-    in_ranges,
-    layout_in_words,
-    metadata_in_words,
-    when,
-)
-from holdfast.errors import clean
+from holdfast.cli.support.messages import in_ranges, layout_in_words, metadata_in_words, when
+from holdfast.errors import clean, counted, in_bytes
 from holdfast.format.manifest import Manifest
 from holdfast.version import __version__
 

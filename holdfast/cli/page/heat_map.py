@@ -9,7 +9,8 @@ import numpy as np
 
 from holdfast.arrays.types import IntArray
 from holdfast.cli.page.html import Html, bullets, element, esc, scrollable
-from holdfast.cli.support.messages import counted, in_bytes, in_ranges
+from holdfast.cli.support.messages import in_ranges
+from holdfast.errors import counted, in_bytes
 
 _MAX_LINES = 40
 """Rows and columns of a table; more ranks or files are summed up."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from holdfast.cli.page.html import Column, Html, element, esc, paragraph, table
 from holdfast.cli.page.run_events import RunLog
 from holdfast.cli.page.timeline import in_seconds, save_seconds
-from holdfast.cli.support.messages import in_bytes, when
-from holdfast.errors import HoldfastError
+from holdfast.cli.support.messages import when
+from holdfast.errors import HoldfastError, in_bytes
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, decode_manifest
 from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, step_dir
 from holdfast.retention.tags import list_tags

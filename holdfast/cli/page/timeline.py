@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from holdfast.cli.page.html import Html, bullets, element, esc, paragraph
 from holdfast.cli.page.rank_table import NUM_OUTLIERS, Outliers, RankColumn, rank_table
 from holdfast.cli.page.run_events import RunEvent, RunLog
-from holdfast.cli.support.messages import in_bytes
+from holdfast.errors import in_bytes
 from holdfast.format.rank_events import SaveEvent
 
 MAX_SAVES = 30

@@ -18,7 +18,8 @@ from holdfast.cli.page.run_events import RunEvent, RunLog
 from holdfast.cli.page.timeline import in_seconds, save_seconds, waited, work, write_rate
 from holdfast.cli.support.holders import SavedPlacement
 from holdfast.cli.support.locality import RankLocality, num_copies
-from holdfast.cli.support.messages import counted, in_bytes, in_ranges
+from holdfast.cli.support.messages import in_ranges
+from holdfast.errors import counted, in_bytes
 from holdfast.format.manifest import Manifest
 from holdfast.format.rank_events import LoadEvent, SaveEvent
 

@@ -8,9 +8,8 @@ from rich.console import Console
 
 from holdfast.cli.support.holders import SavedPlacement
 from holdfast.cli.support.locality import placement_counts, rank_localities, stored_kinds
-from holdfast.cli.support.messages import counted, in_bytes
 from holdfast.cli.support.tables import MAX_ROWS, make_table
-from holdfast.errors import clean
+from holdfast.errors import clean, counted, in_bytes
 
 SCOPE = (
     "Who held a box is stored in the index. Between copies of a chunk ranks are taken to choose as "

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from holdfast.errors import clean
+from holdfast.errors import clean, counted
 from holdfast.format.manifest import LayoutInfo
 
 EXIT_DAMAGED = 1
@@ -23,21 +23,6 @@ def print_error(error: BaseException | str) -> None:
     """One line on standard error, whatever line breaks and control characters the message has."""
     text = clean(" ".join(str(error).split()))
     print(f"holdfast: error: {text}", file=sys.stderr, flush=True)
-
-
-def in_bytes(nbytes: int) -> str:
-    """A size for people, in powers of 1000: "1.23 GB"."""
-    size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if size < 999.5 or unit == "PB":
-            return f"{nbytes} B" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{nbytes} B"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number and its noun: "1 file", "2,000 files"."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def in_ranges(numbers: Iterable[int]) -> str:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from holdfast.cli.support.messages import counted
-from holdfast.errors import ConfigError, StorageError
+from holdfast.errors import ConfigError, StorageError, counted
 from holdfast.foreign.formats import detect_format, open_catalog, unknown, without_bytes
 from holdfast.foreign.location import Location
 from holdfast.foreign.own_format import find_in_bucket

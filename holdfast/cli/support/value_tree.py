@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from rich.text import Text
 from rich.tree import Tree
 
-from holdfast.cli.support.messages import counted, in_bytes, shape_in_words
-from holdfast.errors import HoldfastError, clean
+from holdfast.cli.support.messages import shape_in_words
+from holdfast.errors import HoldfastError, clean, counted, in_bytes
 from holdfast.format.manifest import TensorInfo
 from holdfast.format.values import (
     MAPPINGS,

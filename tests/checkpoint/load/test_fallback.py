@@ -202,7 +202,7 @@ def test_nothing_of_a_damaged_checkpoint_stays_behind(tmp_path: Path) -> None:
     data.write_bytes(content)
     for _ in range(2):
         state = {"m": {"a": torch.zeros(num), "b": torch.zeros(num)}}
-        with pytest.raises(CorruptionError, match=r"lacks 1 entries.*m\.b"):
+        with pytest.raises(CorruptionError, match=r"lacks 1 entry.*m\.b"):
             checkpointer.load(state, max_fallbacks=None, allow_missing=["m.b"])
     fits = {"m": {"a": torch.zeros(num)}}
     report = checkpointer.load({"m": fits["m"], "n": {}}, max_fallbacks=None, allow_missing=["n"])

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from holdfast.arrays.boxes import Box
-from holdfast.cli.support.messages import in_bytes
+from holdfast.errors import in_bytes
 from holdfast.format.manifest import CutInfo, PlacementInfo
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
