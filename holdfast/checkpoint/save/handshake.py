@@ -117,8 +117,8 @@ class Proposals:
                 raise disagreement("save", what, values, ranks=ranks)
         if all(proposal.is_empty for proposal in self.by_rank):
             raise ConfigError(
-                f"the state has no part on any rank: a checkpoint of nothing would be the newest "
-                f"one, and step {self.by_rank[0].step} would resume from it"
+                "the state has no part on any rank: a checkpoint of nothing would be the newest "
+                "one, and a resume would start from it"
             )
 
     def agrees(self) -> bool:
