@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from holdfast.cli.support.arguments import parse_arguments
-from holdfast.cli.support.running import run_command
+from holdfast.cli.support.running import run_command, stopping_cleanly
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.version import __version__
 
@@ -76,7 +76,8 @@ def _dispatch(verb: str, words: list[str]) -> int:
         return _dispatch_elsewhere(verb, words)
     module = import_module(f"holdfast.cli.commands.{verb}")
     args = parse_arguments(module.Args, words, prog=f"holdfast {verb}", about=VERBS[verb])
-    return int(module.run(args))
+    with stopping_cleanly():
+        return int(module.run(args))
 
 
 def _dispatch_elsewhere(verb: str, words: list[str]) -> int:

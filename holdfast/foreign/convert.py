@@ -17,6 +17,7 @@ from holdfast.foreign.formats import detect_format, open_catalog
 from holdfast.foreign.location import Location
 from holdfast.foreign.output import (
     DEFAULT_MEMORY_NBYTES,
+    OnLeftover,
     OnProgress,
     Output,
     Reopen,
@@ -87,6 +88,7 @@ class Conversion:
         *,
         memory_nbytes: int = DEFAULT_MEMORY_NBYTES,
         on_progress: OnProgress = lambda nbytes: None,
+        on_leftover: OnLeftover = lambda path: None,
     ) -> None:
         """Write it. Errors and cost: `refuse_damage` of the source, and `write_output`."""
         refuse_damage(self.catalog)
@@ -98,6 +100,7 @@ class Conversion:
             reopen=self.reopen,
             memory_nbytes=memory_nbytes,
             on_progress=on_progress,
+            on_leftover=on_leftover,
         )
         if self.is_step:
             point_to_newest(self.above)

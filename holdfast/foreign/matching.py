@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +53,7 @@ def uses_of(
     groups: dict[object, _Group | str] = {}
     lost = []
     for name in names:
-        use = _use_of(rules, name)
+        use = _use_of(rules, name, names)
         if use is not None:
             rule, index, values = use
             at = int(values.pop(rule.over)) if rule.kind == "stack" and rule.over else 0
@@ -84,13 +84,16 @@ def _some(names: Sequence[str]) -> str:
     return some_of(names, most=_NUM_NAMED)
 
 
-def _use_of(rules: Sequence[MapRule], name: str) -> tuple[MapRule, int, dict[str, str]] | None:
+def _use_of(
+    rules: Sequence[MapRule], name: str, names: Container[str]
+) -> tuple[MapRule, int, dict[str, str]] | None:
     """Return the rule that takes a name, as which of its sources, and what its wildcards are."""
     uses = [
         (rule, index, values)
         for rule in rules
         for index, pattern in enumerate(rule.sources)
         if (values := pattern.match(name)) is not None
+        and (rule.where is None or rule.where.fill(values) in names)
     ]
     if len(uses) > 1:
         both = " and ".join(str(rule) for rule, _, _ in uses[:2])

@@ -233,7 +233,10 @@ class NameMap:
         """Return the map as text, from which two maps can be compared."""
         return json.dumps(
             [
-                [stage.unmatched, [[str(rule), dict(rule.settings)] for rule in stage.rules]]
+                [
+                    stage.unmatched,
+                    [[str(r), repr(r.where_to), dict(r.settings)] for r in stage.rules],
+                ]
                 for stage in self.stages
             ]
         )

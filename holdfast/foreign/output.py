@@ -14,21 +14,21 @@ what was read from the source, and only then it gets its name.
 
 from __future__ import annotations
 
-import secrets
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
 from holdfast.arrays.boxes import Box, split_box
-from holdfast.errors import ConfigError, CorruptionError, StorageError
+from holdfast.errors import ConfigError, CorruptionError
 from holdfast.foreign.catalog import Catalog, OpenFiles, TensorReader
 from holdfast.storage import Sink, Storage
+from holdfast.storage.unnamed import remove_unnamed, unnamed
 
 DEFAULT_MEMORY_NBYTES = 256 << 20
 """Memory that a conversion takes for the bytes on their way, unless another budget is given."""
@@ -40,6 +40,8 @@ size."""
 
 OnProgress = Callable[[int], object]
 """Called with the number of bytes that were just written or compared."""
+OnLeftover = Callable[[str], object]
+"""Called with the path of what a killed process has left, and which was removed."""
 Reopen = Callable[[Storage, str], Catalog]
 """Describes what was written below a name of a storage."""
 
@@ -127,8 +129,11 @@ def write_output(
     reopen: Reopen,
     memory_nbytes: int = DEFAULT_MEMORY_NBYTES,
     on_progress: OnProgress = lambda nbytes: None,
+    on_leftover: OnLeftover = lambda path: None,
 ) -> None:
     """Write an output, prove it, and give it its name; nothing that exists is overwritten.
+
+    What a killed process has left of an output of this name is removed first.
 
     Args:
         catalog: The source.
@@ -138,11 +143,12 @@ def write_output(
         reopen: Opens the result by its format, to prove it.
         memory_nbytes: Budget for the bytes on their way.
         on_progress: Called as bytes are written, and again as they are compared.
+        on_leftover: Called with the path of each leftover that was removed.
 
     Raises:
         ConfigError: The name is taken, or the budget is too small.
         CorruptionError: The source is damaged, or what was written does not read back as it.
-        StorageError: As its message says. Nothing is left behind.
+        StorageError: As its message says. Nothing is left behind, and neither after an interrupt.
 
     Cost: reads the source once, writes it once, reads what was written once.
     """
@@ -156,18 +162,13 @@ def write_output(
         raise ConfigError(
             f"{above.describe(name)} exists already; remove it or choose another name"
         )
-    # The suffix stays: a reader may go by it.
-    temporary = f".tmp-{secrets.token_hex(4)}-{name[-180:]}"
+    for path in remove_unnamed(above, [name]):
+        on_leftover(path)
     piece = memory_nbytes // (_NUM_THREADS * _SHARE)
-    try:
-        copier = _Copier(catalog, piece, output.block_nbytes, on_progress)
+    copier = _Copier(catalog, piece, output.block_nbytes, on_progress)
+    with unnamed(above, name, is_dir=output.is_folder) as temporary:
         copier.write(above, temporary, output)
         copier.prove(reopen(above, temporary))
-        above.rename_dir(temporary, name)
-    except BaseException:
-        with suppress(StorageError):
-            above.remove_tree(temporary, durable=False)
-        raise
 
 
 class _Copier:
@@ -183,6 +184,7 @@ class _Copier:
         self._lock = threading.Lock()
         self._digests: dict[tuple[str, int], Written] = {}
         self._extents: list[tuple[str, Extent]] = []
+        self._is_stopped = False
 
     def write(self, above: Storage, temporary: str, output: Output) -> None:
         """Write all files below a temporary name, durably."""
@@ -190,7 +192,6 @@ class _Copier:
             (file,) = output.files
             self._write_files(above, [(temporary, file)])
             return
-        above.make_dir(temporary, durable=False)
         for name in dict.fromkeys(f.name.rpartition("/")[0] for f in output.files):
             above.make_dir(f"{temporary}/{name}".rstrip("/"), durable=False)
         self._write_files(above, [(f"{temporary}/{f.name}", f) for f in output.files])
@@ -205,7 +206,7 @@ class _Copier:
         # What comes before its turn waits in memory where a file is sent and not written in place.
         in_place = storage.local_path("") is not None
         num_threads = _NUM_THREADS if in_place else 1
-        with OpenFiles(self._catalog.storage) as sources, _pool(num_threads) as pool:
+        with OpenFiles(self._catalog.storage) as sources, self._pool(num_threads) as pool:
             for path, file in files:
                 with storage.create(path, nbytes=file.nbytes) as sink:
                     for start, data in file.literals:
@@ -246,8 +247,21 @@ class _Copier:
         buffer = memoryview(bytearray(min(self._piece, box.numel * itemsize)))
         for part in split_box(box, max_numel=max(self._piece // itemsize, 1)):
             data = buffer[: part.numel * itemsize]
+            if self._is_stopped:
+                raise CancelledError
             reader.read_box(part, data)
             yield data
+
+    @contextmanager
+    def _pool(self, num_threads: int = _NUM_THREADS) -> Iterator[ThreadPoolExecutor]:
+        """Threads for the body; if it fails, or is interrupted, they end with the piece."""
+        with ThreadPoolExecutor(num_threads, "holdfast-convert") as pool:
+            try:
+                yield pool
+            except BaseException:
+                self._is_stopped = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def prove(self, result: Catalog) -> None:
         """Compare every box of the result with what was read of the source.
@@ -259,7 +273,7 @@ class _Copier:
         if set(extents) != {k for k, t in result.tensors.items() if t.nbytes}:
             odd = sorted(set(extents) ^ set(result.tensors))
             raise CorruptionError(f"{result.label}: what was written lacks or adds {odd[:3]}")
-        with OpenFiles(result.storage) as sources, _pool() as pool:
+        with OpenFiles(result.storage) as sources, self._pool() as pool:
             tasks = [
                 pool.submit(self._compare, name, extent, result, sources)
                 for name, extent in self._extents
@@ -314,7 +328,3 @@ class _BlockDigests:
         self._digests.append(self._hashed.intdigest())
         self._hashed.reset()
         self._filled = 0
-
-
-def _pool(num_threads: int = _NUM_THREADS) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads, "holdfast-convert")

@@ -15,6 +15,9 @@ makes those of its result patterns:
 | cast | 1 -> 1: another float type | dtype, saturate, back |
 | drop | 1 -> 0 | recomputed |
 | absent | 0 -> 0: what the inverse drops | |
+
+Any rule may state in `where` another name that must be there: a layer's norm is taken by one rule
+where the layer has a router, and by another where it has none. `where_to` is that of the inverse.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ _INVERSE = {
     "join": "split", "split": "join", "stack": "unstack", "unstack": "stack", "tie": "untie",
     "untie": "tie", "pad": "trim", "trim": "pad",
 }  # fmt: skip
+_CONDITIONS = ("where", "where_to")
 _MANY_SOURCES = ("join", "tie")
 _MANY_RESULTS = ("split", "untie")
 ORDERS = ("interleaved-to-half", "half-to-interleaved")
@@ -81,6 +85,8 @@ class MapRule:
         results: Patterns of the names it makes.
         settings: Of its kind.
         optional: It may match nothing.
+        where: It takes only names for which a name of this pattern is there, too.
+        where_to: The same for its inverse.
         label: For messages: its number in the map.
     """
 
@@ -89,12 +95,15 @@ class MapRule:
     results: tuple[NamePattern, ...]
     settings: Mapping[str, Any]
     optional: bool = False
+    where: NamePattern | None = None
+    where_to: NamePattern | None = None
     label: str = "rule"
 
     def __str__(self) -> str:
         """Return the rule in words."""
         made = f" -> {', '.join(map(repr, self.results))}" if self.results else ""
-        return f"{self.label} ({self.kind} {', '.join(map(repr, self.sources))}{made})"
+        where = f" where {self.where!r}" if self.where is not None else ""
+        return f"{self.label} ({self.kind} {', '.join(map(repr, self.sources))}{made}{where})"
 
     @property
     def over(self) -> str | None:
@@ -121,12 +130,14 @@ class MapRule:
                     f"recomputed = true if the program that loads it computes it itself"
                 )
             return replace(
-                self, kind="absent", sources=(), results=self.sources, settings={}, optional=True
-            )
+                self, kind="absent", sources=(), results=self.sources, settings={}, optional=True,
+                where=self.where_to, where_to=self.where,
+            )  # fmt: skip
         if self.kind == "absent":
             return replace(
-                self, kind="drop", sources=self.results, results=(), settings={"recomputed": True}
-            )
+                self, kind="drop", sources=self.results, results=(), settings={"recomputed": True},
+                where=self.where_to, where_to=self.where,
+            )  # fmt: skip
         if self.kind == "cast":
             if "back" not in settings:
                 raise ConfigError(
@@ -141,8 +152,9 @@ class MapRule:
             settings["dims"] = [dims.index(i) for i in range(len(dims))]
         kind = _INVERSE.get(self.kind, self.kind)
         return replace(
-            self, kind=kind, sources=self.results, results=self.sources, settings=settings
-        )
+            self, kind=kind, sources=self.results, results=self.sources, settings=settings,
+            where=self.where_to, where_to=self.where,
+        )  # fmt: skip
 
     def transform(
         self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
@@ -516,7 +528,7 @@ def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> MapRule:
             f"{', '.join(KINDS)}"
         )
     kind = kinds[0]
-    unknown = set(table) - {kind, "to", "optional", *KINDS[kind]}
+    unknown = set(table) - {kind, "to", "optional", *_CONDITIONS, *KINDS[kind]}
     if unknown:
         raise ConfigError(f"{label} ({kind}) has the unknown settings {sorted(unknown)}")
     settings = {name: table[name] for name in KINDS[kind] if name in table}
@@ -533,13 +545,21 @@ def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> MapRule:
     else:
         raise ConfigError(f"{label} ({kind}) lacks the name to which it leads: to")
     optional = bool(table.get("optional", kind == "absent"))
-    patterns = _patterns(sources + results, settings.get("over"))
+    conditions = {
+        name: _texts(table[name], False, f"{label}: {name}")[0]
+        for name in _CONDITIONS
+        if name in table
+    }
+    patterns = _patterns(sources + results + [*conditions.values()], settings.get("over"))
+    stated = dict(zip(conditions, patterns[len(sources + results) :], strict=True))
     rule = MapRule(
         kind=kind,
         sources=patterns[: len(sources)],
-        results=patterns[len(sources) :],
+        results=patterns[len(sources) : len(sources + results)],
         settings=settings,
         optional=optional,
+        where=stated.get("where"),
+        where_to=stated.get("where_to"),
         label=label,
     )
     _check(rule)
@@ -581,6 +601,9 @@ def _check(rule: MapRule) -> None:
     sides = {frozenset(p.wildcards - over) for p in (*rule.sources, *rule.results)}
     if len(sides) > 1:
         raise ConfigError(f"{rule}: all its patterns must have the same wildcards")
+    for condition in (rule.where, rule.where_to):
+        if condition is not None and not all(condition.wildcards <= side for side in sides):
+            raise ConfigError(f"{rule}: {condition!r} has wildcards that its names do not have")
     settings = rule.settings
     if rule.kind == "rotary":
         if settings.get("order") not in ORDERS:

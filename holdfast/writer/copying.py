@@ -26,7 +26,7 @@ from holdfast.format.summaries import annotate
 from holdfast.format.verifier import verify_snapshot, verify_source
 from holdfast.format.versions import Identity
 from holdfast.storage import Source, Storage
-from holdfast.storage.reading import for_each, read_at_most
+from holdfast.storage.reading import for_each, is_locked, read_at_most
 from holdfast.writer.commit import publish
 from holdfast.writer.job import heartbeat
 from holdfast.writer.records import SaveHeader, silent_s
@@ -34,6 +34,7 @@ from holdfast.writer.records import SaveHeader, silent_s
 _PIECE_NBYTES = 8 << 20
 _READS_AHEAD = 6
 _ALIVE_S = 10.0
+_STARTING_S = 0.5
 OnProgress = Callable[[int], object]
 
 
@@ -96,10 +97,13 @@ def copy_checkpoint(
                     f"it, add --overwrite"
                 )
         place = saving_dir(manifest.step, f"copy_{digest128(files.records.manifest)[:24]}")
-        if target.exists(place) and silent_s(target, place) < _ALIVE_S:
+        # Where the kernel knows that no process works on it, it is continued at once.
+        is_unlocked = is_locked(target, place) is False
+        alive_s = min(_STARTING_S, _ALIVE_S) if is_unlocked else _ALIVE_S
+        if target.exists(place) and silent_s(target, place) < alive_s:
             raise ConfigError(
                 f"{target.describe(place)}: another process copies this checkpoint there, or did "
-                f"until some seconds ago: wait for it, or try again in {_ALIVE_S:.0f} s"
+                f"until some seconds ago: wait for it, or try again in {max(alive_s, 1):.0f} s"
             )
         target.make_dir(place, durable=False)
         with heartbeat(target, place, position=0), source.pin(directory) as held:

@@ -45,6 +45,8 @@ _PAUSE_S = 0.1
 ALIVE_S = 30.0
 """Seconds without a heartbeat of any process, after which a save counts as abandoned."""
 
+_UNLOCKED_S = 24 * 3600.0
+"""Age at which a conversion counts as abandoned where no kernel knows who writes it."""
 _STARTING_S = 0.5
 """Seconds that a process may take from the directory of a save to its lock on it."""
 
@@ -281,11 +283,19 @@ def _treat_pointer(storage: Storage, *, dry_run: bool) -> list[Leftover]:
 
 
 def _treat_file(storage: Storage, name: str, *, alive_s: float, dry_run: bool) -> list[Leftover]:
-    """Remove a temporary file of a dead process; a living one renames it in an instant."""
+    """Remove a temporary file of a dead process; a living one renames it in an instant.
+
+    A directory is that of a conversion, which may write for hours, and keeps it locked.
+    """
     try:
         age_s = storage.age_s(name)
+        has_lock = is_locked(storage, name) if storage.is_dir(name) else False
     except StorageError:
         return []
+    if has_lock and alive_s > 0:
+        return [Leftover(name=name, step=None, fate="alive", why="a process has it locked")]
+    if has_lock is None and alive_s > 0:
+        alive_s = max(alive_s, _UNLOCKED_S)
     if age_s < alive_s:
         why = f"made {age_s:.0f} s ago; it may be about to get its name"
         return [Leftover(name=name, step=None, fate="alive", why=why)]

@@ -8,6 +8,7 @@ on neighbouring pairs).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ def randomise(model: torch.nn.Module, seed: int = 1) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3, generator=generator)
     return model
 
 
@@ -70,7 +74,7 @@ def mixtral(kv_heads: int = HEADS) -> Any:
 
 
 def of_family(family: str, kv_heads: int = 2) -> Any:
-    """A random model of a family of Transformers whose names are Llama's, or nearly."""
+    """A random model of a family of Transformers."""
     import transformers
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": BASE}
@@ -82,6 +86,17 @@ def of_family(family: str, kv_heads: int = 2) -> Any:
     }  # fmt: skip
     moe = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
     wide = {"head_dim": 2 * HEAD_DIM}
+    gemma = {
+        "head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM, "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }  # fmt: skip
+    every_layer = {"layer_types": ["full_attention"] * LAYERS}
+    latent = {
+        "num_key_value_heads": HEADS, "kv_lora_rank": 12, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": INNER,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    }  # fmt: skip
     name, own = {
         "mistral": ("Mistral", {"sliding_window": None, **wide}),
         "qwen2": ("Qwen2", {}),
@@ -95,10 +110,27 @@ def of_family(family: str, kv_heads: int = 2) -> Any:
             "sliding_window": None, "resid_pdrop": 0.0,
             "rope_parameters": {**rope, "partial_rotary_factor": 1.0},
         }),
+        "gemma": ("Gemma", gemma),
+        "gemma2": ("Gemma2", {**gemma, **every_layer, "attn_logit_softcapping": None,
+            "final_logit_softcapping": None}),
+        "gemma3": ("Gemma3", {**gemma, **every_layer,
+            "rope_parameters": {"full_attention": rope, "sliding_attention": rope}}),
+        "deepseek-v2": ("DeepseekV2", {**latent, "q_lora_rank": None, "topk_method": "greedy",
+            "n_group": None, "topk_group": None}),
+        "deepseek-v3": ("DeepseekV3", {**latent, "q_lora_rank": 20, "n_group": 2, "topk_group": 1,
+            "norm_topk_prob": True}),
+        "gpt-neox": ("GPTNeoX", {
+            "layer_norm_eps": EPS, "use_parallel_residual": False, "hidden_act": "gelu",
+            "rope_parameters": {**rope, "partial_rotary_factor": 0.25},
+        }),
+        "gpt2": ("GPT2", {"n_inner": INNER, "n_positions": 64, "layer_norm_epsilon": EPS,
+            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     }[family]  # fmt: skip
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **own})
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    if family == "qwen3-moe":
+    kind = {"Gemma3": "Gemma3Text"}.get(name, name)
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **own})
+    head = {"GPT2": "LMHeadModel"}.get(name, "ForCausalLM")
+    model = getattr(transformers, f"{name}{head}")(config)
+    if family == "qwen3-moe" or family.startswith("deepseek"):
         model.set_experts_implementation("eager")  # the grouped kernel lacks float64
     return randomise(model)
 
@@ -126,9 +158,18 @@ def state_of(catalog: Catalog) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array) for name, array in model_of(catalog).items()}
 
 
-def megatron_logits(state: State, kv_heads: int) -> Tensor:
-    """What Megatron-Core computes of a state with its names: TE spec, and experts one by one."""
-    x = state["embedding.word_embeddings.weight"][tokens()]
+def megatron_logits(state: State, kv_heads: int, *, is_gemma: bool = False) -> Tensor:
+    """What Megatron-Core computes of a state with its names: TE spec, and experts one by one.
+
+    Gemma: norms are stored less one (`layernorm_zero_centered_gamma`), embeddings are scaled, the
+    gate is a GELU, and there are norms after attention and MLP, and of queries and keys, where the
+    state has them.
+    """
+    if is_gemma:
+        ends = ("layernorm.weight", "layer_norm_weight")
+        state = {name: v + 1 if name.endswith(ends) else v for name, v in state.items()}
+    gate_of = partial(functional.gelu, approximate="tanh") if is_gemma else functional.silu
+    x = state["embedding.word_embeddings.weight"][tokens()] * (WIDTH**0.5 if is_gemma else 1)
     for layer in range(LAYERS):
         own = _below(state, f"decoder.layers.{layer}.")
         normed = _norm(x, own["self_attention.linear_qkv.layer_norm_weight"])
@@ -141,16 +182,19 @@ def megatron_logits(state: State, kv_heads: int) -> Tensor:
         grouped = mixed.view(*mixed.shape[:2], kv_heads, (per_group + 2) * HEAD_DIM)
         query, key, value = grouped.split([per_group * HEAD_DIM, HEAD_DIM, HEAD_DIM], dim=3)
         query = query.reshape(*mixed.shape[:2], HEADS, HEAD_DIM)
-        attended = _attend(query, key, value, pairs_apart=True)
-        x = x + functional.linear(
-            attended, own["self_attention.linear_proj.weight"],
-            own.get("self_attention.linear_proj.bias"),
+        query = _maybe_norm(query, own.get("self_attention.q_layernorm.weight"))
+        key = _maybe_norm(key, own.get("self_attention.k_layernorm.weight"))
+        attended = functional.linear(
+            _attend(query, key, value, pairs_apart=True),
+            own["self_attention.linear_proj.weight"], own.get("self_attention.linear_proj.bias"),
         )  # fmt: skip
+        x = x + _maybe_norm(attended, own.get("self_attention.linear_proj.post_layernorm.weight"))
         if "mlp.router.weight" in own:
             x = x + _megatron_experts(_norm(x, own["pre_mlp_layernorm.weight"]), own)
         else:
             normed = _norm(x, own["mlp.linear_fc1.layer_norm_weight"])
-            x = x + _megatron_mlp(normed, _below(own, "mlp."))
+            fed = _megatron_mlp(normed, _below(own, "mlp."), gate_of)
+            x = x + _maybe_norm(fed, own.get("mlp.linear_fc2.post_layernorm.weight"))
     x = _norm(x, state["decoder.final_layernorm.weight"])
     head = state.get("output_layer.weight", state["embedding.word_embeddings.weight"])
     return functional.linear(x, head)
@@ -187,6 +231,10 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
 
 
+def _maybe_norm(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else _norm(x, weight)
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, pairs_apart: bool) -> Tensor:
     """Causal attention of (rows, positions, heads, head_dim), positions rotated.
 
@@ -212,11 +260,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, pairs_apart: bool) -> 
     return mixed.transpose(1, 2).flatten(2)
 
 
-def _megatron_mlp(x: Tensor, own: State) -> Tensor:
+def _megatron_mlp(x: Tensor, own: State, gate_of: Any = functional.silu) -> Tensor:
     both = functional.linear(x, own["linear_fc1.weight"], own.get("linear_fc1.bias"))
     gate, up = both.chunk(2, dim=-1)
     return functional.linear(
-        functional.silu(gate) * up, own["linear_fc2.weight"], own.get("linear_fc2.bias")
+        gate_of(gate) * up, own["linear_fc2.weight"], own.get("linear_fc2.bias")
     )
 
 
@@ -261,6 +309,6 @@ def own_state(model: Any) -> dict[str, Any]:
     return state
 
 
-def assert_close(one: Any, two: Any) -> None:
+def assert_close(one: Any, two: Any, *, atol: float = 2e-6) -> None:
     """Equal but for rounding: norms and angles of Transformers are float32 in any model."""
-    torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
+    torch.testing.assert_close(one, two, rtol=0, atol=atol)

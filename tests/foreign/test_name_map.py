@@ -554,6 +554,36 @@ def test_a_tensor_that_another_part_has_too_keeps_its_key(tmp_path: Path) -> Non
     assert list(tensor_keys(mapped.parts["model"])) == ["model.a"]
 
 
+# ---- conditions ----
+
+
+def test_a_rule_takes_a_name_where_another_is_there(tmp_path: Path) -> None:
+    """A mixture of layers: the norm goes where its layer has it, and back to one name."""
+    model = {f"{i}.norm": np.full(2, i) for i in range(4)}
+    model |= {f"{i}.{'mlp' if i % 2 else 'router'}": np.ones(i) for i in range(4)}
+    name_map = NameMap.from_toml("""
+unmatched = "keep"
+[[rule]]
+rename = "{i:int}.norm"
+to = "{i}.mlp.norm"
+where = "{i}.mlp"
+[[rule]]
+rename = "{i:int}.norm"
+to = "{i}.pre_norm"
+where = "{i}.router"
+""")
+    mapped = name_map.apply(catalog_of(tmp_path, model)).catalog
+    named = {name for name in model_of(mapped) if name.endswith("norm")}
+    assert named == {"0.pre_norm", "1.mlp.norm", "2.pre_norm", "3.mlp.norm"}
+    assert_equal(model_of(name_map.inverse().apply(mapped).catalog), model)
+    # The inverse of the inverse has the condition again, and what no rule takes is an error.
+    alone = NameMap(list(name_map.inverse().inverse().stages[0].rules))
+    text = messages(alone, catalog_of(tmp_path, {"0.norm": np.ones(1)}), MismatchError)
+    assert "no rule matches 1 names: 0.norm;" in text
+    with pytest.raises(ConfigError, match="wildcards that its names do not have"):
+        NameMap.from_toml("[[rule]]\nrename = 'a'\nto = 'b'\nwhere = '{i}.c'\n")
+
+
 # ---- optimizer state ----
 
 

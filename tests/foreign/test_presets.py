@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,16 @@ def test_phi3_is_a_llama_with_fused_matrices(kv_heads: int, tmp_path: Path) -> N
     assert_close(logits_of(twin), logits_of(model))
 
 
+def test_the_first_files_of_gpt2_are_those_of_its_module(tmp_path: Path) -> None:
+    model = of_family("gpt2")
+    state = dict(model.transformer.state_dict())
+    state["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+    catalog = catalog_of_state(tmp_path, state)
+    result = model_of(apply(load_preset("gpt2-hub-to-gpt2-hf"), catalog, HEADS))
+    del state["h.0.attn.bias"]
+    assert_equal(result, {f"transformer.{name}": value.numpy() for name, value in state.items()})
+
+
 # ---- Megatron ----
 
 
@@ -86,6 +97,15 @@ def test_mixtral_in_megatrons_form_computes_the_same(kv_heads: int, tmp_path: Pa
     chain = ("mixtral-hf5-to-mixtral-hf", "mixtral-hf-to-mixtral-megatron")
     state = mapped(tmp_path, own_state(model), *chain)
     assert_close(megatron_logits(state, kv_heads), logits_of(model))
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
+def test_gemma_in_megatrons_form_computes_the_same(family: str, tmp_path: Path) -> None:
+    """With norms that are stored less one on both sides, so that no weight is rounded."""
+    model = of_family(family)
+    name = "llama" if family == "gemma" else "gemma2"
+    state = mapped(tmp_path, own_state(model), f"{name}-hf-to-{name}-megatron")
+    assert_close(megatron_logits(state, 2, is_gemma=True), logits_of(model), atol=2e-5)
 
 
 def test_other_forms_of_megatron_have_its_names_and_shapes(tmp_path: Path) -> None:
@@ -187,7 +207,7 @@ def test_optimizer_state_follows_through_a_preset(tmp_path: Path) -> None:
 
 def test_every_preset_has_both_directions() -> None:
     names = preset_names()
-    assert len(names) == len(set(names)) >= 32
+    assert len(names) == len(set(names)) >= 44
     for name in names:
         assert load_preset(name).inverse().inverse().describe() == load_preset(name).describe()
     with pytest.raises(ConfigError, match="llama-hf-to-gpt"):
@@ -210,6 +230,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip("megatron-core is not installed")
     pytest.importorskip("megatron.core")
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
@@ -218,6 +239,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: streams)
     # Of Transformer Engine, whose absence this version does not expect here.
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
@@ -237,12 +259,19 @@ def megatron_model(kv_heads: int, experts: int | None, family: str) -> Any:
         "moe_ffn_hidden_size": INNER, "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "allgather",
     }  # fmt: skip
-    norm = "LayerNorm" if family == "stablelm" else "RMSNorm"
+    norm = "LayerNorm" if family in ("stablelm", "gpt-neox", "gpt2") else "RMSNorm"
+    is_gated = family not in ("gpt-neox", "gpt2")
+    gelu = torch.nn.functional.gelu if family == "gpt-neox" else partial(
+        torch.nn.functional.gelu, approximate="tanh"
+    )  # fmt: skip
     has_head_norms = family.startswith("qwen3")
+    if family.startswith("deepseek"):
+        return megatron_deepseek(is_v3=family == "deepseek-v3")
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS,
         num_query_groups=kv_heads, ffn_hidden_size=INNER, use_cpu_initialization=True,
-        gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+        gated_linear_unit=is_gated, add_bias_linear=not is_gated,
+        activation_func=torch.nn.functional.silu if is_gated else gelu,
         add_qkv_bias=family in ("qwen2", "stablelm"), qk_layernorm=has_head_norms,
         kv_channels=2 * HEAD_DIM if has_head_norms or family == "mistral" else HEAD_DIM,
         normalization=norm, layernorm_epsilon=EPS, hidden_dropout=0, attention_dropout=0,
@@ -253,10 +282,64 @@ def megatron_model(kv_heads: int, experts: int | None, family: str) -> Any:
         normalization=norm, num_experts=experts, qk_layernorm=has_head_norms
     )
     model = GPTModel(
-        config, spec, vocab_size=VOCAB, max_sequence_length=64, position_embedding_type="rope",
-        rotary_percent=0.25 if family == "stablelm" else 1.0,
+        config, spec, vocab_size=VOCAB, max_sequence_length=64,
+        position_embedding_type="learned_absolute" if family == "gpt2" else "rope",
+        rotary_percent=0.25 if family in ("stablelm", "gpt-neox") else 1.0,
         share_embeddings_and_output_weights=False,
     )  # fmt: skip
+    return model.float().eval()
+
+
+class PlainAttention(torch.nn.Module):
+    """Causal attention: Megatron's own of the local spec takes no values of another width."""
+
+    def __init__(self, *args: Any, softmax_scale: float, **kwargs: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        heads = [each.permute(1, 2, 0, 3) for each in (query, key, value)]
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            *heads, is_causal=True, scale=self.scale
+        )
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+def megatron_deepseek(*, is_v3: bool) -> Any:
+    """The first layer is dense, the others have experts."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    routing: dict[str, Any] = {
+        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 2, "moe_router_group_topk": 1,
+    } if is_v3 else {"moe_router_pre_softmax": True}  # fmt: skip
+    config = MLATransformerConfig(
+        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, ffn_hidden_size=INNER,
+        use_cpu_initialization=True, gated_linear_unit=True, add_bias_linear=False,
+        activation_func=torch.nn.functional.silu, normalization="RMSNorm", layernorm_epsilon=EPS,
+        hidden_dropout=0, attention_dropout=0, bias_activation_fusion=False,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
+        qk_layernorm=True, multi_latent_attention=True, q_lora_rank=20 if is_v3 else None,
+        kv_lora_rank=12, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6, rope_type="rope",
+        apply_rope_fusion=False, num_moe_experts=EXPERTS, moe_router_topk=2,
+        moe_ffn_hidden_size=INNER, moe_layer_freq=[0, *[1] * (LAYERS - 1)],
+        moe_shared_expert_intermediate_size=2 * INNER, moe_router_topk_scaling_factor=1.5,
+        moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="allgather",
+        moe_router_load_balancing_type="none", **routing,
+    )  # fmt: skip
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = PlainAttention
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
     return model.float().eval()
 
 
@@ -274,16 +357,23 @@ def files_of(model: Any, folder: Path) -> dict[str, Any]:
     ("family", "kv_heads"),
     [
         ("llama", 2), ("llama", HEADS), ("mixtral", 2), ("mistral", 2), ("qwen2", 2),
-        ("qwen3", 2), ("qwen3-moe", 2), ("stablelm", HEADS),
+        ("qwen3", 2), ("qwen3-moe", 2), ("stablelm", HEADS), ("deepseek-v2", HEADS),
+        ("deepseek-v3", HEADS), ("gpt-neox", HEADS), ("gpt2", HEADS),
     ],
 )  # fmt: skip
 def test_megatron_core_itself_computes_the_same(family: str, kv_heads: int, tmp_path: Path) -> None:
-    """Strictly loaded: its names and shapes are those of the preset. StableLM turns a quarter."""
+    """Strictly loaded: its names and shapes are those of the preset.
+
+    StableLM and GPT-NeoX turn a quarter of each head. DeepSeek has a dense layer and two with
+    experts, and V2 no latent of the queries.
+    """
     has_experts = family in ("mixtral", "qwen3-moe")
     made: dict[str, Any] = {"llama": llama, "mixtral": mixtral}
     theirs = made[family](kv_heads) if family in made else of_family(family, kv_heads)
-    kind = family if has_experts else "llama"
-    sort = "megatron-moe" if has_experts else "megatron"
+    is_latent = family.startswith("deepseek")
+    other = "deepseek" if is_latent else family if family.startswith("gpt") else "llama"
+    kind = family if has_experts else other
+    sort = "megatron-moe" if has_experts else "megatron-mla" if is_latent else "megatron"
     chain = (f"{kind}-hf-to-{kind}-megatron", f"{sort}-te-to-{sort}-local")
     state = mapped(tmp_path, files_of(theirs, tmp_path / "saved"), *chain)
     model = megatron_model(kv_heads, EXPERTS if has_experts else None, family)

@@ -12,7 +12,7 @@ from typing import Annotated
 from rich.console import Console
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import EXIT_DAMAGED, print_error
+from holdfast.cli.support.messages import EXIT_DAMAGED, print_error, print_removed
 from holdfast.cli.support.tables import make_console, make_table, print_json, progress_bar
 from holdfast.errors import ConfigError, CorruptionError, clean, counted, in_bytes
 from holdfast.foreign.casts import cast_weights, float_type
@@ -105,7 +105,9 @@ def run(args: Args) -> int:
                     # Everything is written and then compared.
                     task = bar.add_task("convert", total=2 * conversion.output.nbytes)
                     advance = partial(bar.advance, task)
-                    conversion.run(memory_nbytes=memory, on_progress=advance)
+                    conversion.run(
+                        memory_nbytes=memory, on_progress=advance, on_leftover=print_removed
+                    )
             seconds = time.monotonic() - began
             if args.json:
                 print_json(_as_json(conversion, args, seconds, changes))

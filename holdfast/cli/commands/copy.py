@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
+from holdfast.cli.support.messages import print_note
+from holdfast.cli.support.running import Stopped
 from holdfast.cli.support.steps import lease_checkpoint
 from holdfast.cli.support.tables import print_json, progress_bar
 from holdfast.errors import ConfigError, in_bytes
@@ -50,14 +52,21 @@ def run(args: Args) -> int:
             )
         with progress_bar(quiet=args.json) as bar:
             task = bar.add_task("copy", total=None)
-            report = copy_checkpoint(
-                checkpoint.storage,
-                checkpoint.directory,
-                target,
-                overwrite=args.overwrite,
-                verify=args.verify,
-                on_progress=lambda nbytes: bar.advance(task, nbytes),
-            )
+            try:
+                report = copy_checkpoint(
+                    checkpoint.storage,
+                    checkpoint.directory,
+                    target,
+                    overwrite=args.overwrite,
+                    verify=args.verify,
+                    on_progress=lambda nbytes: bar.advance(task, nbytes),
+                )
+            except (KeyboardInterrupt, Stopped):
+                print_note(
+                    f"what was copied so far stays in {shown(args.dst)}: the same command "
+                    f"continues there, and `holdfast repair` removes it"
+                )
+                raise
     seconds = time.monotonic() - began
     where = f"{shown(args.dst).rstrip('/')}/iter_{report.step:07d}"
     if args.json:
@@ -74,7 +83,9 @@ def run(args: Args) -> int:
         print(f"{where} is this very version already; nothing was copied")
     else:
         sent = (
-            "" if report.nbytes_sent == report.nbytes else f", {in_bytes(report.nbytes_sent)} now"
+            ""
+            if report.nbytes_sent == report.nbytes
+            else f", {in_bytes(report.nbytes_sent)} of it now: an earlier copy was continued,"
         )
         print(f"{checkpoint.label} -> {where} ({in_bytes(report.nbytes)}{sent} in {seconds:.2f} s)")
     return 0

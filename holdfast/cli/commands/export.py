@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,10 @@ import numpy as np
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.elements import read_elements, refuse_drift
 from holdfast.cli.support.keys import select_keys
-from holdfast.cli.support.messages import EXIT_DAMAGED, print_error
+from holdfast.cli.support.messages import EXIT_DAMAGED, print_error, print_removed
 from holdfast.cli.support.steps import open_checkpoint
 from holdfast.cli.support.tables import make_console, progress_bar
-from holdfast.errors import ConfigError, CorruptionError, StorageError, counted, in_bytes
+from holdfast.errors import ConfigError, CorruptionError, counted, in_bytes
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.elements import decode_elements
@@ -28,6 +27,7 @@ from holdfast.format.index import ImageEntry, layout_image
 from holdfast.format.manifest import TensorInfo
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage, Sink
+from holdfast.storage.unnamed import remove_unnamed, unnamed
 
 Advance = Callable[[int], object]
 """Called with the number of bytes read since the last call."""
@@ -134,6 +134,7 @@ def _write_safetensors(
     """One file with all tensors."""
     entries = [ImageEntry(name=x.info.key, dtype=x.dtype, shape=x.shape) for x in outputs]
     image = layout_image(entries)
+    _make_room(to.parent, [to])
     with _new_file(to, nbytes=image.nbytes) as sink:
         sink.write_at(0, memoryview(image.header))
         for output, start in zip(outputs, image.starts.tolist(), strict=True):
@@ -143,8 +144,7 @@ def _write_safetensors(
 def _write_npy(snapshot: Snapshot, outputs: list[_Output], to: Path, advance: Advance) -> None:
     """One file per tensor; none is written when one exists already."""
     files = [to / f"{_file_name(output.info.key)}.npy" for output in outputs]
-    for file in files:
-        _refuse_existing(file)
+    _make_room(to, files)
     for output, file in zip(outputs, files, strict=True):
         dtype = DTYPES[output.dtype].numpy
         if dtype is None:
@@ -179,24 +179,28 @@ def _copy(snapshot: Snapshot, output: _Output, sink: Sink, start: int, advance: 
         start += piece.nbytes
 
 
-def _refuse_existing(path: Path) -> None:
-    if path.is_symlink() or path.exists():
-        raise ConfigError(f"{path} exists already; remove it or choose another name")
+def _make_room(folder: Path, files: list[Path]) -> None:
+    """Make the folder of new files, and remove what killed exports have left of them.
+
+    Raises:
+        ConfigError: One of them exists.
+    """
+    for path in files:
+        if path.is_symlink() or path.exists():
+            raise ConfigError(f"{path} exists already; remove it or choose another name")
+    storage = PosixStorage(folder)
+    storage.make_dir("")
+    for left in remove_unnamed(storage, {path.name for path in files}):
+        print_removed(left)
 
 
 @contextmanager
 def _new_file(path: Path, *, nbytes: int) -> Iterator[Sink]:
     """A file to fill; once that has succeeded it is durable and gets its name."""
-    _refuse_existing(path)
     storage = PosixStorage(path.parent)
-    storage.make_dir("")
-    temporary = f".tmp-{path.name[:200]}-{secrets.token_hex(4)}"
-    try:
-        with storage.create(temporary, nbytes=nbytes) as sink:
-            yield sink
-            sink.sync()
-        storage.rename_dir(temporary, path.name)
-    except BaseException:
-        with suppress(StorageError):
-            storage.remove_tree(temporary)
-        raise
+    with (
+        unnamed(storage, path.name, is_dir=False) as temporary,
+        storage.create(temporary, nbytes=nbytes) as sink,
+    ):
+        yield sink
+        sink.sync()

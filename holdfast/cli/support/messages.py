@@ -25,6 +25,16 @@ def print_error(error: BaseException | str) -> None:
     print(f"holdfast: error: {text}", file=sys.stderr, flush=True)
 
 
+def print_note(text: str) -> None:
+    """One line on standard error: something that the user did not ask for, and no failure."""
+    print(f"holdfast: {clean(' '.join(text.split()))}", file=sys.stderr, flush=True)
+
+
+def print_removed(path: str) -> None:
+    """Say that something was removed which a killed process has left."""
+    print_note(f"{path} was left by a command that was killed, and is removed")
+
+
 def in_ranges(numbers: Iterable[int]) -> str:
     """Numbers in short: "0-3, 7"."""
     parts: list[list[int]] = []

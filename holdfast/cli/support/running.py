@@ -4,11 +4,63 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from holdfast.cli.support.messages import EXIT_INTERRUPTED, EXIT_MISTAKE, print_error
+from holdfast.cli.support.messages import (
+    EXIT_INTERRUPTED,
+    EXIT_MISTAKE,
+    print_error,
+    print_note,
+)
 from holdfast.errors import HoldfastError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_AGAIN_S = 1.0
+"""Seconds after which a second signal is meant as one: `timeout` sends its signal twice at once."""
+
+
+class Stopped(BaseException):
+    """A signal that asks to stop has come. Not an Exception: nothing but clean-up handles it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextmanager
+def stopping_cleanly() -> Iterator[None]:
+    """In the body, SIGTERM and SIGHUP stop a command as Ctrl-C does: what it makes is removed.
+
+    A second signal, some time after the first, ends the process at once. A signal that is ignored
+    (nohup) or has another handler keeps it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    first: list[float] = []
+
+    def stop(number: int, _: object) -> None:
+        if not first:
+            first.append(time.monotonic())
+            raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
+        if time.monotonic() - first[0] > _AGAIN_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    plain = (signal.SIG_DFL, signal.default_int_handler)
+    before = {n: handler for n in _SIGNALS if (handler := signal.getsignal(n)) in plain}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_command(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
@@ -20,7 +72,8 @@ def run_command(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> in
 
     Returns:
         What `run` returned; 2 after a HoldfastError or OSError, which is printed as one line on
-        standard error; 0 when the reader of the output has left; 130 after Ctrl-C.
+        standard error; 0 when the reader of the output has left; 130 after Ctrl-C, and 128 and the
+        signal's number after another one that stopped it.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names need not be text; bytes that cannot be printed are shown as escapes.
@@ -32,6 +85,9 @@ def run_command(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> in
     except KeyboardInterrupt:
         print("holdfast: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Stopped as stopped:
+        print_note(f"stopped by {stopped}")
+        return 128 + stopped.number
     except (HoldfastError, OSError) as error:
         print_error(error)
         return EXIT_MISTAKE
