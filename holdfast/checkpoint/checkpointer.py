@@ -504,7 +504,7 @@ class Checkpointer:
         if source is None and names is not None:
             raise ConfigError("names map those of a source: give source=, too")
         if source is None:
-            self._root.check()
+            self._root.check(learns=False)
             report = self._loader.load(state, options)
             self._note_saved(report.step)  # a step that was loaded is saved, too
         else:

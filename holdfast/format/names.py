@@ -7,7 +7,7 @@ least of all the pointer file, which is for people and other tools.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from holdfast.errors import StorageError
 from holdfast.storage import Storage
@@ -120,6 +120,12 @@ def list_steps(storage: Storage) -> list[int]:
         and (dirs_with is not None or storage.exists(f"{name}/{MANIFEST}"))
     ]
     return sorted(steps)
+
+
+def newest_step_dir(names: Iterable[str]) -> int | None:
+    """Return the highest step with a directory among these names, committed or not; or None."""
+    steps = map(parse_step_dir, names)
+    return max((step for step in steps if step is not None), default=None)
 
 
 def latest_step(storage: Storage) -> int | None:

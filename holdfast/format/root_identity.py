@@ -37,12 +37,13 @@ class RootIdentity:
         self._storage = storage
         self.id = ""
 
-    def check(self) -> None:
+    def check(self, *, learns: bool = True) -> None:
         """Raise StorageError if this is another root than the one that the run has used so far.
 
         Writes nothing. Cost: one small read; once only, where a place cannot become another one.
+        There an id is only for those who save: with `learns=False`, nothing is read.
         """
-        if self.id and getattr(self._storage, "is_one_place", False):
+        if (self.id or not learns) and getattr(self._storage, "is_one_place", False):
             return
         present = read_root_id(self._storage)
         if self.id and present != self.id:

@@ -82,6 +82,7 @@ def commit_save(
     header: SaveHeader,
     sizes: Mapping[str, int] | None = None,
     own: DoneRecord | None = None,
+    others: Sequence[DoneRecord] = (),
     before: Counter[str] | None = None,
 ) -> None:
     """Check that every planned byte is accounted for, then give the checkpoint its name.
@@ -98,6 +99,7 @@ def commit_save(
         sizes: Sizes of the files in the directory as a look at it has shown, where one look shows
             all of them.
         own: The done-record of this process, which need not be read back.
+        others: Those of all other ranks, if they are at hand.
         before: The storage's requests before this process's share of the save; None for a repair,
             which does not know them.
 
@@ -113,7 +115,7 @@ def commit_save(
     final = step_dir(header.step)
     # Phase 1: prove that all bytes are there and complete the directory.
     try:
-        done = _complete(storage, directory, plan, header, sizes, own)
+        done = _complete(storage, directory, plan, header, sizes, own, others)
     except StorageError:
         if storage.exists(directory) or save_id_of(storage, final) != header.save_id:
             raise
@@ -166,22 +168,28 @@ def _complete(
     header: SaveHeader,
     sizes: Mapping[str, int] | None,
     own: DoneRecord | None,
+    others: Sequence[DoneRecord],
 ) -> _Completed:
     """Make the directory a complete, durable checkpoint that lacks only its name."""
     if sizes is None:
         sizes = sizes_below(storage, directory)
     # On a disk every record is read back: what counts is what is there.
-    known = {own.position: own} if own is not None and sizes is not None else {}
+    known: dict[int, DoneRecord] = {}
+    if own is not None and sizes is not None:
+        known = {each.position: each for each in (*others, own)}
     # First, prove that the records of all ranks fit the plan; assemble index and manifest.
     try:
         with collector_paused():
             records = for_each(
                 storage,
                 lambda position: (
-                    known.get(position) or _read_done(storage, directory, position, plan, header)
+                    known.get(position) or read_done(storage, directory, position, plan, header)
                 ),
                 range(len(plan.plan.ranks)),
             )
+            for each in others:
+                where = f"the done-record of rank {plan.plan.ranks[each.position]}"
+                _require_fit(each, each.position, plan, header, where=where)
             index_bytes, manifest, extras = assemble(plan.plan, records, header, memo=plan.memo)
             manifest_bytes = encode_manifest(manifest, texts=plan.memo.texts)
     except HoldfastError:
@@ -406,24 +414,36 @@ def _take_back(
         ) from cause
 
 
-def _read_done(
+def read_done(
     storage: Storage, directory: str, position: int, plan: EncodedPlan, header: SaveHeader
 ) -> DoneRecord:
-    """Read the done-record of one rank; it must belong to this save and plan."""
+    """Read the done-record of one rank; it must belong to this save and plan.
+
+    Raises:
+        StorageError: It is not there, with a FileNotFoundError as cause; or cannot be read.
+        CorruptionError, PlanError: It is damaged, or of another save or plan.
+    """
     path = f"{directory}/{done_file(position)}"
     record = read_sealed(storage, path, DoneRecord)
+    _require_fit(record, position, plan, header, where=storage.describe(path))
+    return record
+
+
+def _require_fit(
+    record: DoneRecord, position: int, plan: EncodedPlan, header: SaveHeader, *, where: str
+) -> None:
+    """Raise unless a done-record is that of a rank in this save under this plan."""
     rank = plan.plan.ranks[position]
     if record.position != position or record.save_id != header.save_id:
         raise CorruptionError(
-            f"{storage.describe(path)} is the record of save {record.save_id}, position "
-            f"{record.position}; save {header.save_id}, position {position} (rank {rank}) is needed"
+            f"{where} is the record of save {record.save_id}, position {record.position}; "
+            f"save {header.save_id}, position {position} (rank {rank}) is needed"
         )
     if record.plan_digest != plan.digest:
         raise PlanError(
-            f"{storage.describe(path)}: rank {rank} wrote under plan {record.plan_digest}, the "
-            f"commit has plan {plan.digest}"
+            f"{where}: rank {rank} wrote under plan {record.plan_digest}, the commit has plan "
+            f"{plan.digest}"
         )
-    return record
 
 
 def build_index(

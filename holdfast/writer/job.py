@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -30,6 +31,8 @@ from holdfast.format.root_identity import require_root
 from holdfast.format.versions import LEASES_DIR, repeated
 from holdfast.storage import PosixStorage, Storage
 from holdfast.storage.reading import (
+    for_each,
+    held_with_name,
     is_joined,
     locking,
     make_dir_with,
@@ -37,7 +40,7 @@ from holdfast.storage.reading import (
     requests_of,
     sizes_below,
 )
-from holdfast.writer.commit import commit_save
+from holdfast.writer.commit import commit_save, read_done
 from holdfast.writer.outcomes import (
     committers_failure,
     pause_s,
@@ -59,6 +62,7 @@ from holdfast.writer.records import (
     heartbeat_file,
     missing_ranks,
     seal,
+    unseal,
 )
 
 HEARTBEAT_S = 2.0
@@ -71,15 +75,20 @@ class JobGate:
     """Holds a job back while its image is being staged, and until all ranks have written.
 
     The staging thread opens it step by step, or closes it permanently. The job's threads wait.
+
+    Attributes:
+        record: This rank's sealed done-record when it has written its share, if the record goes to
+            the committing rank by message; empty if it is on storage.
     """
 
     def __init__(self) -> None:
+        self.record = b""
         # One condition for all fields: two threads of the job wait, each for another field.
         self._changed = threading.Condition()
         self._nbytes = 0
         self._nbytes_needed = 0
         self._staged: tuple[bytes, RowDigests] | None = None
-        self._may_commit = False
+        self._records: Sequence[bytes] | None = None
         self._is_closed = False
 
     def open_to(self, nbytes: int) -> None:
@@ -96,10 +105,14 @@ class JobGate:
             self._staged = checks, digests
             self._changed.notify_all()
 
-    def allow_commit(self) -> None:
-        """Declare that every rank has written its share."""
+    def allow_commit(self, records: Sequence[bytes]) -> None:
+        """Declare that every rank has written its share.
+
+        Args:
+            records: `record` of each rank by position; empty on ranks that do not commit.
+        """
         with self._changed:
-            self._may_commit = True
+            self._records = records
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -123,9 +136,13 @@ class JobGate:
         assert self._staged is not None
         return self._staged
 
-    def wait_for_commit(self) -> None:
-        """Return when all ranks have written their shares."""
-        self._wait_for(lambda: self._may_commit, lambda: "the save failed before its commit")
+    def wait_for_commit(self) -> Sequence[bytes]:
+        """Return what `allow_commit` was given, when all ranks have written their shares."""
+        self._wait_for(
+            lambda: self._records is not None, lambda: "the save failed before its commit"
+        )
+        assert self._records is not None
+        return self._records
 
     def _wait_for(self, is_open: Callable[[], bool], why: Callable[[], str]) -> None:
         """Return when it is open; StorageError with the reason if it is closed before."""
@@ -216,10 +233,11 @@ class JobThread:
         """Start the thread."""
         self._thread.start()
 
-    def wait_written(self) -> None:
-        """Return when the rank's share is durable; raise the job's error."""
+    def wait_written(self) -> bytes:
+        """Return `JobGate.record` when the rank's share is durable; raise the job's error."""
         self._written.wait()
         self._raise_error()
+        return self.gate.record
 
     def wait_finished(self) -> None:
         """Return when the job is done; raise its error."""
@@ -325,19 +343,26 @@ def perform_job(
         # Phase 1: write this rank's bytes and its done-record.
         if plan is not None and not pause_of(storage):
             _write_plan(storage, job, plan)
-        own = write_share(storage, job, image, gate=gate, on_progress=on_progress, before=before)
-        # Where a write is a request, the rank that commits needs no record on storage if all other
-        # ranks have written by now: the commit is its next step.
-        if plan is None or not pause_of(storage):
+        # Where a write is a request, a record takes none if it can reach the committing rank
+        # without: the commit is then the next step, and a save that dies before it was promised to
+        # no caller. The committing rank's own is at hand; the ranks of a synchronous save have a
+        # connection to it, on which they tell that they have written.
+        is_published = not pause_of(storage) or (plan is None and gate is None)
+        own = write_share(
+            storage, job, image, gate=gate, on_progress=on_progress, before=before,
+            is_published=is_published,
+        )  # fmt: skip
+        if is_published:
             own.publish()
+        elif gate is not None:
+            gate.record = own.sealed()
         written = time.monotonic()
         if on_written is not None:
             on_written()
         # Phase 2: commit when every rank has written, or wait for the rank that does.
         if plan is not None:
-            if gate is not None:
-                gate.wait_for_commit()
-            _commit_when_complete(storage, job, plan, deadline, own, before)
+            records = gate.wait_for_commit() if gate is not None else ()
+            _commit_when_complete(storage, job, plan, deadline, own, before, records)
         elif gate is None:
             is_written.set()
             wait_for_commit(storage, job, deadline)
@@ -394,6 +419,7 @@ def write_share(
     gate: JobGate | None = None,
     on_progress: Callable[[int], object] | None = None,
     before: Counter[str] | None = None,
+    is_published: bool = True,
 ) -> OwnRecord:
     """Write and sync a rank's data file; return its done-record, which the caller publishes.
 
@@ -407,6 +433,7 @@ def write_share(
             image is in place.
         on_progress: Called with the bytes passed to storage so far.
         before: The storage's requests before the job; None for none.
+        is_published: The record will be written to storage by a rank that does not commit.
 
     Raises:
         StorageError: A write failed; the message names the path.
@@ -437,8 +464,8 @@ def write_share(
         checks=checks,
         lanes=column(digests.lanes),
         values=job.values,
-        # And the record itself, which is one more, of a rank that does not commit.
-        requests=dict(sent + Counter(put=1)) if sent else {},
+        # And the record itself, which is one more.
+        requests=dict(sent + Counter(put=int(is_published))) if sent else {},
     )
     path = f"{job.directory}/{done_file(job.position)}"
     return OwnRecord(storage, path, record)
@@ -460,9 +487,12 @@ class OwnRecord:
         is there, so are the bytes.
         """
         if not self.is_there:
-            data = seal(msgspec.msgpack.encode(self.record))
-            self.storage.write_file(self.path, data, durable=False)
+            self.storage.write_file(self.path, self.sealed(), durable=False)
             self.is_there = True
+
+    def sealed(self) -> bytes:
+        """Return it as bytes, with their digest."""
+        return seal(msgspec.msgpack.encode(self.record))
 
 
 def _write_image(
@@ -505,39 +535,52 @@ def _commit_when_complete(
     deadline: float,
     own: OwnRecord,
     before: Counter[str],
+    records: Sequence[bytes],
 ) -> None:
-    """Wait for every rank's done-record, then commit; `before` are the requests before the job."""
+    """Wait for every rank's done-record, then commit.
+
+    Args:
+        storage, job, plan: Of the save.
+        deadline: When to give up, by the monotonic clock.
+        own: The done-record of this rank.
+        before: The storage's requests before the job.
+        records: The sealed done-records of all ranks that came by message; empty if they are on
+            storage.
+    """
     ranks = plan.plan.ranks
+    commit = partial(
+        commit_save, storage, job.directory, plan=plan, header=job.header, own=own.record,
+        before=before,
+    )  # fmt: skip
+    others = _others_at_hand(storage, job, plan, own, records)
+    if others is not None:
+        # What they state is there: each upload was answered before its rank made its record.
+        sizes = {each.file: each.nbytes for each in (own.record, *others) if each.file is not None}
+        plan_files = _plan_files(job, plan)
+        if not held_with_name(storage, plan_files):  # objects, which are to go after the commit
+            sizes |= {path: len(data) for path, data in plan_files.items()}
+        sizes |= {done_file(each.position): 0 for each in others if not any(records)}
+        return commit(sizes=sizes, others=others)
     began = time.monotonic()
-    is_alone = len(ranks) == 1 and not own.is_there
+    if not own.is_there:
+        # A look at one record has shown that the save has to wait. From here on others can finish
+        # it if this process dies.
+        own.publish()
+        time.sleep(pause_of(storage))
     while True:
-        sizes: dict[str, int] | None
-        if is_alone:  # what it has written is what is there: each upload was answered
-            sizes = {own.record.file: own.record.nbytes} if own.record.file is not None else {}
-        else:
-            sizes = sizes_below(storage, job.directory)
-        if sizes is None:
+        sizes_there = sizes_below(storage, job.directory)
+        if sizes_there is None:
             names = storage.list(f"{job.directory}/{DONE_DIR}")
         else:
-            names = [path[len(DONE_DIR) + 1 :] for path in sizes if path.startswith(f"{DONE_DIR}/")]
-        if not own.is_there:
-            names.append(done_file(job.position)[len(DONE_DIR) + 1 :])
+            names = [
+                path[len(DONE_DIR) + 1 :] for path in sizes_there if path.startswith(f"{DONE_DIR}/")
+            ]
         failed = [name for name in names if name.endswith(".failed")]
         if failed:
             raise read_failure(storage, f"{job.directory}/{DONE_DIR}/{failed[0]}")
         missing = missing_ranks(names, ranks)
         if not missing:
-            return commit_save(
-                storage,
-                job.directory,
-                plan=plan,
-                header=job.header,
-                sizes=sizes,
-                own=own.record,
-                before=before,
-            )
-        # From here on others can finish the save if this process dies.
-        own.publish()
+            return commit(sizes=sizes_there)
         now = time.monotonic()
         if now > deadline:
             raise DeadlineError(
@@ -547,6 +590,46 @@ def _commit_when_complete(
             )
         pause = max(pause_s(now - began), pause_of(storage))
         time.sleep(min(pause, max(deadline - now, 0.0)))
+
+
+def _others_at_hand(
+    storage: Storage,
+    job: WriteJob,
+    plan: EncodedPlan,
+    own: OwnRecord,
+    records: Sequence[bytes],
+) -> list[DoneRecord] | None:
+    """Return the done-records of all other ranks, if no listing is needed to know them.
+
+    None if some may be missing. On a disk a listing costs nothing, and what counts is what is
+    there.
+
+    Cost: none for those that came by message. Otherwise a request for one, and if that is there,
+    one for each.
+    """
+    ranks = plan.plan.ranks
+    others = [position for position in range(len(ranks)) if position != job.position]
+    if any(records):
+        return [
+            unseal(records[at], DoneRecord, where=f"the done-record of rank {ranks[at]}")
+            for at in others
+        ]
+    if own.is_there:
+        return None
+
+    def look(position: int) -> DoneRecord | None:
+        try:
+            return read_done(storage, job.directory, position, plan, job.header)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+
+    # One first, so that a save that has to wait pays for one look and not for many.
+    there = [look(position) for position in others[-1:]]
+    if None not in there:
+        there = [*for_each(storage, look, others[:-1]), *there]
+    return [each for each in there if each is not None] if None not in there else None
 
 
 @contextmanager

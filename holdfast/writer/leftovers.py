@@ -126,10 +126,11 @@ def _collect(storage: Storage, *, dry_run: bool) -> list[Leftover]:
     return leftovers
 
 
-def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> None:
+def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> list[str] | None:
     """Wait for writers that outlived their run, and commit the saves that they left complete.
 
-    Returns at once if nothing is being written, or was given to a writer that is about to, and
+    Returns the names under the root as the last look has shown them, None if they may be others by
+    now. Returns at once if nothing is being written, or was given to a writer that is about to, and
     after `timeout_s` at the latest. Removes nothing, because it waits only shortly. A read-only
     storage is left as it is.
 
@@ -145,16 +146,17 @@ def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> N
     while True:
         # Before the look at what has begun, which is what comes after it.
         is_to_begin = bool(is_locked(storage, ""))
+        names = storage.list("")
         leftovers = [
             each
-            for name in storage.list("")
+            for name in names
             if not name.startswith(".tmp-")
             for each in _look(storage, name, patience, dry_run=True)
         ]
         # A writer that has been given a save, and has not begun it, has the root locked.
         if is_to_begin or any(each.fate == "alive" for each in leftovers):
             if time.monotonic() > deadline:
-                return
+                return None
             time.sleep(_PAUSE_S)
             continue
         # Another process may do the same: then its lock is seen in the next look, and waited for.
@@ -172,6 +174,7 @@ def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> N
             break
     if has_finished:
         _treat_pointer(storage, dry_run=False)
+    return names if is_over else None
 
 
 def _look(storage: Storage, name: str, patience: _Patience, *, dry_run: bool) -> list[Leftover]:

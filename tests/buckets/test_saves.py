@@ -110,8 +110,23 @@ def _two_ranks(context: RankContext, url: str, endpoint: str) -> list[dict[str, 
         Checkpointer(url, groups=groups, settle_s=0.0) as checkpointer,
     ):
         checkpointer.save_async(3, state(5)).result()
-        assert checkpointer.stats.writer_pid is not None
+        writer = checkpointer.stats.writer_pid
+        assert writer is not None
+        if not context.rank:
+            os.kill(writer, signal.SIGSTOP)
+        pending = checkpointer.save_async(4, state(6))
+        if not context.rank:
+            while not _has_record(storage):
+                time.sleep(0.02)
+            os.kill(writer, signal.SIGCONT)
+        counts.append(dict(pending.result().requests))
     return counts
+
+
+def _has_record(storage: ObjectStorage) -> bool:
+    """Whether the rank that does not commit has written its record of a save in progress."""
+    names = [name for name in storage.list("") if name.startswith(".saving-")]
+    return any("00001.msgpack" in storage.list(f"{name}/done") for name in names)
 
 
 def test_two_ranks_save_load_and_replace(url: str, s3: str) -> None:
@@ -119,19 +134,21 @@ def test_two_ranks_save_load_and_replace(url: str, s3: str) -> None:
     state: dict[str, object] = {"t": Stored(), "v": Stored()}
     loaded = Checkpointer(url, settle_s=0.0).load(state, step=1)
     assert cast("dict[str, int]", loaded.values["v"])["version"] == 4
-    assert list_steps(ObjectStorage(url)) == [1, 2, 3]
+    assert list_steps(ObjectStorage(url)) == [1, 2, 3, 4]
     assert repair(ObjectStorage(url)) == []
     # 11 MiB in 3 parts of 5 MiB, which obstore sends, with two requests more; an upload here.
-    (own, first_load), (save, load) = (map(Counter, each) for each in counts)
+    (own, first_load, own_async), (save, load, _) = (map(Counter, each) for each in counts)
     assert own["upload"] == save["upload"] == 1
     parts = 3 + 2
     # The rank that does not commit looks for the save's name, at most twice, and makes it if the
-    # other rank is late; then it writes its record. See docs/object-stores.md for what each is.
-    assert sum(save.values()) - 1 + parts <= parts + 4
-    assert save["record"] == 1
-    # The rank that commits reads the other's record. If that rank has made the name: three more.
+    # other rank is late. Its record goes by message. See docs/object-stores.md for what each is.
+    assert sum(save.values()) - 1 + parts <= parts + 3
+    assert save["record"] == own["record"] == own["list"] == own["get"] == 0
+    # If the other rank has made the name: three more.
     is_late = own["name"] > 0
-    assert sum(own.values()) - 1 + parts <= parts + 5 + 1 + 3 * is_late
+    assert sum(own.values()) - 1 + parts <= parts + 4 + 3 * is_late
+    # Asynchronously, that record is read as soon as it is there, and nothing is listed for it.
+    assert own_async["list"] == 0
     assert sum(first_load.values()) - first_load["range"] <= 4
     # The name, which has the records; then ranges alone.
     assert load["get"] == 1
@@ -193,6 +210,34 @@ def test_the_requests_of_one_rank() -> None:
         storage.requests.clear()
         checkpointer.load(state, step=2)
         assert sum(storage.requests.values()) <= 1 + 3
+    # The first load of a process, too, which also looks for writers of an earlier run.
+    reader = ObjectStorage(storage.url)
+    with Checkpointer(reader) as checkpointer:
+        assert checkpointer.load(state).step == 2
+        assert sum(reader.requests.values()) <= 1 + 4
+
+
+def test_a_name_without_a_checkpoint_is_passed_over() -> None:
+    """The newest name is opened without a look at it: what is no checkpoint is not loaded."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    state = {"t": {"a": torch.zeros(9)}}
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state)
+        storage.make_dir("iter_0000005")
+        storage.write_file("iter_0000005/note", b"by hand")
+        assert checkpointer.load(state).step == 1
+
+
+def test_notes_of_a_save_that_a_name_cannot_hold_go_with_the_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("holdfast.storage.objects.storage.MAX_HELD_NBYTES", 0)
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, {"t": {"a": torch.zeros(9)}})
+    assert {key.split("/")[3] for key in storage._bucket.list_all(".store/data")} == {
+        "data", "index.safetensors", "manifest.json",
+    }  # fmt: skip
 
 
 def test_a_range_is_as_large_as_leaves_work_for_all_threads() -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.checkpoint_files import CheckpointFiles
-from holdfast.format.names import list_steps, step_dir
+from holdfast.format.names import list_steps, newest_step_dir, step_dir
 from holdfast.format.versions import Records, read_lease, save_id_of
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.ranks import disagreement
@@ -100,14 +100,17 @@ class Finder:
             stack.callback(files.close)
         return chosen, files, [host for _, host, _ in proposals]
 
-    def wait_for_writers(self) -> None:
+    def wait_for_writers(self) -> list[str] | None:
         """Wait for writers that outlived an earlier run, and finish what they left complete.
 
-        Once per run; no collectives.
+        Once per run; no collectives. Returns the names under the root if a look has just shown
+        them.
         """
+        names = None
         if self._settle_s > 0 and self._storage.is_dir(""):
-            wait_for_writers(self._storage, alive_s=_ALIVE_S, timeout_s=self._settle_s)
+            names = wait_for_writers(self._storage, alive_s=_ALIVE_S, timeout_s=self._settle_s)
             self._settle_s = 0.0
+        return names
 
     def was_replaced(self) -> bool:
         """Return True if the version found last has been replaced since.
@@ -192,12 +195,17 @@ class Finder:
     def _choose(self, step: int | None, *, may_be_there: bool = False) -> int:
         """Return the step to load, None for the newest; StorageError if no checkpoint exists.
 
-        With `may_be_there`, a given step is not looked for where that is a request.
+        With `may_be_there`, no look is taken at a step where that is a request: what opens it will
+        see whether it is whole.
         """
         storage = self._storage
-        self.wait_for_writers()
-        if step is not None and pause_of(storage) and may_be_there:
-            return step  # what opens it will see; a look at all steps is a request
+        names = self.wait_for_writers()
+        if pause_of(storage) and may_be_there:
+            if step is not None:
+                return step
+            newest = newest_step_dir(storage.list("") if names is None else names)
+            if newest is not None:
+                return newest
         try:
             steps = list_steps(storage)
         except StorageError:

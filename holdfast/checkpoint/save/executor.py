@@ -185,10 +185,10 @@ class SaveExecutor:
                 others = self._digests_of_others(plan, local, phases)
                 checks = self._checks(staging, plan, others, phases, digests)
                 gate.finish_staging(checks, digests)
-                thread.wait_written()
-            self._groups.control.agree(None, phase="save: written")
+                record = thread.wait_written()
+            records = self._groups.control.gather(record, phase="save: written")
             with phases.timed("commit"):
-                gate.allow_commit()
+                gate.allow_commit(records or ())
                 thread.wait_finished()
         finally:
             # After a failure here the job must neither continue nor be left behind.

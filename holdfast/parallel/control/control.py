@@ -237,6 +237,8 @@ class Control:
         """
         with self._calling(phase):
             frames = self._open("gather", phase, payload)
+            if self.scope is not None:
+                self.scope.answers[phase] = []  # for messages: how far it came
             payloads = [payload, *(frame.inline for frame in frames[1:])]
             if self._transport is None:
                 return payloads

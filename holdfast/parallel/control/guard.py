@@ -71,7 +71,7 @@ class Guard(Generic[T]):
 
     @property
     def answers(self) -> Mapping[str, list[bytes]]:
-        """Payloads that `Control.agree` returned in the last run, by phase."""
+        """Payloads that `Control.agree` returned in the last run, by phase; of a gather none."""
         return self._scope.answers
 
     def run(self, body: Callable[[], T]) -> T:
