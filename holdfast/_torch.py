@@ -254,6 +254,19 @@ def argument_names(operator: Any) -> list[str]:
     return [each.name for each in operator._schema.arguments]
 
 
+# ---- Data loaders ----
+
+
+def loader_iterator(loader: Any) -> object:
+    """Return the iterator that a loader with persistent workers keeps; None before its first."""
+    return loader._iterator
+
+
+def start_iterator(loader: Any) -> None:
+    """Make the iterator that a loader with persistent workers keeps."""
+    loader._iterator = loader._get_iterator()
+
+
 # ---- Communicators ----
 
 _DERIVED = ("_AllreduceUpcastHookState", "DefaultState", "LowPrecisionState")

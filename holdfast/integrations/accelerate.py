@@ -13,12 +13,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderDispatcher, skip_first_batches
+from accelerate.data_loader import (
+    DataLoaderDispatcher,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+)
 from torch import nn
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
@@ -27,11 +31,19 @@ from holdfast.integrations.fetches import (
     FetchWatch,
     Streams,
     generators_of,
-    set_epoch_of_samplers,
+    has_workers,
+    samplers_of,
     set_streams,
+    start_workers,
 )
 from holdfast.integrations.owners import owners_of
-from holdfast.integrations.world import agreed_newest_step, groups_of_world, of_each_rank
+from holdfast.integrations.world import (
+    agreed_newest_step,
+    groups_of_world,
+    of_each_rank,
+    of_each_rank_or_first,
+)
+from holdfast.policies.keep import KeepLast
 from holdfast.state import RNG, OptimizerState, Stored
 
 _PLACE = "_holdfast_place"
@@ -48,7 +60,12 @@ class AccelerateCheckpoints:
         accelerator: after `prepare` and `register_for_checkpointing`.
         root: directory of the checkpoints.
         every: optimizer steps between the saves of `after_step`; 0 for none.
-        options: further arguments of `Checkpointer`, such as `retention`.
+        ignore_hooks: leave alone what hooks of `register_save_state_pre_hook` and
+            `register_load_state_pre_hook` keep. They are called by `accelerator.save_state` and
+            `load_state` alone, so that an accelerator with hooks is refused without it.
+        options: further arguments of `Checkpointer`, such as `retention`; by default as many
+            checkpoints are kept as the `total_limit` of a `ProjectConfiguration` with automatic
+            names says.
 
     Called by all ranks, as every method.
 
@@ -62,9 +79,14 @@ class AccelerateCheckpoints:
         root: str | os.PathLike[str],
         *,
         every: int = 0,
+        ignore_hooks: bool = False,
         **options: Any,
     ) -> None:
         _refuse_unsupported(accelerator)
+        self._ignores_hooks = ignore_hooks
+        project = accelerator.project_configuration
+        if project.automatic_checkpoint_naming and project.total_limit:
+            options = {"retention": KeepLast(project.total_limit), **options}
         self._accelerator: Any = accelerator
         self._every = every
         self._places = [_Place.of(loader) for loader in self._accelerator._dataloaders]
@@ -81,13 +103,14 @@ class AccelerateCheckpoints:
         root: str | os.PathLike[str],
         *,
         every: int = 0,
+        ignore_hooks: bool = False,
         **options: Any,
     ) -> AccelerateCheckpoints:
         """Return checkpoints, with the newest of them loaded, if there is one.
 
         Args, errors: as of the class, and of `Checkpointer.load`.
         """
-        checkpoints = cls(accelerator, root, every=every, **options)
+        checkpoints = cls(accelerator, root, every=every, ignore_hooks=ignore_hooks, **options)
         newest = agreed_newest_step(checkpoints._groups, Path(root))
         if newest is not None:
             checkpoints.load(newest)
@@ -102,8 +125,18 @@ class AccelerateCheckpoints:
 
     @property
     def epoch(self) -> int:
-        """The pass over the first prepared loader that is in progress, or comes next."""
-        return int(self._accelerator._dataloaders[0].iteration) if self._places else 0
+        """The pass over the first prepared loader that is in progress, or comes next.
+
+        Raises:
+            ConfigError: no loader was prepared: a loop over it would begin again.
+        """
+        if not self._places:
+            raise ConfigError(
+                "AccelerateCheckpoints.epoch: the accelerator has prepared no loader whose passes "
+                "could be counted; prepare the one you train with, or count epochs in an object of "
+                "register_for_checkpointing"
+            )
+        return int(self._accelerator._dataloaders[0].iteration)
 
     def after_step(self) -> PendingSave | None:
         """Count an optimizer step, and save in the background if one is due; after each batch.
@@ -125,16 +158,22 @@ class AccelerateCheckpoints:
             options: of `Checkpointer.save_async`.
 
         Raises:
-            ConfigError: gradients are accumulated: they would be lost.
+            ConfigError: something would be lost, which the message names: accumulated gradients,
+                the place of a loader that was made after this object, what hooks keep.
             HoldfastError: as of `Checkpointer.save_async`.
         """
         accelerator = self._accelerator
+        self._refuse_loss()
         if not accelerator.sync_gradients:
             raise ConfigError(
                 "AccelerateCheckpoints.save: gradients are being accumulated, and would be lost; "
                 "save after a step of the optimizer (accelerator.sync_gradients)"
             )
-        own = {"step": self.step, "accumulated": accelerator.step}
+        own = {
+            "step": self.step,
+            "accumulated": accelerator.step,
+            "save_iteration": accelerator.save_iteration,
+        }
         places = {str(i): place.tree() for i, place in enumerate(self._places)}
         parts = {**self._parts(), "accelerator": own, "loaders": places}
         return self._checkpointer.save_async(
@@ -151,21 +190,50 @@ class AccelerateCheckpoints:
         Raises:
             MismatchError: as of `Checkpointer.load`; or a loader cannot continue at a whole batch.
         """
-        own = {"step": Stored(), "accumulated": Stored()}
+        self._refuse_loss()
+        own = dict.fromkeys(("step", "accumulated", "save_iteration"), Stored())
         places = {str(i): place.template() for i, place in enumerate(self._places)}
         parts = {**self._parts(), "accelerator": own, "loaders": places}
         report = self._checkpointer.load(parts, step=step, **options)
         values: Any = report.values
         for i, place in enumerate(self._places):
             place.move(values["loaders"][str(i)])
-        self.step = values["accelerator"]["step"]
-        self._accelerator.step = values["accelerator"]["accumulated"]
+        own = values["accelerator"]
+        self.step = own["step"]
+        # Nothing is accumulated at a save: with another number of steps the count begins again.
+        is_whole = own["accumulated"] % self._accelerator.gradient_accumulation_steps == 0
+        self._accelerator.step = own["accumulated"] if is_whole else 0
+        self._accelerator.project_configuration.iteration = own["save_iteration"]
         return report
 
     def close(self) -> None:
         """Wait for saves in flight, and raise what failed; destroy the communicators made here."""
         self._checkpointer.close()
         self._groups.close()
+
+    def _refuse_loss(self) -> None:
+        """Raise ConfigError if the accelerator has something that a save would not keep."""
+        accelerator = self._accelerator
+        if not accelerator._models:
+            raise ConfigError("AccelerateCheckpoints: the accelerator has prepared no model")
+        hooks = [*accelerator._save_model_state_pre_hook.values()]
+        hooks += accelerator._load_model_state_pre_hook.values()
+        if hooks and not self._ignores_hooks:
+            names = ", ".join(getattr(each, "__qualname__", repr(each)) for each in hooks)
+            raise ConfigError(
+                f"AccelerateCheckpoints does not call hooks of accelerator.save_state and "
+                f"load_state ({names}), and what they keep would be lost; give it to "
+                f"register_for_checkpointing, or pass ignore_hooks=True"
+            )
+        known = [place.loader for place in self._places]
+        active = accelerator.gradient_state.dataloader_references
+        for each in [*accelerator._dataloaders, *active]:
+            if each is not None and not any(each is other for other in known):
+                raise ConfigError(
+                    "AccelerateCheckpoints does not know the place of a loader that was prepared "
+                    "after it was made, or made by skip_first_batches; prepare all loaders before, "
+                    "and loop over them as they are: the loop continues behind the last batch"
+                )
 
     def _parts(self) -> dict[str, object]:
         """Return the objects that are saved as they are."""
@@ -185,11 +253,20 @@ class _Place:
     """Where a prepared loader is: its pass, and the batches of it that are trained."""
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._watch = None if type(loader) is DataLoaderDispatcher else FetchWatch(loader)
+        self.loader = loader
+        self._kind: Any = type(loader)
+        self._base = loader.base_dataloader
+        self._is_dispatched = is_dispatched = self._kind is DataLoaderDispatcher
+        # A dispatcher gives each rank a share of several batches that the first rank has fetched.
+        is_split = is_dispatched and (loader.split_batches or loader.submesh_tp)
+        num_ranks = loader.state.num_processes if is_dispatched else 1
+        num_fetches = 1 if is_split else num_ranks
+        self._watch = FetchWatch(loader, num_fetches=num_fetches)
+        self._num_samples = _batch_size(loader) * num_fetches
         self._generators = generators_of(loader)
         self._batches = 0
         self._start: Streams | None = None
+        self._had_workers = self._is_whole = False
         self._moved: Mapping[str, Any] | None = None
 
     @classmethod
@@ -200,85 +277,131 @@ class _Place:
             return known
         place = loader.__dict__[_PLACE] = cls(loader)
         kind = type(loader)
-
-        def batches(self: Any) -> Iterator[object]:
-            return place.batches(lambda: kind.__iter__(self))
-
-        counting = type(kind.__name__, (kind,), {"__iter__": batches, "__module__": __name__})
+        methods = {"__iter__": lambda self: place.batches(), "__module__": __name__}
+        counting = type(kind.__name__, (kind,), methods)
         # The class of a prepared loader is hidden behind a property: this is what sets it.
         object.__dict__["__class__"].__set__(loader, counting)
         return place
 
-    def batches(self, begin: Callable[[], Iterator[object]]) -> Iterator[object]:
+    def batches(self) -> Iterator[object]:
         """Yield the batches of one pass: of a new one, or of the one that a load has moved to."""
         moved, self._moved = self._moved, None
-        epoch = self._loader.iteration
+        if moved is not None and self._is_whole:
+            self.loader.iteration += 1
+            return
         try:
-            if moved is None:
-                self._batches, self._start = 0, Streams(self._generators)
-                source = begin()
+            if moved is not None and self._batches:
+                self._begin_moved(moved)
             else:
-                source = self._begin_moved(moved, epoch)
-            for batch in source:
-                if self._watch is not None:
-                    self._watch.finish()
+                self._begin_new()
+            for batch in self._kind.__iter__(self.loader):
+                self._watch.finish()
                 self._batches += 1
                 yield batch
-            if self._watch is not None:
-                self._watch.finish()
-            self._loader.iteration = epoch + 1
+            self._watch.finish()
         finally:
-            self._batches = 0
+            self._batches, self.loader.skip_batches = 0, 0
 
-    def _begin_moved(self, moved: Mapping[str, Any], epoch: int) -> Iterator[object]:
-        """Return the rest of a pass, whose order is drawn with the streams of its beginning."""
-        now = Streams().states()
-        set_epoch_of_samplers(self._loader, epoch)
+    def _begin_new(self) -> None:
+        """Take note of the streams that the order of a new pass is drawn with."""
+        self._had_workers = has_workers(self._base)
+        self._batches, self._start = 0, Streams(self._generators)
+
+    def _begin_moved(self, moved: Mapping[str, Any]) -> None:
+        """Let the next pass be the rest of one, whose order is drawn with its first streams.
+
+        Where draws are watched, indices alone are passed over. Worker processes and iterable
+        datasets fetch again what is passed over, so that their own streams are right, too.
+        """
+        now, batches = Streams().states(), self._batches
         set_streams(moved.get("start") or {}, self._generators)
-        self._start = Streams(self._generators)
-        if self._watch is None:
-            self._watch = FetchWatch(None)
-        self._watch.replay(self._batches, fetch=moved.get("fetch"), after=now)
-        return iter(skip_first_batches(self._loader, self._batches))
+        self._begin_new()
+        self._batches = batches
+        # A dispatcher fills up the last batch of a pass with rows of the first one.
+        first = 1 if self._is_dispatched else 0
+        pass_over = range(first, batches) if self._watch.is_watching else range(0)
+        self.loader.skip_batches = batches - len(pass_over)
+        self._watch.replay(batches, fetch=moved.get("fetch"), after=now, pass_over=pass_over)
 
     def tree(self) -> dict[str, object]:
         """Return what is saved."""
         return {
-            "epoch": int(self._loader.iteration),
+            "epoch": int(self.loader.iteration),
             "batches": self._batches,
-            "total_batch_size": int(self._loader.total_batch_size),
+            "is_whole": self._is_at_end(),
+            "total_batch_size": self._num_samples,
+            "seeds": of_each_rank_or_first([each.initial_seed for each in self._seeded()]),
             "streams": of_each_rank(self._streams()),
         }
 
+    def _is_at_end(self) -> bool:
+        """Return True between the last batch of a pass and its end."""
+        if self._moved is not None:
+            return self._is_whole
+        return self._batches > 0 and bool(self.loader.end_of_dataloader)
+
     def _streams(self) -> Mapping[str, Any]:
-        """Return the streams of the pass's beginning, and those before the batch fetched ahead."""
+        """Return the streams of the pass's beginning, and those before the batch fetched ahead.
+
+        Where no batch of a pass is left to come, those of now are the beginning of the next one.
+        """
         if self._moved is not None:  # nothing was fetched since the load
             return self._moved
-        is_inside = self._batches > 0
+        is_inside = self._batches > 0 and not self._is_at_end()
         start = self._start if self._start is not None and is_inside else Streams(self._generators)
-        fetch = self._watch.before(self._batches) if self._watch is not None and is_inside else None
-        return {"start": start.states(), "fetch": fetch}
+        return {
+            "start": start.states(),
+            "fetch": self._watch.before(self._batches) if is_inside else None,
+            "had_workers": self._had_workers if is_inside else has_workers(self._base),
+        }
 
     def template(self) -> dict[str, object]:
         """Return what is loaded."""
-        whole: dict[str, object] = dict.fromkeys(("epoch", "batches", "total_batch_size"), Stored())
-        return {**whole, "streams": of_each_rank(Stored())}
+        whole: dict[str, object] = dict.fromkeys(
+            ("epoch", "batches", "is_whole", "total_batch_size"), Stored()
+        )
+        seeds = of_each_rank_or_first(Stored())
+        return {**whole, "seeds": seeds, "streams": of_each_rank(Stored())}
 
     def move(self, tree: Mapping[str, Any]) -> None:
         """Go to where a checkpoint was."""
-        samples, size = tree["batches"] * tree["total_batch_size"], self._loader.total_batch_size
-        if samples % size:
+        samples, size = tree["batches"] * tree["total_batch_size"], self._num_samples
+        if samples % size and not tree["is_whole"]:
             raise MismatchError(
                 f"a loader was at sample {samples} of epoch {tree['epoch']}, which is no multiple "
                 f"of its {size} samples a step now; choose a batch size that divides it"
             )
-        self._loader.iteration, self._batches = tree["epoch"], samples // size
+        self.loader.iteration, self._batches = tree["epoch"], samples // size
+        self._is_whole = tree["is_whole"]
+        for sampler, seed in zip(self._seeded(), tree["seeds"], strict=True):
+            sampler.initial_seed = seed
         streams = tree["streams"] if isinstance(tree["streams"], dict) else {}
-        if self._batches:
-            self._moved = streams
-        else:
+        if streams.get("had_workers"):
+            start_workers(self._base, self._generators)
+        self._moved = streams
+        if self._is_whole or not self._batches:
             own = {n: s for n, s in (streams.get("start") or {}).items() if n in self._generators}
             set_streams(own, self._generators)
+
+    def _seeded(self) -> list[Any]:
+        """Return the samplers whose order of each pass follows from a seed and its number."""
+        samplers = samplers_of(self.loader)
+        return [each for each in samplers if isinstance(each, SeedableRandomSampler)]
+
+
+def _batch_size(loader: Any) -> int:
+    """Return how many samples all ranks take of a loader at once; 1 each if batches vary in size.
+
+    The loaders' own `total_batch_size` is missing for iterable datasets, or that of one rank.
+    """
+    shard, batches = loader.dataset, loader.batch_sampler
+    if isinstance(shard, IterableDatasetShard):
+        is_split, num_ranks, size = shard.split_batches, shard.num_processes, shard.batch_size
+    else:
+        is_split = getattr(batches, "split_batches", False)
+        num_ranks = getattr(batches, "num_processes", 1)
+        size = getattr(batches, "batch_size", None) or loader.batch_size or 1
+    return int(size) * (1 if is_split else int(num_ranks))
 
 
 def _numbered(name: str, objects: list[Any]) -> Iterator[tuple[str, Any]]:
@@ -301,6 +424,10 @@ def _refuse_unsupported(accelerator: Any) -> None:
     unsupported = [kind] if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") else []
     if kind == "FSDP" and not accelerator.is_fsdp2:
         unsupported.append("FSDP of version 1 (fsdp_version=2 is supported)")
+    # The hook is that of a wrapper which Accelerate does not keep: a save would not see it.
+    hook = getattr(getattr(accelerator.ddp_handler, "comm_hook", None), "value", "no")
+    if "power_sgd" in hook:
+        unsupported.append(f"comm_hook={hook}, whose error feedback would be lost")
     if accelerator.use_stateful_dataloader:
         unsupported.append("use_stateful_dataloader")
     if unsupported:

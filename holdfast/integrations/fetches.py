@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from holdfast._torch import loader_iterator, start_iterator
 from holdfast.state.rng import State, accessors, global_accessors
 
 States = dict[str, State]
@@ -66,10 +67,13 @@ class FetchWatch:
         loader: A `torch.utils.data.DataLoader`, or an object that looks like one. A loader with
             worker processes, or over an iterable dataset, is not watched: its workers have streams
             of their own, and its fetches cannot be distinguished. None watches nothing.
+        num_fetches: Of which one batch is made, where it is not one.
     """
 
-    def __init__(self, loader: object) -> None:
+    def __init__(self, loader: object, *, num_fetches: int = 1) -> None:
+        self._num_fetches = num_fetches
         self._recent: dict[int, Streams] = {}
+        self._passed_over = range(0)
         self._skip: int | None = None
         """While a resume is in progress: the number of the first batch that is fetched."""
         self._fetch: States | None = None
@@ -84,9 +88,15 @@ class FetchWatch:
         streams = self._recent.get(number)
         return None if streams is None else streams.states()
 
-    def replay(self, skip: int, *, fetch: States | None, after: States) -> None:
-        """Set the streams for the next pass: `fetch` before batch `skip`, `after` from then on."""
+    def replay(
+        self, skip: int, *, fetch: States | None, after: States, pass_over: range = range(0)
+    ) -> None:
+        """Set the streams for the next pass: `fetch` before batch `skip`, `after` from then on.
+
+        The loader does not see the indices of the batches `pass_over`.
+        """
         self._skip, self._fetch, self._after = skip, fetch, after
+        self._passed_over = pass_over
 
     def finish(self) -> None:
         """Set the streams of after the fetch, if no fetch has done so."""
@@ -97,9 +107,13 @@ class FetchWatch:
     def draws(self, indices: Iterable[object]) -> Iterator[object]:
         """Yield what a batch sampler yields; each fetch comes right after its indices."""
         self._recent.clear()
-        for number, each in enumerate(indices):
-            self._before(number)
-            yield each
+        passed_over, self._passed_over = self._passed_over, range(0)
+        for index, each in enumerate(indices):
+            number, fetch = divmod(index, self._num_fetches)
+            if number not in passed_over:
+                if fetch == 0:
+                    self._before(number)
+                yield each
         self._before(None)
 
     def _before(self, number: int | None) -> None:
@@ -136,6 +150,25 @@ def _watch_draws(sampler: Any, watch: FetchWatch) -> None:
 
     setattr(sampler, _WATCH, watch)
     sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": draw, "__module__": __name__})
+
+
+def has_workers(loader: Any) -> bool:
+    """Return True if a loader keeps worker processes from pass to pass, and has started them."""
+    return bool(loader.persistent_workers) and loader_iterator(loader) is not None
+
+
+def start_workers(loader: Any, generators: Mapping[str, torch.Generator]) -> None:
+    """Start the worker processes that a loader keeps, if they are not there, and draw nothing.
+
+    A loader draws their seed from the streams of the process when it starts them. In the run that
+    was saved it had done so in an earlier pass.
+
+    Cost: what the workers fetch ahead is dropped.
+    """
+    if loader.persistent_workers and loader_iterator(loader) is None:
+        before = Streams(generators)
+        start_iterator(loader)
+        set_streams(before.states(), generators)
 
 
 def set_epoch_of_samplers(loader: Any, epoch: int) -> None:

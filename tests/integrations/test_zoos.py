@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.forks import ForkServer
-from tests.integrations.zoos import check_goes_on, unknown_names
+from tests.integrations.zoos import answer, check_goes_on, unknown_names
 
 LIGHTNING = "tests.integrations.lightning_zoo"
 CALLBACKS = (
@@ -44,6 +44,48 @@ def test_callbacks_of_lightning_go_on(lightning: ForkServer, tmp_path: Path, nam
     check_goes_on(lightning, LIGHTNING, name, tmp_path, at=(8, 12, -1), differ=DIFFER)
 
 
+ACCELERATE = "tests.integrations.accelerate_zoo"
+
+
+@pytest.fixture(scope="module")
+def accelerate() -> Iterator[ForkServer]:
+    pytest.importorskip("accelerate")
+    server = ForkServer("accelerate", "torchdata.stateful_dataloader", ACCELERATE)
+    yield server
+    server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_loaders_wrappers_and_plugins_of_accelerate_go_on(
+    accelerate: ForkServer, tmp_path: Path
+) -> None:
+    """Each class that its modules have: loaders from the end of an epoch and within the next."""
+    assert unknown_names(accelerate, ACCELERATE, tmp_path) == []
+    for number, (name, num_ranks) in enumerate(
+        answer(accelerate, ACCELERATE, "names", tmp_path).items()
+    ):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        end, within = (6, 8) if num_ranks == 1 else (3, 5)
+        is_loader = name.startswith(("shard", "seedable", "dispatcher"))
+        at = (end, within) if is_loader else (4,)
+        check_goes_on(accelerate, ACCELERATE, name, directory, at=at, num_ranks=num_ranks)
+
+
+@pytest.mark.slow
+def test_what_accelerate_would_lose_is_refused_by_name(
+    accelerate: ForkServer, tmp_path: Path
+) -> None:
+    program = (
+        f"import sys\nfrom pathlib import Path\nfrom {ACCELERATE} import train\n"
+        "train(sys.argv[1], Path(sys.argv[1]), 1)\n"
+    )
+    for name, (words, ranks) in answer(accelerate, ACCELERATE, "refusals", tmp_path).items():
+        ends = accelerate.run(program, name, directory=tmp_path, num_ranks=ranks)
+        assert words in ends[0].output, (name, ends[0].output)
+
+
 TRAINER = "tests.integrations.trainer_zoo"
 
 
@@ -61,9 +103,7 @@ def test_optimizers_schedules_and_callbacks_of_the_trainer_go_on(
     trainer: ForkServer, tmp_path: Path
 ) -> None:
     """Each that its enumerations and modules have; within an epoch."""
-    names = eval(
-        trainer.lines(f"from {TRAINER} import names\nprint(names())", directory=tmp_path)[0]
-    )
+    names = answer(trainer, TRAINER, "names", tmp_path)
     assert len(names) > 30
     for name in names:
         directory = tmp_path / name.replace(" ", "-")

@@ -29,6 +29,7 @@ def check_goes_on(
     at: tuple[int, ...],
     root: str = "run",
     differ: tuple[str, ...] = (),
+    num_ranks: int = 1,
 ) -> None:
     """Train once, and again from some of its checkpoints; the end, and what is saved, is the same.
 
@@ -41,17 +42,19 @@ def check_goes_on(
         at: the steps to go on from; -1 is the last one.
         root: of the checkpoints, below the one that `train` is given.
         differ: words in names of saved values that may differ, such as the time that a run took.
+        num_ranks: that train.
     """
     program, here = _PROGRAM.format(module=module), directory / "here"
     here.mkdir()
-    straight = server.lines(program, name, here / "run", 1, directory=here)
+    ranks: dict[str, Any] = {"directory": here, "num_ranks": num_ranks}
+    straight = server.lines(program, name, here / "run", 1, **ranks)
     kept = here.rename(directory / "straight")
     saved = kept / "run" if root == "run" else kept / "run" / root
     steps = list_steps(PosixStorage(saved))
     for step in (steps[-1] if each == -1 else each for each in at):
         new = here / saved.relative_to(kept)
         shutil.copytree(saved / step_dir(step), new / step_dir(step))
-        assert server.lines(program, name, here / "run", 2, directory=here) == straight, step
+        assert server.lines(program, name, here / "run", 2, **ranks) == straight, step
         for later in list_steps(PosixStorage(new)):
             before, after = contents(saved, later), contents(new, later)
             changes = [*_changes(before[0], after[0]), *_changes(before[1], after[1])]
@@ -77,6 +80,11 @@ def _changes(one: Any, two: Any, path: str = "") -> list[str]:
 
 def unknown_names(server: ForkServer, module: str, directory: Path) -> list[str]:
     """Return the members of a registry that a zoo neither trains with nor gives a reason for."""
-    program = f"from {module} import unknown_names\nprint(unknown_names())"
-    names: list[str] = ast.literal_eval(server.lines(program, directory=directory)[0])
+    names: list[str] = answer(server, module, "unknown_names", directory)
     return names
+
+
+def answer(server: ForkServer, module: str, function: str, directory: Path) -> Any:
+    """Return what a function of a zoo returns: the tests themselves do not import a framework."""
+    program = f"from {module} import {function}\nprint({function}())"
+    return ast.literal_eval(server.lines(program, directory=directory)[0])
