@@ -118,7 +118,12 @@ class Saver:
         self._lazy.wait()
 
     def close(self) -> None:
-        """Wait for the saves in flight, stop the writer, free the memory; raise a failure."""
+        """Wait for the saves in flight, stop the writer, free the memory; raise a failure.
+
+        In a forked process it does nothing: all of that is its parent's.
+        """
+        if self._groups.control.is_forked:
+            return
         self._lazy.close()
         failures = self._handshake.unreported.close()
         if self._writer is not None:
