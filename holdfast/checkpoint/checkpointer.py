@@ -58,8 +58,8 @@ class Checkpointer:
         settle_s: seconds that the first look for a checkpoint waits for writers that outlived an
             earlier run.
         retention: which checkpoints to keep, applied after each commit by the coordinator
-            (`KeepLast(3) | KeepEvery(1000)`); the newest sound one and one being read always stay.
-            None keeps all.
+            (`KeepLast(3) | KeepEvery(1000)`); the newest sound one, the one just saved and one
+            being read always stay. None keeps all.
         save_when: when `maybe_save` saves (`EverySteps(1000) | OnSignal()`). Handlers of signals
             are in force until `close`.
         fingerprints: store a digest of each logical tensor that does not depend on its sharding,

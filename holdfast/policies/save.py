@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,10 @@ from typing import Any, ClassVar, Literal, Self
 
 from holdfast.arguments import check_int, check_number
 from holdfast.errors import ConfigError, StorageError
+
+_CAN_NAME_SENDERS = hasattr(socket, "SO_PASSCRED")
+_SENDER = struct.Struct("3i")
+"""Process, user and group of who wrote to a socket, as Linux passes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +256,8 @@ class OnSignal(SavePolicy):
         check_int(check_every, name="OnSignal: check_every", least=1)
         self._notice = notice
         self._received = 0
+        self._pid = 0
+        self._earlier: dict[int, Any] = {}
         self._handlers = ExitStack()
         self._is_entered = self._is_in_use = False
 
@@ -306,27 +313,37 @@ class OnSignal(SavePolicy):
                 f"{self!r}: only the main thread can handle signals in Python; make the "
                 f"checkpointer there"
             )
-        self._received = 0
+        self._received, self._pid = 0, os.getpid()
         # Callbacks run in reverse order: the handlers are restored first, so that no signal is
         # written to a socket that is closed already.
         if self._notice is not None:
             reader, writer = socket.socketpair()
             writer.setblocking(False)
+            if _CAN_NAME_SENDERS:
+                reader.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             self._handlers.callback(reader.close)
             self._handlers.callback(writer.close)
             before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
             self._handlers.callback(signal.set_wakeup_fd, before)
             threading.Thread(target=self._give_notice, args=(reader,), daemon=True).start()
         for number in self.signals:
-            self._handlers.callback(self._reset, number, signal.signal(number, self._receive))
+            self._earlier[number] = signal.signal(number, self._receive)
+            self._handlers.callback(self._reset, number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._received = number
+        if os.getpid() == self._pid:
+            self._received = number
+            return
+        # A forked process (a worker of a pool) takes no part in the run, and its owner waits for it
+        # to end: the signal does to it what it would have done without this policy.
+        self._reset(number)
+        os.kill(os.getpid(), number)
 
-    def _reset(self, number: int, earlier: Any) -> None:
+    def _reset(self, number: int) -> None:
         """Restore the earlier handler, unless another one was set in the meantime."""
         if signal.getsignal(number) == self._receive:
+            earlier = self._earlier[number]
             # None means a handler that was not set from Python, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
@@ -334,17 +351,21 @@ class OnSignal(SavePolicy):
         """Call `notice` for each signal; runs in a thread until the socket is closed.
 
         The interpreter's C handler writes the number of every signal to the socket at once, and
-        does not wait for the main thread.
+        does not wait for the main thread. It does so in forked processes, too, which share the
+        socket: what they write does not count.
         """
         assert self._notice is not None
         num_signals = 0
         while True:
             try:
-                numbers = reader.recv(64)
+                numbers, ancillary, _, _ = reader.recvmsg(64, socket.CMSG_SPACE(_SENDER.size))
             except OSError:
                 return
             if not numbers:
                 return
+            senders = [_SENDER.unpack(data)[0] for _, _, data in ancillary]
+            if senders and self._pid not in senders:
+                continue
             for number in numbers:
                 if number in self.signals:
                     num_signals += 1

@@ -109,7 +109,11 @@ def prove_sound(storage: Storage, directory: str) -> str | None:
 
 
 def plan_retention(
-    storage: Storage, policy: ChoosesKept, *, now: datetime | None = None
+    storage: Storage,
+    policy: ChoosesKept,
+    *,
+    now: datetime | None = None,
+    saved: int | None = None,
 ) -> RetentionPlan:
     """Decide what stays and what goes; change nothing.
 
@@ -117,6 +121,8 @@ def plan_retention(
         storage: The directory of checkpoints.
         policy: Policy that chooses among the newest sound step and older ones.
         now: The present time, for ages; by default this machine's.
+        saved: The step that was saved just now, which stays whatever the policy chooses: a run that
+            has gone back to an older step saves steps that are not among the newest.
 
     Raises:
         CorruptionError: A tag cannot be read, so that the step that it protects is unknown.
@@ -142,8 +148,11 @@ def plan_retention(
         return RetentionPlan(keep={}, remove=(), spared=spared, newest=None, newest_stamp="")
     old = [both for step, both in judged.items() if step <= newest]
     keep = policy.keep([candidate for candidate, _ in old], now=now or datetime.now(UTC))
-    reason = "the newest sound checkpoint"
-    keep[newest] = f"{reason}; {keep[newest]}" if newest in keep else reason
+    always = {newest: "the newest sound checkpoint"}
+    if saved is not None and saved in judged and saved != newest:
+        always[saved] = "saved just now"
+    for step, reason in always.items():
+        keep[step] = f"{reason}; {keep[step]}" if step in keep else reason
     return RetentionPlan(
         keep=dict(sorted(keep.items())),
         remove=tuple(removal for _, removal in old if removal.step not in keep),

@@ -59,6 +59,8 @@ class ThreadControl:
         self.num_collectives = 0
         self._rank, self._payloads, self._barrier = rank, payloads, barrier
 
+    def refuse_forked(self, operation: str) -> None: ...
+
     def agree(self, error: object, *, phase: str, payload: bytes) -> list[bytes]:
         assert error is None
         self.num_collectives += 1

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast import Checkpointer
 from holdfast.errors import CorruptionError, StorageError
 from holdfast.format.names import step_dir
 from holdfast.format.versions import read_lease
@@ -117,6 +118,24 @@ def test_a_step_that_became_a_link_after_the_plan_is_spared(tmp_path: Path) -> N
     result = apply_retention(storage, plan)
     assert result.spared == {1: "a link or a file: not followed"}
     assert is_whole(outside, 1)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_an_older_step_that_was_saved_just_now_stays(tmp_path: Path, in_background: bool) -> None:
+    """E14: a run that has gone back saves steps that are not among the newest: each until the next.
+
+    It was removed before `save` had returned its report.
+    """
+    with Checkpointer(tmp_path, retention=KeepLast(2)) as checkpointer:
+        remain = []
+        for step in (7, 8, 9, 3, 4):
+            if in_background:
+                checkpointer.save_async(step, {"values": {"step": step}}).result()
+                checkpointer.close()  # the retention is behind the result
+            else:
+                checkpointer.save(step, {"values": {"step": step}})
+            remain.append(checkpointer.steps())
+    assert remain == [[7], [7, 8], [8, 9], [3, 8, 9], [4, 8, 9]]
 
 
 def test_a_checkpoint_being_read_stays(tmp_path: Path) -> None:

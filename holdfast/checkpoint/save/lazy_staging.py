@@ -126,6 +126,7 @@ class LateCopy:
             copy_bytes(target, each.tensor, each.pages[1] - start, int(staging.row_nbytes[place]))
         self._watch = watch
         self._then = then
+        self._pid = os.getpid()
         self._was_started = False
         self._turn = [True]
         """Taken by what ends it: the thread, or the caller if there is none."""
@@ -159,8 +160,11 @@ class LateCopy:
         """What the caller does next may change the sources.
 
         The host waits for the copies of host memory only. Those from a device are waited for by
-        the caller's stream of the device.
+        the caller's stream of the device. A process that was forked in the meantime has memory of
+        its own, and not the thread: it does not wait.
         """
+        if os.getpid() != self._pid:
+            return
         self._launched.wait()
         for each in tuple(self._rows.on_devices):
             each.hold_back()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -13,7 +14,14 @@ from functools import partial
 import msgspec
 
 from holdfast.checkpoint.reports import SaveReport
-from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError, joined_details, plain_details
+from holdfast.errors import (
+    DeadlineError,
+    ErrorRecord,
+    GroupError,
+    HoldfastError,
+    joined_details,
+    plain_details,
+)
 from holdfast.writer.client import Ticket
 
 _MAX_MESSAGE_LENGTH = 200
@@ -148,6 +156,8 @@ class InFlightSave:
     """Set when this rank's bytes are copied."""
     failure: HoldfastError | None = None
     """The failure, if the writer does not know of it."""
+    pid: int = field(default_factory=os.getpid)
+    """The process that made it, whose thread learns the outcome."""
     was_raised: bool = False
     """True if its failure was raised on this rank; the next save need not raise it again."""
 
@@ -182,7 +192,18 @@ class InFlightSave:
         return self.ticket is None or self.ticket.finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done; False if it is not within the time."""
+        """Wait until it is done; False if it is not within the time.
+
+        Raises:
+            GroupError: this process was forked from the one that made it, and would wait without end.
+        """
+        if self.done():
+            return True
+        if os.getpid() != self.pid:
+            raise GroupError(
+                f"the save of step {self.step} is process {self.pid}'s, from which process "
+                f"{os.getpid()} was forked: only that one learns how it ends"
+            )
         return self.ticket is None or self.ticket.finished.wait(timeout_s)
 
     def error(self) -> HoldfastError | None:

@@ -118,7 +118,12 @@ class Saver:
         self._lazy.wait()
 
     def close(self) -> None:
-        """Wait for the saves in flight, stop the writer, free the memory; raise a failure."""
+        """Wait for the saves in flight, stop the writer, free the memory; raise a failure.
+
+        In a forked process it does nothing: all of that is its parent's.
+        """
+        if self._groups.control.is_forked:
+            return
         self._lazy.close()
         failures = self._handshake.unreported.close()
         if self._writer is not None:
@@ -148,7 +153,7 @@ class Saver:
             if writer is not None:
                 self._executor.keep_image(writer, self._buffers[0], agreed, request)
             with phases.timed("retain"):
-                self._after_commit(plan)
+                self._after_commit(plan, request.step)
         self._counts["nbytes"] += report.nbytes
         return replace(report, requests=dict(requests_of(self._storage) - before))
 
@@ -194,7 +199,7 @@ class Saver:
             self._counts["planned" if agreed.planned else "reused"] += 1
             buffer = next(buffer for buffer in self._buffers if buffer.is_free())
             self._submitted = buffer.pending = pending
-            after = partial(self._after_outcome, plan=plan)
+            after = partial(self._after_outcome, plan=plan, step=request.step)
             pending.ticket, late = self._executor.submit(
                 writer, buffer, agreed, request, phases, state=state, lazy=self._lazy, after=after
             )
@@ -271,32 +276,33 @@ class Saver:
         for buffer in self._buffers:
             self._executor.prepare(buffer, plan, agreed.local, phases)
 
-    def _after_outcome(self, outcome: SaveOutcome, *, plan: RankPlan) -> None:
+    def _after_outcome(self, outcome: SaveOutcome, *, plan: RankPlan, step: int) -> None:
         """`_after_commit` in the thread that receives outcomes."""
         if outcome.error is not None:
             return
         try:
-            self._after_commit(plan)
+            self._after_commit(plan, step)
         except Exception:
             # The thread that receives outcomes must continue, and the save is committed.
             logging.getLogger("holdfast").exception("after the commit of %s", outcome.directory)
 
-    def _after_commit(self, plan: RankPlan) -> None:
+    def _after_commit(self, plan: RankPlan, step: int) -> None:
         """On the coordinator, keep the plan of a committed checkpoint and apply the retention."""
         if plan.commit is None:
             return
         if plan.plan_digest in self._handshake.planner.not_kept:
             self._handshake.planner.keep(plan)
-        self._retain()
+        self._retain(step)
 
-    def _retain(self) -> None:
+    def _retain(self, saved: int) -> None:
         """Remove what the retention policy lets go of; a failure is logged, never raised."""
         policy = self._options.retention
         if policy is None:
             return
         log = logging.getLogger("holdfast")
         try:
-            result = apply_retention(self._storage, plan_retention(self._storage, policy))
+            plan = plan_retention(self._storage, policy, saved=saved)
+            result = apply_retention(self._storage, plan)
         except HoldfastError as error:
             log.warning("retention: nothing was removed: %s", error)
             return

@@ -8,6 +8,7 @@ collective.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,7 +156,8 @@ class Control:
 
     Raises:
         GroupError: By every method, on all ranks: the ranks are in different phases or operations.
-            The message names each rank's.
+            The message names each rank's. In a process that was forked from the one that made it:
+            by every method, and nothing is sent.
         DeadlineError: By every method, on all ranks: a rank does not arrive, or its connection
             breaks. The message names it and where it was last seen. Later calls raise.
     """
@@ -183,6 +185,7 @@ class Control:
         self.data_timeout_s = data_timeout_s or timeout_s
         self.name = name
         self._transport = transport
+        self._pid = os.getpid()
         self._sequence = 0
         self._is_in_step = False
         self._most_s = float("inf")
@@ -216,9 +219,30 @@ class Control:
         """Number of bytes that this rank has contributed to them."""
         return 0 if self._transport is None else self._transport.nbytes_sent
 
+    @property
+    def is_forked(self) -> bool:
+        """True in a process that was forked from the one that made this."""
+        return os.getpid() != self._pid
+
+    def refuse_forked(self, operation: str) -> None:
+        """Raise GroupError in a process that was forked from the one that made this.
+
+        Both hold the same connections, and what uses them has the same staging memory and writer:
+        what one of them wrote there would be stored as the other's.
+        """
+        if self.is_forked:
+            raise GroupError(
+                f"{operation}: process {os.getpid()} was forked from process {self._pid}, which "
+                f"made the groups of layout {self.name!r}, or the checkpointer, that this is "
+                f"called on. They are of that process alone: make others after the fork."
+            )
+
     def close(self) -> None:
-        """Destroy the communicator; later calls raise GroupError. Its ProcessGroups call this."""
-        if self._transport is not None:
+        """Destroy the communicator; later calls raise GroupError. Its ProcessGroups call this.
+
+        In a forked process it does nothing: the connections are its parent's.
+        """
+        if self._transport is not None and not self.is_forked:
             self._transport.close()
 
     def all_gather(self, payload: bytes, *, phase: str) -> list[bytes]:
@@ -468,6 +492,7 @@ class Control:
         The others would wait for bytes that do not come. No rank waits before this rank's frame is
         out, nor once all ranks have raised: then the communicator stays usable.
         """
+        self.refuse_forked(phase)
         self._is_midway = False
         if self.scope is not None:
             self.scope.refuse_calls_after_failure()

@@ -88,6 +88,7 @@ class Guard(Generic[T]):
         Cost: without `is_complete`, one collective. With `retry_if`, one more for each failed run.
         """
         control = self._control
+        control.refuse_forked(self._operation)
         outer = control.scope
         self._refuse_within(outer)
         self._thread = get_ident()

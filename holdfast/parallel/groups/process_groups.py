@@ -413,7 +413,12 @@ class ProcessGroups:
         return self._direct
 
     def close(self) -> None:
-        """Destroy the communicators created here; a second call does nothing."""
+        """Destroy the communicators created here; a second call does nothing.
+
+        Nor does one in a process that was forked from this one: they are its parent's.
+        """
+        if self.control.is_forked:
+            return
         self._is_closed = True
         self._held.clear()
         self._singles.clear()
