@@ -56,7 +56,7 @@ from holdfast.state.parts import (
 )
 from holdfast.state.plain_attributes import PlainAttributes
 from holdfast.state.rng import refuse_shared_streams
-from holdfast.state.shared_memory import files_mapped_twice, shared_memory
+from holdfast.state.shared_memory import are_of_no_file, shared_memory
 from holdfast.state.tensor_elements import array_tensor, memory_key
 from holdfast.state.tensor_memory import addresses_of
 from holdfast.state.traits import PLAIN, Traits, held_tensors, traits_of
@@ -508,7 +508,7 @@ def _refuse_shared_memory(keys: Sequence[str], tensors: Sequence[torch.Tensor]) 
         TensorRequest(path=key, tensor=i, boxes=None, locals=(each,))
         for i, (key, each) in enumerate(zip(keys, tensors, strict=True))
     ]
-    if LocalMemory(requests).is_disjoint() and not files_mapped_twice():
+    if LocalMemory(requests).is_disjoint() and are_of_no_file(tensors):
         return
     sentences = shared_memory(requests)
     if sentences:

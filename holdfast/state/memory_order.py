@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.format.values import key_name
+from holdfast.state.traits import PLAIN
 
 
 def unusual_orders(entries: object, parameter: torch.Tensor) -> dict[str, list[int]]:
@@ -47,6 +48,8 @@ def in_orders(entries: Any, orders: Mapping[str, list[int]], parameter: torch.Te
         orders: What `unusual_orders` returned at the save.
         parameter: As there.
     """
+    if not orders and _are_contiguous(entries, parameter):
+        return entries
     made: dict[int, torch.Tensor] = {}  # what was one tensor stays one
 
     def visit(path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,6 +62,15 @@ def in_orders(entries: Any, orders: Mapping[str, list[int]], parameter: torch.Te
         return made[id(tensor)]
 
     return _mapped(entries, visit)
+
+
+def _are_contiguous(entries: Any, parameter: torch.Tensor) -> bool:
+    """Return True for a dict of contiguous tensors, as the parameter is: nearly every one."""
+    tensors = (*entries.values(), parameter) if type(entries) is dict else ()
+    return bool(tensors) and all(
+        type(each) in PLAIN and each.layout is torch.strided and each.is_contiguous()
+        for each in tensors
+    )
 
 
 def _order(tensor: torch.Tensor) -> list[int] | None:

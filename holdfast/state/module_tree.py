@@ -48,6 +48,7 @@ _FOREIGN_WRAPPERS = {
     "_FabricModule": (("lightning.fabric.", "lightning_fabric."), "_original_module"),
 }
 
+_PARALLEL = (DistributedDataParallel, nn.DataParallel)
 _DECLARED = "_holdfast_wraps"
 _PADDING = "_holdfast_padding"
 
@@ -111,7 +112,7 @@ def wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
 
     Wrappers are DDP, compile, activation checkpointing, FSDP1, Fabric, and declared ones.
     """
-    if isinstance(module, DistributedDataParallel | nn.DataParallel):
+    if isinstance(module, _PARALLEL):
         return "module", module.module
     declared = getattr(type(module), _DECLARED, None) or _foreign(type(module))
     if declared is not None:

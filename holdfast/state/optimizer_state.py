@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -306,8 +306,8 @@ class OptimizerState:
         main: dict[str, object] = {}
         made: dict[str, object] = {}
         filled: set[int] = set()
-        paddings = self._paddings()
-        for name, param in self._named():
+        paddings, named = self._paddings(), list(self._named())
+        for name, param in named:
             padding = paddings.get(id(param.parameter))
             why = why_fresh(name, param.parameter, stored)
             if why is not None:
@@ -326,17 +326,21 @@ class OptimizerState:
         template: dict[str, object] = {"state": state, "groups": Stored(), "membership": Stored()}
         if stored.has("main"):
             template["main"] = main
-        placed = placed_like(likes_of_others(self._names()))
+
+        def placed(name: str, current: object) -> Any:
+            like = placed_like(likes_of_others(self._names()))
+            return follow_stored(stored.below(name), current, like)
+
         if stored.has("others"):
-            template["others"] = follow_stored(stored.below("others"), form.others, placed)
+            template["others"] = placed("others", form.others)
         if not form.is_live and (stored.has("extra") or form.extra):
-            extra = follow_stored(stored.below("extra"), form.extra, placed)
+            extra = placed("extra", form.extra)
             extra = extra if isinstance(extra, dict) else {}
             lacking = [key for key in form.extra if isinstance(key, str) and key not in extra]
             template["extra"] = extra | {
                 key: Fresh("the checkpoint lacks it", is_required=False) for key in lacking
             }
-        template |= absent_groups(self._optimizer.param_groups, list(self._named()), stored)
+        template |= absent_groups(self._optimizer.param_groups, named, stored)
         if stored.has("parameters"):
             template["parameters"] = Stored()
         once = (NUM_GROUPS, SHARDING)
@@ -433,7 +437,7 @@ class OptimizerState:
     ) -> None:
         """Put state and settings into a plain torch optimizer; nothing else stays."""
         optimizers = self._torch_optimizers()
-        for _, param in self._named():
+        for param in self._optimizer.optimizer_parameters():
             if param.updated is None:
                 continue
             param.optimizer.state.pop(param.updated, None)
@@ -523,10 +527,16 @@ class OptimizerState:
                 )
         return inner_parts
 
-    def _names(self) -> dict[torch.Tensor, str]:
-        """Return the logical name of each parameter, after the module's if there are several."""
+    def _names(self, params: Sequence[OptimizerParameter] | None = None) -> dict[torch.Tensor, str]:
+        """Return the logical name of each parameter, after the module's if there are several.
+
+        Args:
+            params: The optimizer's parameters, if they are known.
+        """
         names = self._names_in_place()
-        if any(param.parameter not in names for param in self._optimizer.optimizer_parameters()):
+        if params is None:
+            params = self._optimizer.optimizer_parameters()
+        if any(param.parameter not in names for param in params):
             for module in self._modules.values():
                 put_shards_in_place(module)
             names = self._names_in_place()
@@ -547,8 +557,9 @@ class OptimizerState:
 
     def _named(self) -> Iterator[tuple[str, OptimizerParameter]]:
         """Yield each of the optimizer's parameters with its logical name."""
-        names = self._names()
-        for param in self._optimizer.optimizer_parameters():
+        params = self._optimizer.optimizer_parameters()
+        names = self._names(params)
+        for param in params:
             if param.parameter not in names:
                 raise ConfigError(self._unknown_parameter(param, names))
             yield names[param.parameter], param

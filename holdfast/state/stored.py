@@ -12,7 +12,7 @@ here; a plain tensor says nothing, and is loaded whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ from holdfast.state.markers import (
 )
 from holdfast.state.tensor_elements import local_of, torch_dtype
 
+_NO_CODECS = Codecs()
+_NESTED = (dict, list)
 Token = str | bytes
 Members = dict[Token, tuple[Any, Any]]
 """Token -> (key, node) of each member of a stored mapping, in order."""
@@ -75,7 +77,7 @@ class StoredPart:
     """Key -> (dtype name, shape) of the whole checkpoint."""
     name: str = ""
     """The part's, for messages."""
-    codecs: Codecs = field(default_factory=Codecs)
+    codecs: Codecs = _NO_CODECS
     """Of the load; known to a whole part only, as is the next one."""
     may_miss: Callable[[str], bool] = lambda _: False
     """Whether the caller allows that a path is not stored."""
@@ -222,7 +224,7 @@ def _members(node: Any, key_of: Callable[[Any], Any]) -> Members | None:
 
 def leaf_paths(node: Any, path: str, codecs: Codecs | None = None) -> list[str]:
     """Return the paths of everything under a node, dict keys and list positions joined by dots."""
-    known = codecs if codecs is not None else Codecs()
+    known = codecs if codecs is not None else _NO_CODECS
 
     def key_of(raw: Any) -> Any:
         try:
@@ -237,8 +239,15 @@ def leaf_paths(node: Any, path: str, codecs: Codecs | None = None) -> list[str]:
 
 def _add_leaf_paths(node: Any, path: str, result: list[str], key_of: Callable[[Any], Any]) -> None:
     """Append the paths of all leaves below a node."""
-    if not isinstance(node, dict | list):
+    if not isinstance(node, _NESTED):
         result.append(path)
+        return
+    if is_plain_dict(node) and node:
+        for name, child in node.items():  # text, which is a part of a path as it is
+            if isinstance(child, _NESTED) and not is_tensor(child):
+                _add_leaf_paths(child, f"{path}.{name}", result, key_of)
+            else:
+                result.append(f"{path}.{name}")
         return
     if is_per_rank(node):
         for label, child in node["v"].items():

@@ -27,7 +27,7 @@ from holdfast.state import FlatShard, flatten_state
 from holdfast.state import matcher as matching
 from holdfast.state.flatten import LeafCache
 from holdfast.state.matcher import LocalMemory, Matcher, MatchResult, TensorRequest
-from holdfast.state.shared_memory import files_mapped_twice
+from holdfast.state.shared_memory import are_of_no_file, files_mapped_twice
 from holdfast.state.traits import Traits, held_tensors, traits_of
 from tests.harness import RankContext, run_ranks
 
@@ -388,6 +388,18 @@ def test_two_parts_of_a_file_are_not_the_same_bytes(tmp_path: Path) -> None:
         assert len(set(files_mapped_twice()) - before) == 2  # the whole, and its first part
         for each in (*parts, whole):
             each.close()
+
+
+def test_memory_that_torch_allocated_is_no_file_whatever_else_is_mapped(tmp_path: Path) -> None:
+    path, size = str(tmp_path / "file"), mmap.PAGESIZE
+    (tmp_path / "file").write_bytes(bytes(size))
+    own = [torch.zeros(4), nn.Parameter(torch.zeros(2, 3)), torch.zeros(9)[3:6]]
+    one, other = (torch.from_file(path, shared=True, size=size) for _ in range(2))
+    assert are_of_no_file(own)
+    assert not are_of_no_file([*own, one, other])
+    mapped = [np.memmap(path, dtype=np.uint8, mode="r+") for _ in range(2)]
+    assert not are_of_no_file([torch.from_numpy(each) for each in mapped])
+    assert not are_of_no_file([torch.from_dlpack(each[3:]) for each in mapped])
 
 
 # ---- The gain ----

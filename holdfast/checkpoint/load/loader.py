@@ -30,6 +30,7 @@ from holdfast.checkpoint.load.requests import (
     encode_request,
     find_dropped,
     find_unexpected,
+    paths_of_sources,
     refuse_needed,
 )
 from holdfast.checkpoint.load.target_memory import without_ties
@@ -65,7 +66,7 @@ from holdfast.state.parts import (
     part_of,
 )
 from holdfast.state.rng import refuse_shared_streams
-from holdfast.state.shared_memory import files_mapped_twice, shared_memory
+from holdfast.state.shared_memory import are_of_no_file, shared_memory
 from holdfast.state.stored import StoredPart
 from holdfast.state.unfinished import refuse_unfinished
 from holdfast.storage import Storage
@@ -300,16 +301,15 @@ class Loader:
         is_shared = control.size > 1 and self._may_share(hosts, options)
         if not is_shared:
             executor.plan()
-        payload = encode_request(
-            parts, result, self._codecs, boxes=executor.boxes if is_shared else None
-        )
+        known = paths_of_sources(parts, self._codecs)
+        boxes_sent = executor.boxes if is_shared else None
+        payload = encode_request(parts, result, self._codecs, known=known, boxes=boxes_sent)
         payloads = control.agree(None, phase="load: match", payload=payload)
         requests = [msgspec.msgpack.decode(data, type=LoadRequest) for data in payloads]
         stored = files.manifest.parts
-        unexpected = find_unexpected(
-            stored, requests, self._codecs, ignore=options.ignore_unexpected
-        )
-        refuse_needed(stored, requests, ignore=options.ignore_unexpected)
+        ignore = options.ignore_unexpected
+        unexpected = find_unexpected(stored, requests, self._codecs, known=known, ignore=ignore)
+        refuse_needed(stored, requests, ignore=ignore)
         checks = [request.checks for request in requests]
         check_consistency(control.ranks, checks, warn=control.is_coordinator)
         taken = [labels for request in requests for labels in request.taken]
@@ -406,7 +406,7 @@ class Loader:
         result = matcher.result
         memory = LocalMemory(result.tensors)
         # Nearly every state is contiguous host tensors, each with its own memory.
-        is_disjoint = memory.is_disjoint() and not (result.tensors and files_mapped_twice())
+        is_disjoint = memory.is_disjoint() and are_of_no_file(memory.tensors)
         if result.cleared or not is_disjoint:
             result.tensors = without_ties(result.tensors)
             result.mismatched += shared_memory([*result.tensors, *without_ties(result.cleared)])

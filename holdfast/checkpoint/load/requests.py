@@ -102,8 +102,25 @@ def decode_boxes(data: bytes) -> BoxTable:
         raise CorruptionError("the request of another rank arrived damaged") from error
 
 
+def paths_of_sources(parts: Sequence[PartRequest], codecs: Codecs) -> dict[str, list[str]]:
+    """Return the leaf paths of what closed parts are loaded from, where their names are the same.
+
+    Only closed parts have unexpected entries: others are given everything that is stored.
+    """
+    return {
+        each.source: leaf_paths(each.node, each.source, codecs)
+        for each in parts
+        if each.is_closed and each.name == each.source
+    }
+
+
 def encode_request(
-    parts: Sequence[PartRequest], result: MatchResult, codecs: Codecs, *, boxes: BoxTable | None
+    parts: Sequence[PartRequest],
+    result: MatchResult,
+    codecs: Codecs,
+    *,
+    known: Mapping[str, list[str]],
+    boxes: BoxTable | None,
 ) -> bytes:
     """Return this rank's request as a message: see `LoadRequest`.
 
@@ -111,14 +128,15 @@ def encode_request(
         parts: The parts of its state.
         result: How they match.
         codecs: The user's types.
+        known: As `paths_of_sources` returns it.
         boxes: The boxes that it requests; None if no other rank needs to know them.
     """
     used: dict[str, bytes | None] = {}
     by_source: dict[str, list[np.ndarray]] = {}
     for each in parts:
-        # Only closed parts have unexpected entries: others are given everything that is stored.
         if each.is_closed:
-            paths = leaf_paths(each.node, each.name, codecs)
+            is_known = each.name == each.source
+            paths = known[each.source] if is_known else leaf_paths(each.node, each.name, codecs)
             touched = map(result.touched.__contains__, paths)
             bits = np.fromiter(touched, dtype=np.bool_, count=len(paths))
             by_source.setdefault(each.source, []).append(bits)
@@ -143,11 +161,13 @@ def find_unexpected(
     requests: Sequence[LoadRequest],
     codecs: Codecs,
     *,
+    known: Mapping[str, list[str]],
     ignore: bool | Sequence[str],
 ) -> list[str]:
     """Stored entries of closed parts that no rank requests; an error unless allowed.
 
-    `ignore` allows all, none, or those whose paths fit one of its patterns.
+    `known` is what `paths_of_sources` returns for this rank's parts. `ignore` allows all, none, or
+    those whose paths fit one of its patterns.
 
     Ranks may request different parts (modules on their own layouts) and different entries
     (pipeline stages): an entry is unexpected if none of them requests it. Example, a part with
@@ -166,7 +186,9 @@ def find_unexpected(
         used = [request.used[source] for request in requests if source in request.used]
         if not used or any(bits is None for bits in used):
             continue
-        paths = leaf_paths(StoredPart(parts, {}).part_or_below(source), source, codecs)
+        paths = known.get(source)
+        if paths is None:
+            paths = leaf_paths(StoredPart(parts, {}).part_or_below(source), source, codecs)
         touched = np.zeros(len(paths), dtype=np.uint8)
         # Equal ones once: on a thousand ranks most are.
         for bits in {bits for bits in used if bits is not None}:
