@@ -131,7 +131,7 @@ def draw_actions(chance: random.Random, limits: Limits) -> tuple[Action, ...]:
         actions += [_between(chance, limits) for _ in range(chance.choice((0, 1, 1, 2)))]
         actions += _draw_step(chance, step, limits)
     actions += [Look()]
-    if any(isinstance(each, Load) for each in actions) or _may_lose_writes(actions):
+    if any(isinstance(each, Load) for each in actions) or _may_need_load(actions):
         actions.insert(0, Save())
     return tuple(actions)
 
@@ -214,10 +214,9 @@ def _anywhere(chance: random.Random, kind: str, limits: Limits) -> Action:
     return others[kind]
 
 
-def _may_lose_writes(actions: list[Action]) -> bool:
-    """Return True if a write may be refused: then all ranks load what was saved before."""
-    places = _with_places(actions)
-    return any(inside and isinstance(each, Write | Swap) for each, inside in places)
+def _may_need_load(actions: list[Action]) -> bool:
+    """Return True if half of a swap may be refused: then all ranks load what was saved before."""
+    return any(inside and isinstance(each, Swap) for each, inside in _with_places(actions))
 
 
 def _with_places(actions: list[Action]) -> Iterator[tuple[Action, bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -55,13 +56,23 @@ def _run_all(
             except BaseException as error:
                 error.add_note(f"in {program}")
                 raise
-    shared: list[list[Trace]] = [[] for _ in range(context.num_ranks)]
-    dist.all_gather_object(shared, traces)
+    shared = _shared(context, traces)
     verdict = Verdict()
     for number, program in enumerate(programs):
         if number % context.num_ranks == context.rank:
             _judge(program, [each[number] for each in shared], verdict)
     return verdict
+
+
+def _shared(context: RankContext, traces: list[Trace]) -> list[list[Trace]]:
+    """Return the traces of all ranks."""
+    if context.num_ranks == 1:
+        return [traces]
+    file = io.BytesIO()
+    torch.save(traces, file)  # pickle alone makes a file of each tensor
+    files = [b""] * context.num_ranks
+    dist.all_gather_object(files, file.getvalue())
+    return [torch.load(io.BytesIO(each), weights_only=False) for each in files]
 
 
 class Communicators:

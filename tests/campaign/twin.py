@@ -133,17 +133,24 @@ class Twin:
         situation.is_reduced |= action.is_last
         situation.has_odd_forward |= action.does == "forward"
         situation.is_open = not (action.is_last and action.does == "all")
-        losses: list[float] = []
         if action.does == "nothing":
             return {}
-        for index in range(self._shares):
-            parts = rows_of(action.step, index=index, shares=self._shares, parts=action.num_parts)
-            loss = self.model(parts[action.part]).mean() / action.num_parts
-            losses.append(float(loss.detach()))
+        shares = [
+            rows_of(action.step, index=index, shares=self._shares, parts=action.num_parts)
+            for index in range(self._shares)
+        ]
+        batches = [[parts[action.part] for parts in shares]]
+        if self.program.traits.dtype == torch.bfloat16:  # each rank rounds a gradient of its own
+            batches = [[rows] for rows in batches[0]]
+        losses: list[Tensor] = []
+        for batch in batches:
+            found = self.model(torch.cat(batch)).split(len(batch[0]))
+            of_shares = [each.mean() / action.num_parts for each in found]
+            losses += of_shares
             if action.does == "all":
-                loss.backward()
+                torch.stack(of_shares).sum().backward()
                 self._add_gradients()
-        return {"losses": losses}
+        return {"losses": [float(each.detach()) for each in losses]}
 
     def _add_gradients(self) -> None:
         self.situation.has_gradients = True
