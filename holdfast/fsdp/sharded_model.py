@@ -513,10 +513,13 @@ class ShardedModel(MicrobatchTaker):
         """Return this rank's shards of the gradients, with the number of ranks that hold the same.
 
         Raises:
-            ConfigError: Some are not reduced, or an error ended a microbatch.
+            ConfigError: Some are not reduced, an error ended a microbatch, or the reduction of a
+                unit was changed, or a hook registered, since the model was sharded.
         """
         self.check_ended()
         self._check_writes()  # whatever else is wrong: nothing tells of a lost write later
+        for guard in self._guards:  # a loop may have no microbatch(), and code in one changes it
+            guard.check_settings()
         # They may have been forgotten, as by `zero_grad`.
         if self._is_pending and any(guard.has_gradients() for guard in self._guards):
             raise ConfigError(

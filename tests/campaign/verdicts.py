@@ -11,10 +11,20 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from holdfast import HoldfastError, Layout
-from tests.campaign.actions import Action, Drop, Evaluate, Load, Microbatch, Save, Step, Swap
+from tests.campaign.actions import (
+    Action,
+    Drop,
+    Evaluate,
+    Load,
+    Microbatch,
+    Save,
+    Step,
+    Swap,
+    WriteGradients,
+)
 from tests.campaign.programs import Way
 from tests.campaign.twin import Situation, Twin
-from tests.campaign.ways import Trouble, Values
+from tests.campaign.ways import HOOKED, Trouble, Values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +102,24 @@ REFUSALS = (
         actions=(Drop,),
         text=r"forget gradients with zero_grad\(\) of the optimizer",
         fits=lambda now: now.has_gradients or now.is_reduced,
+    ),
+    Refusal(
+        name="in buckets",
+        actions=(WriteGradients,),
+        text=r"its gradient is in the sharded optimizer's buckets|is not reduced yet",
+        fits=lambda now: now.has_gradients or now.is_reduced,
+    ),
+    Refusal(
+        name="in buckets",
+        actions=(Drop,),
+        text=r"zero_grad\(set_to_none=False\): gradients are in buckets",
+        fits=lambda now: True,
+    ),
+    Refusal(
+        name="hooked",
+        actions=(Step, Microbatch),
+        text=HOOKED.pattern,
+        fits=lambda now: now.is_hooked,
     ),
     Refusal(
         name="thawed",
