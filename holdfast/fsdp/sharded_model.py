@@ -208,7 +208,7 @@ class ShardedModel(MicrobatchTaker):
         self._copies = CopyCounts(groups)
         self._schedule = schedule
         self._outer_reduction = outer_reduction
-        self._is_ready = False
+        self._is_ready = self._is_ready_for_inference = False
         """True from the first forward."""
         self._is_pending = False
         gathers_apart = all(axis.gather is not None for axis in axes.values())
@@ -564,18 +564,18 @@ class ShardedModel(MicrobatchTaker):
     def _before_forward(self, module: nn.Module, args: object) -> None:
         """Refuse a forward that cannot work before FSDP2 sets itself up for good by it."""
         del args
-        if self._is_ready:
-            self._prefetch.begin()
-            return
-        if any(_torch.is_meta(guard.state) for guard in self._guards):
-            raise ConfigError(
-                "forward of a sharded model on the meta device: its shards have no memory and no "
-                "values; call materialize() of the sharded model, and load a checkpoint, before "
-                "the first forward"
-            )
-        if torch.is_inference_mode_enabled():
+        if not self._is_ready:
+            if any(_torch.is_meta(guard.state) for guard in self._guards):
+                raise ConfigError(
+                    "forward of a sharded model on the meta device: its shards have no memory and "
+                    "no values; call materialize() of the sharded model, and load a checkpoint, "
+                    "before the first forward"
+                )
+            self._is_ready = True
+        if not self._is_ready_for_inference and torch.is_inference_mode_enabled():
+            # Also after training: some units may not have run in it.
             _torch.prepare_for_inference(module, [guard.state for guard in self._guards])
-        self._is_ready = True
+            self._is_ready_for_inference = True
         self._prefetch.begin()
 
     @mark_eager

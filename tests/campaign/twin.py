@@ -66,6 +66,8 @@ class Situation:
     """True if parameters were written after such a forward, which may keep whole copies."""
     is_thawed: bool = False
     """True if something is trained that was frozen at the start."""
+    was_thawed: bool = False
+    """True if something got a gradient that was frozen at the start."""
     is_hooked: bool = False
     """True if hooks are at parameters."""
 
@@ -185,6 +187,7 @@ class Twin:
             if p.grad is not None:
                 self._sums[i] = self._sums.get(i, torch.zeros(())) + p.grad.to(main.dtype)
                 p.grad = None
+                self.situation.was_thawed |= not self._at_start[p]
 
     @torch.no_grad()
     def _step(self, limit: float) -> Values:

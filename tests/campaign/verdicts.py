@@ -124,8 +124,8 @@ REFUSALS = (
     Refusal(
         name="thawed",
         actions=(Step,),
-        text=r"was frozen when optimizer .* was built and is trained now",
-        fits=lambda now: now.is_thawed,
+        text=r"was frozen when optimizer .* was built and (is trained|has a gradient) now",
+        fits=lambda now: now.is_thawed or now.was_thawed,
     ),
     Refusal(
         name="in a step",
