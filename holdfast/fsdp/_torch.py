@@ -408,6 +408,10 @@ class PendingGradient(GradientHook):
         """Forget it."""
         self._group.forget(self._member)
 
+    def on_zero(self) -> None:
+        """Make it zeros, which a step uses: with momentum and decay, for example."""
+        self._group.make_zero(self._member)
+
 
 _Base: Any = FSDPParamGroup
 
@@ -640,6 +644,14 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         elif self._partial_reduce_output is not None:
             self._part_of_sum(member).zero_()
         self.used.pop(member, None)
+
+    def make_zero(self, member: Any) -> None:
+        """Make zeros of the gradient of one parameter that waits."""
+        waiting = _whole_gradient(member)
+        if waiting is not None:
+            waiting.zero_()
+        if self._partial_reduce_output is not None:
+            self._part_of_sum(member).zero_()
 
     def forget_cleared(self) -> None:
         """Forget that parameters got a gradient which was cleared since, as by `zero_grad`."""

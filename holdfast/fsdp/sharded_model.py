@@ -208,7 +208,7 @@ class ShardedModel(MicrobatchTaker):
         self._copies = CopyCounts(groups)
         self._schedule = schedule
         self._outer_reduction = outer_reduction
-        self._is_ready = False
+        self._is_ready = self._is_ready_for_inference = False
         """True from the first forward."""
         self._is_pending = False
         gathers_apart = all(axis.gather is not None for axis in axes.values())
@@ -513,10 +513,13 @@ class ShardedModel(MicrobatchTaker):
         """Return this rank's shards of the gradients, with the number of ranks that hold the same.
 
         Raises:
-            ConfigError: Some are not reduced, or an error ended a microbatch.
+            ConfigError: Some are not reduced, an error ended a microbatch, or the reduction of a
+                unit was changed, or a hook registered, since the model was sharded.
         """
         self.check_ended()
         self._check_writes()  # whatever else is wrong: nothing tells of a lost write later
+        for guard in self._guards:  # a loop may have no microbatch(), and code in one changes it
+            guard.check_settings()
         # They may have been forgotten, as by `zero_grad`.
         if self._is_pending and any(guard.has_gradients() for guard in self._guards):
             raise ConfigError(
@@ -561,18 +564,18 @@ class ShardedModel(MicrobatchTaker):
     def _before_forward(self, module: nn.Module, args: object) -> None:
         """Refuse a forward that cannot work before FSDP2 sets itself up for good by it."""
         del args
-        if self._is_ready:
-            self._prefetch.begin()
-            return
-        if any(_torch.is_meta(guard.state) for guard in self._guards):
-            raise ConfigError(
-                "forward of a sharded model on the meta device: its shards have no memory and no "
-                "values; call materialize() of the sharded model, and load a checkpoint, before "
-                "the first forward"
-            )
-        if torch.is_inference_mode_enabled():
+        if not self._is_ready:
+            if any(_torch.is_meta(guard.state) for guard in self._guards):
+                raise ConfigError(
+                    "forward of a sharded model on the meta device: its shards have no memory and "
+                    "no values; call materialize() of the sharded model, and load a checkpoint, "
+                    "before the first forward"
+                )
+            self._is_ready = True
+        if not self._is_ready_for_inference and torch.is_inference_mode_enabled():
+            # Also after training: some units may not have run in it.
             _torch.prepare_for_inference(module, [guard.state for guard in self._guards])
-        self._is_ready = True
+            self._is_ready_for_inference = True
         self._prefetch.begin()
 
     @mark_eager

@@ -12,7 +12,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -184,6 +184,10 @@ class GradientHook:
     def on_clear(self) -> None:
         """Called before it is set to None, or read by a `zero_grad`, which then does nothing."""
 
+    def on_zero(self) -> None:
+        """Called instead of `on_clear` if `zero_grad(set_to_none=False)` reads it."""
+        self.on_clear()
+
     def on_made(self, parameter: Tensor) -> None:
         """Called after autograd has put the gradient into `.grad`."""
 
@@ -222,19 +226,21 @@ _MACHINERY = ("torch._", "torch.distributed.pipelining", "torch.distributed.fsdp
 """Modules of torch that use `.grad` and work whether it is None or not: compilers, schedules."""
 
 
-def _user_of(parameter: Tensor) -> tuple[GradientHook | None, bool]:
-    """Return the hook to call for an access to `.grad`, and True if a `zero_grad` makes it."""
+def _user_of(parameter: Tensor) -> tuple[GradientHook | None, FrameType | None]:
+    """Return the hook to call for an access to `.grad`, and the frame of a `zero_grad` in it."""
     frame = sys._getframe(2)  # this function, the property of the class, the code that uses it
     if str(frame.f_globals.get("__name__", "")).startswith(_MACHINERY):
-        return None, False
-    return gradient_hook(parameter), frame.f_code.co_name == "zero_grad"
+        return None, None
+    return gradient_hook(parameter), frame if frame.f_code.co_name == "zero_grad" else None
 
 
 def _read_gradient(self: Any) -> Tensor | None:
-    hook, is_clearing = _user_of(self)
-    if hook is not None:
+    hook, clearing = _user_of(self)
+    if hook is not None and clearing is None:
+        hook.on_read()
+    elif hook is not None and clearing is not None:
         # It finds None, and would leave the gradient where it is.
-        (hook.on_clear if is_clearing else hook.on_read)()
+        (hook.on_clear if clearing.f_locals.get("set_to_none", True) else hook.on_zero)()
     return gradient_of(self)
 
 

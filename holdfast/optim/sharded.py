@@ -256,10 +256,13 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         for bucket in self._buckets:
             bucket.check_views(self._names)
         for parameter in self._frozen:
-            if parameter.requires_grad:
+            is_trained = parameter.requires_grad
+            # Trained for a while, and frozen again: in one process its gradient would count.
+            if is_trained or parameter.grad is not None:
                 raise ConfigError(
                     f"{self._names[parameter]} was frozen when optimizer '{self.name}' was "
-                    f"built and is trained now; build another optimizer"
+                    f"built and {'is trained' if is_trained else 'has a gradient'} now; build "
+                    f"another optimizer"
                 )
 
     def gradient_parts(self) -> list[GradientPart]:
@@ -334,6 +337,8 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self._reducer.drop()
         for _, updated, _ in self._gradients:
             updated.grad = None
+        for parameter in self._frozen:
+            parameter.grad = None
 
     def synchronize(self) -> None:
         self._gather_loaded()

@@ -9,12 +9,16 @@ from typing import Literal
 
 Fault = Literal["in forward", "before backward", "in backward", "after backward"]
 FAULTS: tuple[Fault, ...] = ("in forward", "before backward", "in backward", "after backward")
-EvaluationMode = Literal["no_grad", "inference_mode"]
-MODES: tuple[EvaluationMode, ...] = ("no_grad", "inference_mode")
+EvaluationMode = Literal["no_grad", "inference_mode", "generation", "copy"]
+MODES: tuple[EvaluationMode, ...] = ("no_grad", "inference_mode", "generation", "copy")
 WriteKind = Literal["in place", "data", "load_state_dict"]
 WRITES: tuple[WriteKind, ...] = ("in place", "data", "load_state_dict")
 DropKind = Literal["drop_gradients", "optimizer.zero_grad", "model.zero_grad"]
 DROPS: tuple[DropKind, ...] = ("drop_gradients", "optimizer.zero_grad", "model.zero_grad")
+GradientWrite = Literal["halve", "none"]
+GRADIENT_WRITES: tuple[GradientWrite, ...] = ("halve", "none")
+HookKind = Literal["output", "gradient"]
+HOOKS: tuple[HookKind, ...] = ("output", "gradient")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,10 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """A forward without gradients, of the same rows on all ranks."""
+    """A forward without gradients, of the same rows on all ranks.
+
+    "generation" is several ones in `eval()`, of more and more rows; "copy" is one of a deep copy.
+    """
 
     mode: EvaluationMode
 
@@ -72,6 +79,9 @@ class Thaw:
 class Save:
     """Save model and optimizer."""
 
+    is_async: bool = False
+    """True if the next save or load waits for it, and not this one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
@@ -86,6 +96,38 @@ class Drop:
     """
 
     how: DropKind = "drop_gradients"
+    to_zeros: bool = False
+    """True for `zero_grad(set_to_none=False)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteGradients:
+    """Halve the gradients of a block in `.grad`, or set them to None."""
+
+    how: GradientWrite
+    block: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hook:
+    """Halve, by a hook registered now, outputs of a block's first part or a gradient of it."""
+
+    how: HookKind
+    block: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Set:
+    """Multiply the learning rate of all parameter groups, and the decay of those that have one."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toggle:
+    """Let a block keep its activations, or compute them again in the backward, in turns."""
+
+    block: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +142,23 @@ class Look:
     """Read all parameters."""
 
 
-Action = Microbatch | Evaluate | Write | Swap | Freeze | Thaw | Save | Load | Drop | Step | Look
+Action = (
+    Microbatch
+    | Evaluate
+    | Write
+    | Swap
+    | Freeze
+    | Thaw
+    | Save
+    | Load
+    | Drop
+    | WriteGradients
+    | Hook
+    | Set
+    | Toggle
+    | Step
+    | Look
+)
 
 
 def regular_actions(
@@ -183,7 +241,10 @@ def _fault(chance: random.Random, microbatch: Microbatch, limits: Limits) -> Mic
 
 def _between(chance: random.Random, limits: Limits) -> Action:
     """Draw what is done between two steps."""
-    kind = chance.choice(("evaluate", "write", "write", "swap", "freeze", "thaw", "save", "load"))
+    kinds = ("evaluate", "write", "write", "swap", "freeze", "thaw", "save", "load", "set", "hook")
+    kind = chance.choice(kinds)
+    if kind == "hook":
+        return Hook(how=chance.choice(HOOKS), block=chance.randrange(2))
     if kind == "freeze":
         return Freeze(block=chance.randrange(2))
     if kind == "thaw":
@@ -195,7 +256,10 @@ def _inside(chance: random.Random, limits: Limits) -> Action:
     """Draw what is done between two microbatches, or between the last one and the step."""
     if chance.random() < 0.2:
         return Freeze(block=chance.randrange(2)) if chance.random() < 0.7 else Thaw()
-    kind = chance.choice(("evaluate", "write", "write", "swap", "save", "load", "drop", "look"))
+    kinds = ("evaluate", "write", "write", "swap", "save", "load", "drop", "look", "gradients")
+    kind = chance.choice((*kinds, "set", "toggle"))
+    if kind == "gradients":
+        return WriteGradients(how=chance.choice(GRADIENT_WRITES), block=chance.randrange(2))
     return _anywhere(chance, kind, limits)
 
 
@@ -209,8 +273,15 @@ def _anywhere(chance: random.Random, kind: str, limits: Limits) -> Action:
             block=chance.choice((None, 0, 1)),
         )
     if kind == "drop":
-        return Drop(how=chance.choice(DROPS))
-    others: dict[str, Action] = {"swap": Swap(), "save": Save(), "load": Load(), "look": Look()}
+        how = chance.choice(DROPS)
+        return Drop(how=how, to_zeros=how != "drop_gradients" and chance.random() < 0.4)
+    if kind == "save":
+        return Save(is_async=chance.random() < 0.4)
+    if kind == "set":
+        return Set(factor=chance.choice((0.5, 2.0)))
+    if kind == "toggle":
+        return Toggle(block=chance.randrange(2))
+    others: dict[str, Action] = {"swap": Swap(), "load": Load(), "look": Look()}
     return others[kind]
 
 

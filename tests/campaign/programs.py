@@ -16,6 +16,7 @@ import torch
 
 from holdfast import Layout, LayoutError
 from tests.campaign.actions import (
+    MODES,
     Action,
     Limits,
     draw_actions,
@@ -124,7 +125,14 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
         options=_draw_options(chance, kind),
         is_declared=kind in ("zero", "chained") and (is_odd or chance.random() < 0.3),
         has_contexts=has_contexts,
-        actions=draw_actions(chance, Limits(num_failing=num_ranks - 1 if is_shared else 0)),
+        actions=draw_actions(
+            chance,
+            Limits(
+                num_failing=num_ranks - 1 if is_shared else 0,
+                # A fully sharded model cannot be copied.
+                modes=tuple(mode for mode in MODES if kind != "fsdp" or mode != "copy"),
+            ),
+        ),
     )
     return Program(seed=seed, traits=traits, optimizer=chance.choice([*OPTIMIZERS]), ways=(way,))
 

@@ -16,27 +16,35 @@ from tests.campaign.actions import (
     Drop,
     Evaluate,
     Freeze,
+    Hook,
     Load,
     Look,
     Microbatch,
     Save,
+    Set,
     Step,
     Swap,
     Thaw,
+    Toggle,
     Write,
+    WriteGradients,
 )
 from tests.campaign.models import generate
 from tests.campaign.programs import OPTIMIZERS, Program, Way
 from tests.campaign.ways import (
+    HOOKED,
     STALE,
     THAWED,
+    Hooks,
     Values,
+    change_settings,
     evaluate,
     evaluate_average,
     param_groups,
     rows_of,
     set_trainable,
     tensors_of,
+    toggle,
     write,
 )
 
@@ -58,6 +66,10 @@ class Situation:
     """True if parameters were written after such a forward, which may keep whole copies."""
     is_thawed: bool = False
     """True if something is trained that was frozen at the start."""
+    was_thawed: bool = False
+    """True if something got a gradient that was frozen at the start."""
+    is_hooked: bool = False
+    """True if hooks are at parameters."""
 
 
 class Twin:
@@ -78,6 +90,7 @@ class Twin:
         """Gradients so far, by position of the parameter."""
         self._shares = 1
         self._saved: Any = None
+        self._hooks = Hooks(self.model)
         self.situation = Situation()
 
     def do(self, action: Action, way: Way) -> Values:
@@ -111,7 +124,20 @@ class Twin:
                 self._note_write()
                 self._load()
             case Drop():
-                self._drop(frees=action.how == "drop_gradients")
+                if action.to_zeros:
+                    for total in self._sums.values():
+                        total.zero_()
+                else:
+                    self._drop(frees=action.how == "drop_gradients")
+            case WriteGradients():
+                self._write_gradients(action)
+            case Hook():
+                self._hooks.register(action)
+                self.situation.is_hooked = self._hooks.at_gradients
+            case Set():
+                change_settings(self._optimizer, action)
+            case Toggle():
+                toggle(self.model, action)
         return {}
 
     def fail(self, action: Action, text: str) -> None:
@@ -122,6 +148,9 @@ class Twin:
             self._load()
         if THAWED.search(text):
             self._set_trainable(Thaw())
+        if HOOKED.search(text):
+            self._hooks.remove()
+            self.situation.is_hooked = False
 
     # ---- inside ----
 
@@ -158,6 +187,7 @@ class Twin:
             if p.grad is not None:
                 self._sums[i] = self._sums.get(i, torch.zeros(())) + p.grad.to(main.dtype)
                 p.grad = None
+                self.situation.was_thawed |= not self._at_start[p]
 
     @torch.no_grad()
     def _step(self, limit: float) -> Values:
@@ -194,10 +224,19 @@ class Twin:
         self._optimizer.zero_grad()
         self._sums.clear()
         before = self.situation
-        self.situation = Situation(is_thawed=before.is_thawed)
+        self.situation = Situation(is_thawed=before.is_thawed, is_hooked=before.is_hooked)
         if not frees:
             self.situation.has_run = before.has_run
             self.situation.is_written = before.is_written
+
+    def _write_gradients(self, action: WriteGradients) -> None:
+        written = {*self.model.blocks[action.block].parameters()}
+        for i in [i for i in self._sums if self._all[i] in written]:
+            if action.how == "halve":
+                self._sums[i].mul_(0.5)
+            else:
+                del self._sums[i]
+        self.situation.has_gradients = bool(self._sums)
 
     def _set_trainable(self, action: Freeze | Thaw) -> None:
         set_trainable(self.model, action, at_start=self._at_start)

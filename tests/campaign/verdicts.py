@@ -11,10 +11,20 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from holdfast import HoldfastError, Layout
-from tests.campaign.actions import Action, Drop, Evaluate, Load, Microbatch, Save, Step, Swap
+from tests.campaign.actions import (
+    Action,
+    Drop,
+    Evaluate,
+    Load,
+    Microbatch,
+    Save,
+    Step,
+    Swap,
+    WriteGradients,
+)
 from tests.campaign.programs import Way
 from tests.campaign.twin import Situation, Twin
-from tests.campaign.ways import Trouble, Values
+from tests.campaign.ways import HOOKED, Trouble, Values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +104,28 @@ REFUSALS = (
         fits=lambda now: now.has_gradients or now.is_reduced,
     ),
     Refusal(
+        name="in buckets",
+        actions=(WriteGradients,),
+        text=r"its gradient is in the sharded optimizer's buckets|is not reduced yet",
+        fits=lambda now: now.has_gradients or now.is_reduced,
+    ),
+    Refusal(
+        name="in buckets",
+        actions=(Drop,),
+        text=r"zero_grad\(set_to_none=False\): gradients are in buckets",
+        fits=lambda now: True,
+    ),
+    Refusal(
+        name="hooked",
+        actions=(Step, Microbatch),
+        text=HOOKED.pattern,
+        fits=lambda now: now.is_hooked,
+    ),
+    Refusal(
         name="thawed",
         actions=(Step,),
-        text=r"was frozen when optimizer .* was built and is trained now",
-        fits=lambda now: now.is_thawed,
+        text=r"was frozen when optimizer .* was built and (is trained|has a gradient) now",
+        fits=lambda now: now.is_thawed or now.was_thawed,
     ),
     Refusal(
         name="in a step",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -18,8 +20,10 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.hooks import RemovableHandle
 
-from holdfast import Checkpointer, OptimizerState, ProcessGroups
+from holdfast import Checkpointer, ConfigError, OptimizerState, ProcessGroups
+from holdfast.checkpoint import PendingSave
 from holdfast.fsdp import ShardedModel, fully_shard_model
 from holdfast.optim import ChainedOptimizer, ReducedOptimizer, ShardedOptimizer, StepOutcome
 from tests.campaign.actions import (
@@ -28,14 +32,18 @@ from tests.campaign.actions import (
     Evaluate,
     Fault,
     Freeze,
+    Hook,
     Load,
     Look,
     Microbatch,
     Save,
+    Set,
     Step,
     Swap,
     Thaw,
+    Toggle,
     Write,
+    WriteGradients,
 )
 from tests.campaign.models import (
     ROWS,
@@ -51,6 +59,7 @@ from tests.campaign.models import (
 from tests.campaign.programs import OPTIMIZERS, Program, Way
 
 STALE = re.compile(r"were changed \(a step, a load\) while")
+HOOKED = re.compile(r"a hook was registered at a parameter .* after fully_shard_model")
 THAWED = re.compile(r"was frozen when optimizer")
 
 
@@ -105,6 +114,8 @@ class Trained:
         self._trainable = {p: p.requires_grad for p in self.model.parameters()}
         self._checkpointer = Checkpointer(root, groups=groups)
         self._num_saves = 0
+        self._pending: PendingSave | None = None
+        self._hooks = Hooks(self.model)
 
     def do(self, action: Action) -> Values:
         """Do what an action says."""
@@ -124,12 +135,19 @@ class Trained:
             case Freeze() | Thaw():
                 set_trainable(self.model, action, at_start=self._trainable)
             case Save():
-                self._checkpointer.save(self._num_saves + 1, self.state())
-                self._num_saves += 1
+                self._save(is_async=action.is_async)
             case Load():
                 self._load()
             case Drop():
-                self._drop(action.how)
+                self._drop(action.how, to_zeros=action.to_zeros)
+            case WriteGradients():
+                write_gradients(self.model, action)
+            case Hook():
+                self._hooks.register(action)
+            case Set():
+                change_settings(self.optimizer, action)
+            case Toggle():
+                toggle(self.model, action)
         return {}
 
     def recover(self, action: Action, text: str) -> None:
@@ -140,6 +158,8 @@ class Trained:
             self._load()
         if THAWED.search(text):
             set_trainable(self.model, Thaw(), at_start=self._trainable)
+        if HOOKED.search(text):
+            self._hooks.remove()
 
     def state(self) -> dict[str, object]:
         """Return what is saved and loaded."""
@@ -157,6 +177,7 @@ class Trained:
 
     def close(self) -> None:
         """Take the hooks of the optimizer off the model."""
+        self._wait()
         self._checkpointer.close()
         if isinstance(self.optimizer, ShardedOptimizer | ChainedOptimizer):
             self.optimizer.close()
@@ -205,17 +226,31 @@ class Trained:
             "skipped": outcome.skipped,
         }
 
+    def _save(self, *, is_async: bool) -> None:
+        self._wait()
+        save = self._checkpointer.save_async if is_async else self._checkpointer.save
+        saved = save(self._num_saves + 1, self.state())
+        self._pending = saved if isinstance(saved, PendingSave) else None
+        self._num_saves += 1
+
+    def _wait(self) -> None:
+        """Wait for the save in flight."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
     def _load(self) -> None:
+        self._wait()
         # What was frozen when it was saved and is trained now starts fresh, as in one process.
         self._checkpointer.load(self.state(), allow_missing=("optimizer.state.*",))
 
-    def _drop(self, how: str) -> None:
+    def _drop(self, how: str, *, to_zeros: bool = False) -> None:
         optimizer = self.optimizer
         if how == "model.zero_grad":
-            self.model.zero_grad()
+            self.model.zero_grad(set_to_none=not to_zeros)
         elif how == "optimizer.zero_grad":
             inner = optimizer.optimizer if isinstance(optimizer, ReducedOptimizer) else optimizer
-            inner.zero_grad()
+            inner.zero_grad(set_to_none=not to_zeros)
         else:
             (self.sharded or optimizer).drop_gradients()
 
@@ -316,8 +351,14 @@ def _fault_of(model: Generated, fault: Fault | None, block: int) -> Iterator[Non
 
 def evaluate(model: Generated, mode: str) -> Tensor:
     """Return the losses of some rows, without gradients."""
-    with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
-        output = model(torch.arange(6))
+    if mode == "copy":
+        model = copy.deepcopy(model)
+    if mode == "generation":
+        model.eval()
+    with torch.inference_mode() if mode == "inference_mode" else torch.no_grad():
+        lengths = (2, 4, 6) if mode == "generation" else (6,)
+        output = [model(torch.arange(length)) for length in lengths][-1]
+    model.train()
     return output.clone()
 
 
@@ -370,6 +411,71 @@ def set_trainable(
         assert action.block is not None
         for p in _block(model, action.block).parameters():
             p.requires_grad_(isinstance(action, Thaw))
+
+
+@torch.no_grad()
+def write_gradients(model: Generated, action: WriteGradients) -> None:
+    """Change gradients by hand; a warning that they are elsewhere is as good as a refusal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        try:
+            for p in _block(model, action.block).parameters():
+                if action.how == "none":
+                    p.grad = None
+                elif p.grad is not None:
+                    p.grad.mul_(0.5)
+        except RuntimeWarning as warning:
+            raise ConfigError(str(warning)) from warning
+
+
+class Hooks:
+    """Hooks of a user's, registered at any time."""
+
+    def __init__(self, model: Generated) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        self.at_gradients = False
+        """True if there are some at parameters."""
+
+    def register(self, action: Hook) -> None:
+        """Register a hook; a frozen parameter takes none."""
+        part = _block(self._model, action.block).parts[0]
+        trained = [p for p in part.parameters() if p.requires_grad]
+        if action.how == "output":
+            self._handles.append(part.register_forward_hook(_halve_output))
+        elif trained:
+            self._handles.append(trained[0].register_hook(_halve))
+            self.at_gradients = True
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.at_gradients = False
+
+
+def _halve(value: Tensor) -> Tensor:
+    return value * 0.5
+
+
+def _halve_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    del module, args
+    return output * 0.5
+
+
+def change_settings(optimizer: Any, action: Set) -> None:
+    """Change what parameter groups state, as schedules do."""
+    inner = optimizer.optimizer if isinstance(optimizer, ReducedOptimizer) else optimizer
+    for group in inner.param_groups:
+        group["lr"] *= action.factor
+        group["weight_decay"] *= action.factor
+
+
+def toggle(model: Generated, action: Toggle) -> None:
+    """Turn activation checkpointing on or off."""
+    block = _block(model, action.block)
+    block.recomputed = not block.recomputed
 
 
 def _block(model: Generated, number: int) -> Block:

@@ -146,6 +146,14 @@ def other_divisor(groups: ProcessGroups) -> None:
     train(sharded, sgd(net.parameters()), steps=1)
 
 
+def other_divisor_without_microbatch(groups: ProcessGroups) -> None:
+    net = build()
+    sharded = shard(net, groups)
+    net.layers[0].set_gradient_divide_factor(1.0)  # type: ignore[operator, union-attr]
+    net(rows_of(0)[0]).mean().backward()
+    sharded.step(sgd(net.parameters()))
+
+
 def optimizer_before(groups: ProcessGroups) -> None:
     net = build()
     optimizer = sgd(net.parameters())
@@ -185,6 +193,7 @@ CASES: list[tuple[str, Callable[[ProcessGroups], None], type[HoldfastError], tup
     ("dense", stale_weights, ConfigError, ("(the model)", "microbatch", "reshard")),
     ("dense", stale_root, ConfigError, ("(the model)", "reshard")),
     ("dense", other_divisor, ConfigError, ("layers.0", "divisor", "layout")),
+    ("dense", other_divisor_without_microbatch, ConfigError, ("layers.0", "divisor", "layout")),
     ("dense", optimizer_before, ConfigError, ("after fully_shard_model",)),
     ("dense", no_last_microbatch, ConfigError, ("is_last=True",)),
     ("dense", no_backward, ConfigError, ("backward",)),

@@ -441,6 +441,8 @@ def test_a_backward_uses_the_weights_of_its_forward_or_is_refused() -> None:
 CLEARS: dict[str, Callable[[nn.Module, Any], None]] = {
     "optimizer": lambda net, optimizer: optimizer.zero_grad(),
     "model": lambda net, optimizer: net.zero_grad(),
+    "optimizer to zeros": lambda net, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model to zeros": lambda net, optimizer: net.zero_grad(set_to_none=False),
     "by hand": lambda net, optimizer: [setattr(p, "grad", None) for p in net.parameters()] and None,
 }
 
@@ -492,7 +494,10 @@ def cleared(context: RankContext, sizes: dict[str, Any]) -> None:
     "sizes", [{"dp": 2}, pytest.param({"dp": 4, "replicas": 2}, marks=pytest.mark.slow)]
 )
 def test_gradients_that_anybody_clears_in_a_step_are_cleared(sizes: dict[str, Any]) -> None:
-    """I1: before, `zero_grad` left those that were not reduced, and the step used them."""
+    """I1: before, `zero_grad` left those that were not reduced, and the step used them.
+
+    Or made none of zeros, with which momentum and decay go on.
+    """
     run_ranks(sizes["dp"], cleared, sizes)
 
 

@@ -161,8 +161,11 @@ def refused(context: RankContext) -> None:
             handle = getattr(net.layers[1].weight, register)(print)
             with pytest.raises(ConfigError, match=r"unit 'layers\.1': a hook .* \[6, 6\] after"):
                 sharded.microbatch(is_last=True).__enter__()
-            handle.remove()
             optimizer = sgd(net.parameters())
+            net(rows(0)).backward()  # nothing looks at hooks before a step
+            with pytest.raises(ConfigError, match=r"unit 'layers\.1': a hook .* \[6, 6\] after"):
+                sharded.step(optimizer)
+            handle.remove()
             with sharded.microbatch(is_last=True):
                 net(rows(0)).backward()
             assert sharded.step(optimizer).norm > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
@@ -17,6 +17,18 @@ from holdfast import ConfigError, HoldfastError, Layout, ProcessGroups
 from holdfast.fsdp import fully_shard_model
 from tests.fsdp.common import STRATEGIES, build, difference, rows_of, sgd, shard, train, truth
 from tests.harness import RankContext, run_ranks
+
+
+class Seldom(nn.Module):
+    """Two layers, of which the second runs in `eval()` only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x if self.training else self.second(x)
 
 
 def said(context: RankContext) -> None:
@@ -36,6 +48,19 @@ def said(context: RankContext) -> None:
                     net(rows_of(0)[0])
             train(sharded, sgd(net.parameters()), steps=2)
             assert difference(net, expected) < 1e-6, strategy
+            seldom = Seldom()
+            alone = copy.deepcopy(seldom.eval())
+            sharded = fully_shard_model(
+                seldom.train(),
+                groups,
+                experts=(),
+                units=[seldom.first, seldom.second],
+                strategy=strategy,
+            )
+            with sharded.microbatch(is_last=True):
+                seldom(torch.ones(2, 6)).sum().backward()
+            with torch.inference_mode():  # as the first forward of a unit
+                assert torch.equal(seldom.eval()(torch.ones(2, 6)), alone(torch.ones(2, 6)))
             for make_copy in (copy.deepcopy, AveragedModel):
                 for each in (net, net.layers[0], nn.ModuleList([net])):
                     with pytest.raises(ConfigError, match="for a moving average keep"):

@@ -319,6 +319,21 @@ def test_parameters_that_are_not_the_models_any_more_are_found() -> None:
         assert name
 
 
+def test_a_gradient_of_what_was_trained_for_a_while_is_not_lost() -> None:
+    """S4: frozen when the optimizer was built, and again at the step."""
+    net = net_of()
+    net[0].weight.requires_grad_(False)
+    optimizer = sharded(net)
+    net[0].weight.requires_grad_(True)
+    backward(net, optimizer)
+    net[0].weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"0\.weight was frozen when .* has a gradient now"):
+        optimizer.step()
+    optimizer.drop_gradients()
+    backward(net, optimizer)
+    assert optimizer.step().norm > 0
+
+
 def test_two_optimizers_share_no_parameter() -> None:
     net = net_of()
     first = sharded(net, list(net[0].parameters()), name="first")
