@@ -329,12 +329,14 @@ def layout(
         table = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": placed}
         text = json.dumps(table, indent=2, sort_keys=True).encode() + b"\n"
         files.append(OutputFile.of(f"model{_INDEX_SUFFIX}", text))
-    return Output(
-        files=files,
-        is_folder=is_folder,
-        carried=_carried(config_from) if config_from is not None else {},
-        notes=notes,
-    )
+    carried: dict[str, Path] = {}
+    if config_from is not None:
+        carried, others = _carried(config_from)
+        notes += [f"{name} of {config_from}: no small file, so not copied" for name in others]
+    elif is_folder and catalog.format == FORMAT and (names := _next_to_weights(catalog)):
+        folder = catalog.storage.describe("").rstrip("/")
+        notes.append(f"{some_of(names)}: --config-from {folder} copies them")
+    return Output(files=files, is_folder=is_folder, carried=carried, notes=notes)
 
 
 def _split(sizes: Mapping[str, int], max_nbytes: int) -> list[list[str]]:
@@ -379,14 +381,35 @@ def _layout_file(
     )
 
 
-def _carried(folder: Path) -> dict[str, Path]:
-    """Return the files of a folder that are not weights: config, tokenizer, templates."""
+def _carried(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Return the files of a folder that are not weights: config, tokenizer, templates.
+
+    Also the names of what is neither: large files, and folders.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder with the config of a model")
-    return {
+    others = [path for path in sorted(folder.iterdir()) if not _is_of_weights(path.name)]
+    carried = {
         path.name: path
-        for path in sorted(folder.iterdir())
-        if path.is_file()
-        and not path.name.endswith((_SUFFIX, ".index.json", *_PICKLES))
-        and path.stat().st_size <= _MAX_CARRIED_NBYTES
+        for path in others
+        if path.is_file() and path.stat().st_size <= _MAX_CARRIED_NBYTES
     }
+    return carried, [
+        path.name for path in others if path.name not in carried and path.name[0] != "."
+    ]
+
+
+def _is_of_weights(name: str) -> bool:
+    return name.endswith((_SUFFIX, ".index.json", *_PICKLES))
+
+
+def _next_to_weights(catalog: Catalog) -> list[str]:
+    """Return the names of the files with which the weights of a folder are a model."""
+    names = catalog.storage.list("") if catalog.storage.local_path("") is not None else []
+    if "config.json" not in names:
+        return []
+    return [
+        name
+        for name in names
+        if name[0] != "." and not _is_of_weights(name) and not catalog.storage.is_dir(name)
+    ]

@@ -304,6 +304,22 @@ def test_what_a_header_states_goes_along(tmp_path: Path, holdfast: Holdfast) -> 
     assert "the user's metadata is left out: deep, lora_alpha, ünï" in done.out
 
 
+def test_a_folder_without_its_config_says_so(tmp_path: Path, holdfast: Holdfast) -> None:
+    folder = tmp_path / "model"
+    (folder / "original").mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    words = ["--to", "huggingface", "--dtype", "bf16"]
+    done = holdfast("convert", folder, tmp_path / "a", *words)
+    assert f"config.json, tokenizer.json: --config-from {folder} copies" in done.out
+    done = holdfast("convert", folder, tmp_path / "b", *words, "--config-from", folder)
+    assert f"original of {folder}: no small file, so not copied" in done.out
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+
+
 def test_next_to_the_whole_model_other_files_are_left_out(tmp_path: Path) -> None:
     """An adapter, and the same weights under other names: neither belongs to the model."""
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
