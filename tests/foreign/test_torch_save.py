@@ -289,10 +289,10 @@ REFUSED = {
     "objects": (saved(np.array([1, "b"], dtype=object)), "O8"),
     "structure": (saved(np.zeros(2, dtype=[("a", "i4")])), "structured"),
     "quantized": (
-        saved(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)), "(a quantized tensor: ",
+        saved(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)), "(a quantized",
     ),
     "subclass": (
-        saved(TwoTensor(torch.ones(2), torch.ones(2))), "such as a DTensor or one of torchao: store",
+        saved(TwoTensor(torch.ones(2), torch.ones(2))), "such as a DTensor or one of torchao",
     ),
 }  # fmt: skip
 
