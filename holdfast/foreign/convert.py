@@ -21,6 +21,7 @@ from holdfast.foreign.output import (
     OnProgress,
     Output,
     Reopen,
+    refuse_existing,
     write_output,
 )
 from holdfast.format.names import MANIFEST, list_steps, point_to_newest, step_dir
@@ -82,6 +83,10 @@ class Conversion:
     def to(self) -> str:
         """The path or URL that the result gets, for messages."""
         return self.above.describe(self.name)
+
+    def refuse_existing(self) -> None:
+        """Raise ConfigError if the name is taken."""
+        refuse_existing(self.above, self.name)
 
     def run(
         self,

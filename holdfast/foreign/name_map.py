@@ -131,17 +131,18 @@ class NameMap:
             self.optimizers = (optimizer,) if isinstance(optimizer, str) else tuple(optimizer)
 
     @classmethod
-    def from_toml(cls, source: str | Path) -> NameMap:
+    def from_toml(cls, source: str | Path, *, name: str = "name map") -> NameMap:
         """Return the map that a TOML text or file states.
 
         Args:
             source: A path, or a text with at least one line break.
+            name: Of a text, for messages.
 
         Raises:
             ConfigError: The file cannot be read, or does not state a map.
         """
         if isinstance(source, str) and "\n" in source:
-            text, name = source, "name map"
+            text = source
         else:
             name = Path(source).stem
             try:

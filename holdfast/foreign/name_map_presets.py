@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from importlib import resources
 from pathlib import Path
@@ -28,10 +29,18 @@ def load_preset(name: str) -> NameMap:
     for each, is_inverse in ((name, False), (_turned(name), True)):
         file = resources.files("holdfast.foreign").joinpath("presets", each + _SUFFIX)
         if each in preset_names() and file.is_file():
-            result = NameMap.from_toml(file.read_text(encoding="utf-8"))
-            result.name = each
+            result = NameMap.from_toml(file.read_text(encoding="utf-8"), name=each)
             return result.inverse() if is_inverse else result
-    raise ConfigError(f"there is no name map {name!r}; there are {', '.join(preset_names())}")
+    raise ConfigError(f"there is no name map {name!r}; {_near(name)}")
+
+
+def _near(name: str) -> str:
+    """Return which presets may be meant: those with a like name, else all."""
+    names = preset_names()
+    near = difflib.get_close_matches(name, names, n=4, cutoff=0.7)
+    if near:
+        return f"did you mean {', '.join(near)}? docs/name-maps.md lists all {len(names)}"
+    return f"there are {', '.join(names)}"
 
 
 def _turned(name: str) -> str:
@@ -53,7 +62,7 @@ def name_map_of(source: NameMap | str | os.PathLike[str]) -> NameMap:
     path = Path(source)
     if not path.is_file():
         raise ConfigError(
-            f"{str(source)!r} is neither a file with a name map nor one of the presets: "
-            f"{', '.join(preset_names())}"
+            f"{str(source)!r} is neither a file with a name map nor one of the presets; "
+            f"{_near(str(source))}"
         )
     return NameMap.from_toml(path)

@@ -158,10 +158,7 @@ def write_output(
             f"{_NUM_THREADS * _SHARE * _MIN_PIECE_NBYTES} are needed"
         )
     above.make_dir("")
-    if above.exists(name):
-        raise ConfigError(
-            f"{above.describe(name)} exists already; remove it or choose another name"
-        )
+    refuse_existing(above, name)
     for path in remove_unnamed(above, [name]):
         on_leftover(path)
     piece = memory_nbytes // (_NUM_THREADS * _SHARE)
@@ -169,6 +166,14 @@ def write_output(
     with unnamed(above, name, is_dir=output.is_folder) as temporary:
         copier.write(above, temporary, output)
         copier.prove(reopen(above, temporary))
+
+
+def refuse_existing(above: Storage, name: str) -> None:
+    """Raise ConfigError if a name is taken."""
+    if above.exists(name):
+        raise ConfigError(
+            f"{above.describe(name)} exists already; remove it or choose another name"
+        )
 
 
 class _Copier:

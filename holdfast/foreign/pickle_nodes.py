@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.arrays.types import AnyArray
-from holdfast.errors import PlacementError
+from holdfast.errors import PlacementError, some_of
 from holdfast.foreign.pickled_values import (
     Constructor,
     EnumValue,
@@ -98,7 +98,14 @@ def to_node(
     _check_tree(value, path, limit)
     walk = _Walk(keeps_order_type)
     node = walk.encode(value, path)
+    trained = [leaf.key for leaf in walk.leaves if getattr(leaf.value, "requires_grad", False)]
+    if trained:
+        walk.left_out.append(f"{some_of(trained, most=3)}: requires_grad of {_tensors(trained)}")
     return NodeTree(node=node, leaves=tuple(walk.leaves), left_out=tuple(walk.left_out))
+
+
+def _tensors(keys: list[str]) -> str:
+    return "the tensor" if len(keys) == 1 else f"{len(keys)} tensors"
 
 
 def array_form(array: PickledArray, *, path: str) -> tuple[str, AnyArray, str | None]:

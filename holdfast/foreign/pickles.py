@@ -146,6 +146,15 @@ def read_pickle_at(
     return machine.run(), machine.pos
 
 
+_HINTS: Mapping[str, str] = {
+    "torch._utils._rebuild_wrapper_subclass": "a tensor that holds others, such as a DTensor or "
+    "one of torchao: store full_tensor() or dequantize(), or save by dcp.save",
+    "torch._utils._rebuild_qtensor": "a quantized tensor: store int_repr() with its scale and "
+    "zero point, or dequantize()",
+}
+"""What the names mean that people meet, and what to store instead."""
+
+
 class _Refusal(Exception):
     """Why a pickle is refused; becomes a CorruptionError with the place."""
 
@@ -522,9 +531,10 @@ class _Machine:
         whole = f"{_OLD_NAMES.get(module, module)}.{name}"
         constructor = self._types.get(whole)
         if constructor is None:
+            hint = _HINTS.get(whole, "")
             raise _Refusal(
-                f"the file asks for {shorten(f'{module}.{name}')!r}, which is not in the list of "
-                f"what may be read; nothing was run"
+                f"the file asks for {shorten(f'{module}.{name}')!r}{hint and f' ({hint})'}, which "
+                f"is not in the list of what may be read; nothing was run"
             )
         return constructor
 

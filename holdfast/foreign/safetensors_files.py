@@ -13,13 +13,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from holdfast.arrays.boxes import Box
-from holdfast.errors import ConfigError, CorruptionError, PlacementError, PlanError
+from holdfast.errors import ConfigError, CorruptionError, PlacementError, PlanError, some_of
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes
 from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.output import Extent, Output, OutputFile
@@ -42,6 +43,7 @@ PART = "model"
 """The part of the state that weights without a tree are."""
 
 _SUFFIX = ".safetensors"
+_WHOLE = "model.safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SHARDED = "DCP_SHARDING_INFO"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".npz")
@@ -81,12 +83,15 @@ def open_catalog(location: Location) -> Catalog:
 
     Cost: reads the headers.
     """
-    names, placed, left_out = _files_of(location)
+    files = _files_of(location)
+    placed, left_out = files.placed, files.left_out
+    metadata = dict(files.metadata)
     identity = bytearray()
     pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
-    for name in names:
+    for name in files.names:
         header = _read_header(location, name)
         identity += header
+        left_out += _merge(metadata, _own_metadata(location, name, header), name)
         for piece in _pieces(location, name, header):
             if placed is not None and placed.get(piece.entry.name) != name:
                 left_out.append(f"{name}: {piece.entry.name!r}, which the index does not name")
@@ -104,10 +109,29 @@ def open_catalog(location: Location) -> Catalog:
         storage=location.storage,
         label=location.label,
         identity=bytes(identity),
-        created=location.created(names),
+        created=location.created(files.names),
         tensors={tensor.key: tensor for tensor in tensors},
         parts={PART: {name: tensor_node(_key(name)) for name in pieces}},
         left_out=[*left_out, *_others(location)],
+        metadata=metadata,
+    )
+
+
+def _own_metadata(location: Location, name: str, header: bytes) -> dict[str, str]:
+    """Return what the user or a program of his has put into a header, by key."""
+    words = header_metadata(header, place=location.storage.describe(name))
+    return {
+        key: text
+        for key, text in sorted(words.items())  # safetensors writes them in any order
+        if not key.startswith("DCP_") and (key, text) != ("format", "pt")
+    }
+
+
+def _merge(metadata: dict[str, Any], words: Mapping[str, str], name: str) -> list[str]:
+    """Add the words of one file to those of the others; return what differs and is left out."""
+    odd = [key for key, text in words.items() if metadata.setdefault(key, text) != text]
+    return (
+        [f"{name}: {some_of(odd)} of its header, which another file has otherwise"] if odd else []
     )
 
 
@@ -133,10 +157,27 @@ class _Piece:
     offset: tuple[int, ...] | None
 
 
-def _files_of(location: Location) -> tuple[list[str], Mapping[str, str] | None, list[str]]:
-    """Return the files, by tensor the file that an index states, and what is left out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Files:
+    """The files of a model.
+
+    Args:
+        names: Their names.
+        placed: By tensor the file that an index states; None without an index.
+        metadata: What the index has besides.
+        left_out: What is not read, one sentence each.
+    """
+
+    names: list[str]
+    placed: Mapping[str, str] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    left_out: list[str]
+
+
+def _files_of(location: Location) -> _Files:
+    """Return the files of the model at a location."""
     if location.file is not None:
-        return [location.file], None, note_on_siblings(location.file)
+        return _Files(names=[location.file], left_out=note_on_siblings(location.file))
     indices = [name for name in location.names() if name.endswith(_INDEX_SUFFIX)]
     present = _names(location)
     is_one = {name: _is_safetensors(location, name) for name in present}
@@ -147,16 +188,21 @@ def _files_of(location: Location) -> tuple[list[str], Mapping[str, str] | None, 
         # Files that the system makes begin with a dot; any other was to be a part of the model.
         _refuse_odd(location, [name for name in odd if not name.startswith(".")])
         refuse_missing_shards(location, names)
-        return names, None, left_out
+        if _WHOLE in names:
+            # Its name says that it is all of the model. Adapters may lie next to it, and the same
+            # model under other names ("consolidated").
+            left_out += [f"{name}: name this file to read it" for name in names if name != _WHOLE]
+            names = [_WHOLE]
+        return _Files(names=names, left_out=left_out)
     if len(indices) > 1:
         raise CorruptionError(
             f"{location.label} has {len(indices)} indices ({', '.join(indices)}): name one file"
         )
-    placed = read_index(location, indices[0], set(present))
+    placed, metadata = read_index(location, indices[0], set(present))
     used = sorted(set(placed.values()))
     _refuse_odd(location, [name for name in odd if name in used])
     left_out += [f"{name}: no tensor of the index is in it" for name in names if name not in used]
-    return used, placed, left_out
+    return _Files(names=used, placed=placed, metadata=metadata, left_out=left_out)
 
 
 def _refuse_odd(location: Location, names: list[str]) -> None:
@@ -266,6 +312,10 @@ def layout(
         PlanError: A name or type cannot be written.
     """
     weights = weights_of(catalog, part)
+    words = {key: text for key, text in catalog.metadata.items() if isinstance(text, str)}
+    notes = [*weights.left_out]
+    if odd := [key for key in catalog.metadata if key not in words]:
+        notes.append(f"metadata that is no text: {some_of(odd)}")
     sizes = {name: catalog.tensors[key].nbytes for name, key in weights.keys.items()}
     groups = _split(sizes, max_file_nbytes if is_folder else sum(sizes.values()) + 1)
     files = []
@@ -274,17 +324,19 @@ def layout(
         file = f"model-{number:05d}-of-{len(groups):05d}{_SUFFIX}"
         file = f"model{_SUFFIX}" if len(groups) == 1 else file
         placed |= dict.fromkeys(names, file)
-        files.append(_layout_file(catalog, weights, names, file))
+        files.append(_layout_file(catalog, weights, names, file, words))
     if len(groups) > 1:
         table = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": placed}
         text = json.dumps(table, indent=2, sort_keys=True).encode() + b"\n"
         files.append(OutputFile.of(f"model{_INDEX_SUFFIX}", text))
-    return Output(
-        files=files,
-        is_folder=is_folder,
-        carried=_carried(config_from) if config_from is not None else {},
-        notes=weights.left_out,
-    )
+    carried: dict[str, Path] = {}
+    if config_from is not None:
+        carried, others = _carried(config_from)
+        notes += [f"{name} of {config_from}: no small file, so not copied" for name in others]
+    elif is_folder and catalog.format == FORMAT and (names := _next_to_weights(catalog)):
+        folder = catalog.storage.describe("").rstrip("/")
+        notes.append(f"{some_of(names)}: --config-from {folder} copies them")
+    return Output(files=files, is_folder=is_folder, carried=carried, notes=notes)
 
 
 def _split(sizes: Mapping[str, int], max_nbytes: int) -> list[list[str]]:
@@ -300,7 +352,9 @@ def _split(sizes: Mapping[str, int], max_nbytes: int) -> list[list[str]]:
     return groups
 
 
-def _layout_file(catalog: Catalog, weights: Weights, names: list[str], file: str) -> OutputFile:
+def _layout_file(
+    catalog: Catalog, weights: Weights, names: list[str], file: str, metadata: Mapping[str, str]
+) -> OutputFile:
     """Lay out one file."""
     tensors = [catalog.tensors[weights.keys[name]] for name in names]
     for name, tensor in zip(names, tensors, strict=True):
@@ -312,7 +366,8 @@ def _layout_file(catalog: Catalog, weights: Weights, names: list[str], file: str
         [
             ImageEntry(name=name, dtype=tensor.dtype, shape=tensor.shape)
             for name, tensor in zip(names, tensors, strict=True)
-        ]
+        ],
+        metadata=metadata,
     )
     return OutputFile(
         name=file,
@@ -326,14 +381,35 @@ def _layout_file(catalog: Catalog, weights: Weights, names: list[str], file: str
     )
 
 
-def _carried(folder: Path) -> dict[str, Path]:
-    """Return the files of a folder that are not weights: config, tokenizer, templates."""
+def _carried(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Return the files of a folder that are not weights: config, tokenizer, templates.
+
+    Also the names of what is neither: large files, and folders.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder with the config of a model")
-    return {
+    others = [path for path in sorted(folder.iterdir()) if not _is_of_weights(path.name)]
+    carried = {
         path.name: path
-        for path in sorted(folder.iterdir())
-        if path.is_file()
-        and not path.name.endswith((_SUFFIX, ".index.json", *_PICKLES))
-        and path.stat().st_size <= _MAX_CARRIED_NBYTES
+        for path in others
+        if path.is_file() and path.stat().st_size <= _MAX_CARRIED_NBYTES
     }
+    return carried, [
+        path.name for path in others if path.name not in carried and path.name[0] != "."
+    ]
+
+
+def _is_of_weights(name: str) -> bool:
+    return name.endswith((_SUFFIX, ".index.json", *_PICKLES))
+
+
+def _next_to_weights(catalog: Catalog) -> list[str]:
+    """Return the names of the files with which the weights of a folder are a model."""
+    names = catalog.storage.list("") if catalog.storage.local_path("") is not None else []
+    if "config.json" not in names:
+        return []
+    return [
+        name
+        for name in names
+        if name[0] != "." and not _is_of_weights(name) and not catalog.storage.is_dir(name)
+    ]

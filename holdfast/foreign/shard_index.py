@@ -18,11 +18,14 @@ from holdfast.errors import CorruptionError, some_of
 from holdfast.foreign.location import Location
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES
 
+_COMPUTED = ("total_size", "total_parameters")
 _SHARD = re.compile(r"(?:shard-\d+-)?(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.(?P<type>\w+)")
 
 
-def read_index(location: Location, name: str, present: Collection[str]) -> dict[str, str]:
-    """Return by tensor the file that an index states.
+def read_index(
+    location: Location, name: str, present: Collection[str]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return by tensor the file that an index states, and metadata that no program computes.
 
     Args:
         location: The folder.
@@ -38,8 +41,11 @@ def read_index(location: Location, name: str, present: Collection[str]) -> dict[
         raise CorruptionError(f"{place}: {size} bytes are too many for an index")
     try:
         text = location.storage.read(name).decode()
-        table = msgspec.convert(json.loads(text, object_pairs_hook=_once), dict[str, object])
+        table = msgspec.convert(
+            json.loads(text, object_pairs_hook=_once, parse_constant=str), dict[str, object]
+        )
         placed = msgspec.convert(table["weight_map"], dict[str, str])
+        metadata = msgspec.convert(table.get("metadata") or {}, dict[str, Any])
     except (ValueError, KeyError, RecursionError) as error:
         raise CorruptionError(f"{place}: this is not an index of tensors: {error}") from None
     for key, file in placed.items():
@@ -47,7 +53,7 @@ def read_index(location: Location, name: str, present: Collection[str]) -> dict[
             raise CorruptionError(
                 f"{place}: tensor {key!r} is to be in {file!r}, which is not a file of the folder"
             )
-    return placed
+    return placed, {key: value for key, value in metadata.items() if key not in _COMPUTED}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

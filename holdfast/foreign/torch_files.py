@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from holdfast.arrays.boxes import Box
@@ -123,7 +124,7 @@ def _open_folder(location: Location) -> Catalog:
     if not has_safetensors:
         catalog = parts.finish(bytes(identity), used, step=step)
         _compare_with_index(location, shards, catalog)
-        return catalog
+        return replace(catalog, metadata=shards.metadata)
     weights = safetensors_files.open_catalog(location)
     if not used:
         return replace(weights, left_out=_joined(weights.left_out, parts.left_out))
@@ -134,6 +135,7 @@ def _open_folder(location: Location) -> Catalog:
         tensors={**weights.tensors, **catalog.tensors},
         parts={**weights.parts, **catalog.parts},
         left_out=_joined(own_notes, catalog.left_out),
+        metadata=weights.metadata,
     )
 
 
@@ -159,6 +161,7 @@ class _Shards(NamedTuple):
 
     files: frozenset[str]
     placed: Mapping[str, str]
+    metadata: Mapping[str, Any] = MappingProxyType({})
 
 
 def _shards(location: Location) -> _Shards:
@@ -166,8 +169,8 @@ def _shards(location: Location) -> _Shards:
     present = location.names()
     name = f"{_WEIGHTS}.bin.index.json"
     if location.has(name):
-        placed = read_index(location, name, present)
-        return _Shards(frozenset(placed.values()), placed)
+        placed, metadata = read_index(location, name, present)
+        return _Shards(frozenset(placed.values()), placed, metadata)
     files = [each for each in present if _SHARD.fullmatch(each)]
     refuse_missing_shards(location, files)
     return _Shards(frozenset(files), {})

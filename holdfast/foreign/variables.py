@@ -110,7 +110,9 @@ class Variables:
     def _first(self, name: str, given: Value) -> int:
         """Return the first of several values whose tensors there are."""
         if given is None:
-            raise _NoValueError(f"variable {name!r} has no value: pass variables={{{name!r}: …}}")
+            raise _NoValueError(
+                f"variable {name!r} has no value: pass variables={{{name!r}: …}}, or --set {name}=…"
+            )
         if isinstance(given, int):
             return given
         options = [given] if isinstance(given, str) else given

@@ -270,6 +270,7 @@ class CatalogStorage:
                 nbytes=catalog.nbytes,
                 stored_nbytes=int(index.nbytes.sum()),
             ),
+            metadata=dict(catalog.metadata),
         )
         try:
             return encode_manifest(manifest), data

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -93,11 +94,17 @@ def chunk_name(
     return f"{key}@{','.join(map(str, offset))}"
 
 
-def layout_image(entries: Sequence[ImageEntry], *, align: int = PAYLOAD_ALIGN) -> Image:
+def layout_image(
+    entries: Sequence[ImageEntry],
+    *,
+    align: int = PAYLOAD_ALIGN,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> Image:
     """Lay out a data file: a valid safetensors file whose payload starts at a multiple of `align`.
 
     Chunks are in descending order of item size (stable). So each is aligned to its elements without
-    padding, and equal entries give equal bytes. Raises PlanError for a repeated or reserved name.
+    padding, and equal entries give equal bytes. `metadata` is for the header of a file that other
+    programs read. Raises PlanError for a repeated or reserved name.
     """
     dtypes = [dtype_named(entry.dtype) for entry in entries]
     sizes = [
@@ -106,10 +113,12 @@ def layout_image(entries: Sequence[ImageEntry], *, align: int = PAYLOAD_ALIGN) -
     ]
     order = sorted(range(len(entries)), key=lambda i: -dtypes[i].itemsize)
     starts = np.zeros(len(entries), dtype=np.int64)
-    table: dict[str, object] = {_METADATA: {"format": "pt"}}
+    table: dict[str, object] = {_METADATA: {"format": "pt", **metadata}}
     end = 0
     for i in order:
         entry = entries[i]
+        if entry.name == _METADATA:
+            raise PlanError(f"a tensor cannot be named {_METADATA!r} in a safetensors file")
         if entry.name in table:
             raise PlanError(f"two chunks of one data file are named {entry.name!r}")
         starts[i] = end

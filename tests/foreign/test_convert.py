@@ -311,3 +311,24 @@ def test_held_bytes_are_written_like_others(tmp_path: Path) -> None:
     )  # fmt: skip
     plan_conversion(catalog, tmp_path / "x", ConvertOptions(to="safetensors")).run()
     assert load_file(tmp_path / "x")["a"].tolist() == [1, 2]
+
+
+def test_what_a_user_may_mistake_is_one_clear_line(tmp_path: Path, holdfast: Holdfast) -> None:
+    """Names of presets, variables, a target that exists (in a dry run, too), a file to list."""
+    source = tmp_path / "x.safetensors"
+    save_file({"model.layers.0.self_attn.q_proj.weight": torch.ones(4, 4)}, source)
+    words = ["convert", source, tmp_path / "out", "--to", "dcp", "--map"]
+    near = "did you mean gpt-to-llama-hf, gpt-to-llama-megatron"
+    assert near in holdfast(*words, "gpt-to-llama").err
+    error = holdfast(*words, "gpt2-hf-to-gpt2-megatron").err
+    assert "no rule matches 1 names: model.layers.0.self_attn.q_proj.weight" in error
+    (tmp_path / "map.toml").write_text(
+        "[variables]\nn = ''\n[[rule]]\nsplit = '{x:path}'\nto = ['{x}.a', '{x}.b']\n"
+        "shares = ['n', 1]\n"
+    )
+    assert "pass variables={'n': …}, or --set n=…" in holdfast(*words, tmp_path / "map.toml").err
+    (tmp_path / "out").mkdir()
+    assert "exists already" in holdfast(*words[:-1], "--dry-run").err
+    assert "safetensors" in holdfast("ls", source).out
+    (line,) = holdfast("ls", source, "--json").json["foreign"]
+    assert line["num_tensors"] == 1

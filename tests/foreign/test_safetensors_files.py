@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from holdfast import Checkpointer, ConfigError, CorruptionError, MismatchError, PlacementError
 from holdfast.foreign.formats import open_catalog
+from tests.cli.conftest import Holdfast, holdfast
 from tests.foreign.contract import check_catalog, check_format, raw, sample_tensors
 from tests.harness import RankContext, run_ranks
+
+__all__ = ["holdfast"]
 
 
 def write_folder(folder: Path, tensors: dict[str, torch.Tensor], *, num_files: int = 2) -> None:
@@ -270,3 +274,59 @@ def test_a_file_of_a_model_that_was_not_downloaded_is_an_error(
     (tmp_path / "a.safetensors").unlink()
     with pytest.raises(ConfigError, match="git lfs pull"):
         open_catalog(tmp_path)
+
+
+def test_what_a_header_states_goes_along(tmp_path: Path, holdfast: Holdfast) -> None:
+    """Settings of an adapter, notes of a trainer: through every format that has a place for them.
+
+    Prevents that an adapter is converted and no program knows its scale any more.
+    """
+    words = {"format": "pt", "lora_alpha": "16", "ünï": "x"}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    save_file({"a": torch.ones(2)}, folder / files[0], metadata=words)
+    save_file({"b": torch.ones(2)}, folder / files[1], metadata={**words, "lora_alpha": "8"})
+    index = {
+        "metadata": {"total_size": 16, "deep": [1]},
+        "weight_map": {"a": files[0], "b": files[1]},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    done = holdfast("convert", folder, tmp_path / "own", "--to", "holdfast")
+    assert f"{files[1]}: lora_alpha of its header, which another file has otherwise" in done.out
+    kept = {"lora_alpha": "16", "ünï": "x", "deep": [1]}
+    assert Checkpointer(tmp_path / "own").load_all().metadata == kept
+    done = holdfast("convert", tmp_path / "own", tmp_path / "x.safetensors", "--to", "safetensors")
+    assert "metadata that is no text: deep" in done.out
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert file.metadata() == words
+    done = holdfast("convert", folder, tmp_path / "x.pt", "--to", "torch_save")
+    assert "the user's metadata is left out: deep, lora_alpha, ünï" in done.out
+
+
+def test_a_folder_without_its_config_says_so(tmp_path: Path, holdfast: Holdfast) -> None:
+    folder = tmp_path / "model"
+    (folder / "original").mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    words = ["--to", "huggingface", "--dtype", "bf16"]
+    done = holdfast("convert", folder, tmp_path / "a", *words)
+    assert f"config.json, tokenizer.json: --config-from {folder} copies" in done.out
+    done = holdfast("convert", folder, tmp_path / "b", *words, "--config-from", folder)
+    assert f"original of {folder}: no small file, so not copied" in done.out
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+
+
+def test_next_to_the_whole_model_other_files_are_left_out(tmp_path: Path) -> None:
+    """An adapter, and the same weights under other names: neither belongs to the model."""
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    others = ["adapter_model.safetensors", "consolidated.safetensors"]
+    for name in others:
+        save_file({"b": torch.ones(2)}, tmp_path / name)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        report = checkpointer.load_all(source=tmp_path)
+    assert list(report.values["model"]) == ["a"]
+    assert list(report.left_out) == [f"{name}: name this file to read it" for name in others]

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from holdfast.errors import CorruptionError, HoldfastError, PlacementError
 from holdfast.foreign.pickles import PickledMapping, PickledTensor, Record, read_pickle, to_node
@@ -288,7 +289,10 @@ REFUSED = {
     "objects": (saved(np.array([1, "b"], dtype=object)), "O8"),
     "structure": (saved(np.zeros(2, dtype=[("a", "i4")])), "structured"),
     "quantized": (
-        saved(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)), "_rebuild_qtensor",
+        saved(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)), "(a quantized",
+    ),
+    "subclass": (
+        saved(TwoTensor(torch.ones(2), torch.ones(2))), "such as a DTensor or one of torchao",
     ),
 }  # fmt: skip
 

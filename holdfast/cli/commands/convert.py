@@ -100,6 +100,7 @@ def run(args: Args) -> int:
         with open_any(args.src, step=args.step) as source:
             catalog, changes = _mapped(source, args)
             conversion = plan_conversion(catalog, args.dst, options)
+            conversion.refuse_existing()
             if not args.dry_run:
                 with progress_bar(quiet=args.json) as bar:
                     # Everything is written and then compared.
@@ -202,8 +203,8 @@ def _print(
     done = "would be written" if args.dry_run else "written"
     after = "" if args.dry_run else f" and compared with the source, in {seconds:.1f} s"
     console.print(
-        f"{counted(num, 'tensor')}, {in_bytes(output.nbytes)}, from {catalog.format} {done} as "
-        f"{args.to} to {conversion.to}{after}",
+        f"{counted(num, 'tensor')}, {in_bytes(output.nbytes)}, of {clean(catalog.label)} "
+        f"({catalog.format}) {done} as {args.to} to {conversion.to}{after}",
         soft_wrap=True,
     )
     if changes and not args.dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,8 +12,8 @@ from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, metadata_in_words, when
 from holdfast.cli.support.steps import find_runs, open_root
 from holdfast.cli.support.tables import make_console, make_table, print_json
-from holdfast.errors import ConfigError, HoldfastError, clean, counted, in_bytes
-from holdfast.foreign.formats import detect_format, open_catalog
+from holdfast.errors import ConfigError, HoldfastError, clean
+from holdfast.foreign.formats import detect_format, open_catalog, unknown
 from holdfast.foreign.location import Location
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, decode_manifest
 from holdfast.format.names import (
@@ -93,6 +94,8 @@ def run(args: Args) -> int:
 
     Reads manifests only, no tensor.
     """
+    if not is_url(args.root) and os.path.isfile(args.root):
+        return _run_file(args)
     storage, root = open_root(args.root), shown(args.root)
     names, steps = _survey(storage)
     is_step = is_url(args.root) and parse_step_dir(root.rpartition("/")[2]) is not None
@@ -128,6 +131,26 @@ def run(args: Args) -> int:
         _print(root, steps, leftovers, pointer)
     is_damaged = any(step.damage for step in steps) or any(each.problem for each in foreign)
     return EXIT_DAMAGED if is_damaged else 0
+
+
+def _run_file(args: Args) -> int:
+    """Print the list of one file: a checkpoint in another format."""
+    if detect_format(Location.of(args.root)) is None:
+        raise ConfigError(unknown(Location.of(args.root)))
+    foreign = [_describe_foreign(args.root)]
+    if args.json:
+        none: dict[str, object] = {
+            "latest": None,
+            "pointer": None,
+            "steps": [],
+            "uncommitted": [],
+            "runs": [],
+        }
+        lines = [asdict(each) for each in foreign]
+        print_json({"root": shown(args.root), **none, "foreign": lines})
+    else:
+        _print_foreign(foreign)
+    return EXIT_DAMAGED if foreign[0].problem else 0
 
 
 def _find_foreign(root: Path) -> list[Foreign]:
