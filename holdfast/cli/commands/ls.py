@@ -16,7 +16,7 @@ from holdfast.cli.support.messages import (
     metadata_in_words,
     when,
 )
-from holdfast.cli.support.steps import find_runs, open_root
+from holdfast.cli.support.steps import find_runs, open_root, require_something
 from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError, HoldfastError, clean
 from holdfast.foreign.formats import detect_format, open_catalog
@@ -105,6 +105,8 @@ def run(args: Args) -> int:
     is_step = is_url(args.root) and parse_step_dir(root.rpartition("/")[2]) is not None
     if MANIFEST in names or is_step:
         raise ConfigError(f"{root} is one checkpoint; `holdfast show {root}` shows it")
+    if is_url(args.root):
+        require_something(storage, names, root)
     leftovers = _leftovers(names, {step.step for step in steps})
     pointer = _pointer(storage)
     # A directory without checkpoints of our own may have some of others.

@@ -528,9 +528,13 @@ class Names:
     def _prevent(self, move: NameMove, there: NameEntry | None) -> bool:
         """Make sure that a move is not made any more; False if the target has changed meanwhile.
 
-        The target's name is always written again, with what it states: a look at it proves nothing,
-        since a cache on the way may show what it was. `there` is not the outcome of the move.
+        The target's name is written again, with what it states: a look at it proves nothing, since
+        a cache on the way may show what it was. Only of a move to an absent name of a step a look
+        is enough that shows it, since no such name is ever deleted. `there` is not the outcome of
+        the move.
         """
+        if there is not None and not move.before and not move.to.startswith("."):
+            return True
         record = there.record if there is not None else None
         return self._swap(move.to, there, record) is not None
 
