@@ -410,9 +410,12 @@ def renewed_ago_s(storage: Storage, path: str, *, stamp: float | None) -> float:
     """Return the seconds since a file was last renewed by its owner.
 
     By the storage's clock or by the owner's (`stamp`, the time in the file), whichever is less. A
-    stamp in the future is ignored, so that no clock makes a dead process look alive for long.
+    stamp in the future is ignored, so that no clock makes a dead process look alive for long. Where
+    the storage itself stamps all files, its clock alone counts: owners' may be hours apart.
     """
     age_s = storage.age_s(path)
+    if getattr(storage, "stamps_all", False):
+        return age_s
     by_owner_s = time.time() - stamp if stamp is not None else age_s
     return min(age_s, by_owner_s) if by_owner_s >= 0 else age_s
 

@@ -6,10 +6,14 @@ import os
 import re
 from pathlib import Path
 
+from holdfast.errors import ConfigError
 from holdfast.storage.posix import PosixStorage
 from holdfast.storage.storage_protocol import Storage
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,20}:/{1,2}(?=[^/])", re.ASCII)
+
+_FILE = re.compile(r"file:/", re.ASCII | re.IGNORECASE)
+_ALMOST = re.compile(r"(s3a?|gs|gcs|az|azure|abfs|memory)(:|//)", re.ASCII | re.IGNORECASE)
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
@@ -28,12 +32,30 @@ def shown(place: str | os.PathLike[str]) -> str:
     return as_url(place) if is_url(place) else os.fspath(place)
 
 
+def require_whole_url(place: str | os.PathLike[str]) -> None:
+    """Raise ConfigError for what begins like the URL of a bucket, and is none.
+
+    Else a save to `s3:bucket/run` would go to a directory of this name on this machine.
+    """
+    text = os.fspath(place)
+    if _FILE.match(text):
+        raise ConfigError(f"{text!r}: a directory is written as its path, without file:")
+    match = None if is_url(text) else _ALMOST.match(text)
+    if match is not None:
+        raise ConfigError(
+            f"{text!r} is not a whole URL: write {match[1].lower()}://bucket/run; for a directory "
+            f"of this name write ./{text}"
+        )
+
+
 def open_storage(place: str | os.PathLike[str], **settings: object) -> Storage:
     """Return the storage at a directory or a URL; nothing is read.
 
     Raises:
-        ConfigError: The URL is not one of a known store, or the package for it is missing.
+        ConfigError: The URL is not whole, or not one of a known store, or the package for it is
+            missing.
     """
+    require_whole_url(place)
     if not is_url(place):
         return PosixStorage(Path(place))
     # Here and not above: most runs need no object store, and obstore may not be installed.

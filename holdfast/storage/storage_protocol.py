@@ -76,7 +76,8 @@ class Storage(Protocol):
     `dirs_with`, `survey` and `annotate` (lists of steps without a look at each), `make_dir_with`,
     `join_dir` and `holds` (directories whose names hold small files), `file_sizes` (of many files
     with one request), `update_file` (a put on condition), `requests` (how many so far, by kind, for
-    reports), `note` (see `annotate`), `is_one_place` (its root cannot be unmounted),
+    reports), `note` (see `annotate`), `is_one_place` (its root cannot be unmounted), `stamps_all`
+    (the times of all files are by its own clock),
     `collect_garbage` (for `repair`), and `address` (how a writer process opens it).
     `storage/objects/storage.py` has all of them. One whose processes share a kernel may have
     `locking` and `is_locked` (whether a save has a writer), as `storage/posix.py` has.

@@ -366,7 +366,12 @@ def _why_incomplete(storage: Storage, name: str) -> str:
     plan = decode_plan(data, where=storage.describe(f"{name}/{PLAN_FILE}")).plan
     has_records = storage.is_dir(f"{name}/{DONE_DIR}")
     names = storage.list(f"{name}/{DONE_DIR}") if has_records else []
-    missing = missing_ranks(names, plan.ranks)
+    # Each by itself, too: a listing may be of an earlier moment than what is removed by it.
+    missing = [
+        rank
+        for rank in missing_ranks(names, plan.ranks)
+        if not storage.exists(f"{name}/{done_file(plan.ranks.index(rank))}")
+    ]
     if missing:
         return f"ranks {missing} did not finish writing"
     for position, rank in enumerate(plan.ranks):

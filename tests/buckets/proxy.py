@@ -8,23 +8,42 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 Fault = Literal[
     "", "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after",
-    "slow down", "delay",
+    "slow down", "delay", "late", "old",
 ]  # fmt: skip
 FAULTS: tuple[Fault, ...] = (
     "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after", "slow down",
     "delay",
 )  # fmt: skip
 """Before: the server never sees the request. After: it does, and its answer is lost; midway: of
-which the second half is."""
+which the second half is. Not among these, since no store of its own does so: late, the request
+fails and yet comes to the server, when a second try may have been answered; old, a cache gives the
+answer of some changes before."""
 _DELAY_S = 0.05
+_NUM_OLD = 12
+"""How many changes of the server an old answer may lag behind."""
+
+
+Answer = tuple[int, list[tuple[str, str]], bytes]
+"""Status, headers and body."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client has asked; its handler goes on to the next one."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
 
 
 class FaultProxy:
@@ -41,6 +60,10 @@ class FaultProxy:
         self._lock = threading.Lock()
         self.requests: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
+        self._late: list[threading.Thread] = []
+        self._num_changes = 0
+        # By what was asked: answers, and after how many changes.
+        self._answers: dict[tuple[str, str, str], list[tuple[int, Answer]]] = defaultdict(list)
 
     def handle(self, handler: BaseHTTPRequestHandler) -> None:
         """Answer one request."""
@@ -57,7 +80,13 @@ class FaultProxy:
             return self._refuse(handler, 503 if fault == "slow down" else 500)
         if fault == "cut before":
             return self._cut(handler)
-        status, headers, data = self._forward(handler, body)
+        request = Request(handler.command, handler.path, dict(handler.headers.items()), body)
+        if fault == "late":
+            thread = threading.Thread(target=self._forward_later, args=(request,), daemon=True)
+            self._late.append(thread)
+            thread.start()
+            return self._refuse(handler, 500)
+        status, headers, data = self._old_or_new(request, is_old=fault == "old")
         if fault == "500 after":
             return self._refuse(handler, 500)
         if fault == "reset after":
@@ -81,12 +110,39 @@ class FaultProxy:
             self._cut(handler)
         return None
 
-    def _forward(
-        self, handler: BaseHTTPRequestHandler, body: bytes
-    ) -> tuple[int, list[tuple[str, str]], bytes]:
+    def settle(self) -> None:
+        """Return when the late requests have come to the server."""
+        for thread in self._late:
+            thread.join()
+
+    def _old_or_new(self, request: Request, *, is_old: bool) -> Answer:
+        """Return an answer: with `is_old` one of before, if there was one."""
+        if request.method not in ("GET", "HEAD"):
+            answer = self._forward(request)
+            with self._lock:
+                self._num_changes += 1
+            return answer
+        with self._lock:
+            now = self._num_changes
+            key = (request.method, request.path, request.headers.get("range", ""))
+            before = self._answers[key]
+            old = [answer for changes, answer in before if now - changes <= _NUM_OLD]
+        if is_old and old:
+            return old[0]
+        answer = self._forward(request)
+        with self._lock:
+            before[:] = [*before[-8:], (now, answer)]
+        return answer
+
+    def _forward_later(self, request: Request) -> None:
+        time.sleep(_DELAY_S)
+        with suppress(OSError, http.client.HTTPException):
+            self._old_or_new(request, is_old=False)
+
+    def _forward(self, request: Request) -> Answer:
         connection = http.client.HTTPConnection(self._address, timeout=30)
-        headers = {k: v for k, v in handler.headers.items() if k.lower() != "connection"}
-        connection.request(handler.command, handler.path, body=body, headers=headers)
+        headers = {k: v for k, v in request.headers.items() if k.lower() != "connection"}
+        connection.request(request.method, request.path, body=request.body, headers=headers)
         answer = connection.getresponse()
         data = answer.read()
         connection.close()
@@ -143,11 +199,16 @@ def fault_proxy(
         http_server.server_close()
 
 
-def at_random(seed: int, rate: float) -> Callable[[str, str], Fault]:
-    """Choose a fault for one request in so many, the same for each run of a seed."""
+def at_random(seed: int, rate: float, *, lags: bool = False) -> Callable[[str, str], Fault]:
+    """Choose a fault for one request in so many, the same for each run of a seed.
+
+    With `lags`, requests are late and answers old as often as anything else fails.
+    """
     generator = random.Random(seed)
 
     def choose(method: str, path: str) -> Fault:
+        if lags and generator.random() < rate:
+            return "old" if method in ("GET", "HEAD") else "late"
         return generator.choice(FAULTS) if generator.random() < rate else ""
 
     return choose

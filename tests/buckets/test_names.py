@@ -10,6 +10,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from holdfast.errors import StorageError
 
 pytest.importorskip("obstore")
 
-from holdfast.storage.objects import ObjectStorage
+from holdfast.storage.objects import ObjectStorage, bucket
 
 Operation = Callable[[ObjectStorage], None]
 State = dict[str, str]
@@ -229,3 +230,72 @@ def test_after_a_killed_one_the_next_is_whole(first: str, second: str) -> None:
         assert state in (alone, both), f"{first}, killed at its request {at}, then {second}"
         ObjectStorage(root).collect_garbage()
         assert state_of(ObjectStorage(root)) == state
+
+
+class Old:
+    """What a cache on the way gives: an object as it was, or that it is not there."""
+
+    def __init__(self, data: bytes, meta: dict[str, object]) -> None:
+        self._data, self.meta = data, meta
+
+    def bytes(self) -> bytes:
+        return self._data
+
+
+class Cached:
+    """obstore's functions: the answer to one put is lost, and then a cache gives what was before.
+
+    Args:
+        library: obstore.
+        at: Which put.
+        num_old: How many looks at that object find the old one.
+    """
+
+    def __init__(self, library: Any, at: int, num_old: int) -> None:
+        self._library, self._at, self._left = library, at, num_old
+        self._key, self._before = "", None
+        self.num_puts = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def put(self, store: object, key: str, *args: object, **options: object) -> object:
+        self.num_puts += 1
+        if self.num_puts != self._at:
+            return self._library.put(store, key, *args, **options)
+        self._key = key
+        with suppress(FileNotFoundError):
+            answer = self._library.get(store, key)
+            self._before = Old(bytes(answer.bytes()), dict(answer.meta))
+        self._library.put(store, key, *args, **options)
+        raise self._library.exceptions.GenericError("after: reset by peer")
+
+    def get(self, store: object, key: str, **options: object) -> object:
+        if key != self._key or not self._left:
+            return self._library.get(store, key, **options)
+        self._left -= 1
+        if self._before is None:
+            raise FileNotFoundError(key)
+        return self._before
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_old_answers_after_a_lost_one_give_no_data_two_names(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a process that removes one name takes the data from the other."""
+    monkeypatch.setattr(bucket, "_FIRST_PAUSE_S", 0.0001)
+    _, done = one_after_the_other(name)
+    for at, num_old in itertools.product(range(1, 30), range(1, 4)):
+        root = f"memory://{secrets.token_hex(8)}/run"
+        storage = process_of(name, fill(root))
+        storage._bucket._obstore = Cached(storage._bucket._obstore, at, num_old)
+        attempt(OPERATIONS[name], storage)
+        later = ObjectStorage(root)
+        later.collect_garbage()
+        state = state_of(later)
+        middle = {k: v for k, v in BEFORE.items() if k != OLD} | {".old": "old"}
+        assert state in (BEFORE, done, middle), f"put {at}, {num_old} old answers"
+        if storage._bucket._obstore.num_puts < at:
+            return
+    raise AssertionError("more puts than were tried")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from holdfast import Checkpointer, ProcessGroups
 from holdfast.checkpoint import RankLog
@@ -100,6 +101,52 @@ def test_a_wrong_url_is_refused_without_quoting_a_password(url: str) -> None:
     with pytest.raises((ConfigError, StorageError)) as caught:
         ObjectStorage(url)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://user:pw@bucket/run", "has a user or password, which are given by the environment"),
+        ("s3://bucket/run?region=x", r"has a '\?', which ends a URL; options are given to Obj"),
+        ("s3://bucket/run#1", "has a '#', which ends a URL"),
+        ("s3://bucket/a\tb", "has a control character"),
+        ("file:///data/run", "a directory is written as its path, without file:"),
+        ("s3:bucket/run", "is not a whole URL: write s3://bucket/run; for a directory .* ./s3:buc"),
+        ("s3:///run", "is not a whole URL"),
+        ("gs//bucket/run", "is not a whole URL: write gs://bucket/run"),
+    ],
+)
+def test_what_is_wrong_with_a_url_is_said(
+    url: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=words) as caught:
+        Checkpointer(url)
+    assert "pw" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistyped_prefix_is_no_empty_run(s3: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bucket = f"s3://{new_bucket(s3)}"
+    with Checkpointer(f"{bucket}/team/run", settle_s=0.0) as checkpointer:
+        checkpointer.save(1, {"v": {"n": 1}})
+    for words in (["ls"], ["prune", "--keep-last", "1", "--yes"], ["repair"]):
+        assert main([words[0], f"{bucket}/tem/run", *words[1:]]) == 2
+        assert f"nothing is at {bucket}/tem/run" in capsys.readouterr().err
+        assert main([words[0], bucket, *words[1:]]) == 2
+        assert f"{bucket} holds no checkpoints; below it are team/" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prefix", ["a b/ü", "e\u0301/%20", "+&=;@!'()*~", '[]{}|\\^`"<>:,$'])
+def test_any_sign_may_be_in_a_prefix(prefix: str) -> None:
+    url = f"memory://{secrets.token_hex(8)}/{prefix}/run"
+    with Checkpointer(url, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, {"t": {"a": torch.zeros(3)}})
+        checkpointer.save(1, {"t": {"a": torch.ones(3)}}, overwrite=True)
+    storage = ObjectStorage(url)
+    assert [key.split("/")[3] for key in storage._bucket.list_all(".store/data")] == ["data"]
+    storage.remove_tree("iter_0000001")
+    assert storage._bucket.list_all(".store/data") == {}
 
 
 def test_what_is_wrong_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

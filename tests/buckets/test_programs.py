@@ -1,8 +1,10 @@
 """Random programs of several clients through a network that fails, against a plain model.
 
-In each round up to three clients do one operation each, at once. Whatever fails, a step has one of
-the versions that the operations allow, whole; what a save has reported as committed is there; and
-every round ends.
+In each round up to three clients do one operation each, at once. Each client's clock is hours off,
+at every look another one. In some programs a process stands still in the middle of an operation
+while the others go on and its lease expires; requests are late, and caches answer with what was.
+Whatever happens, a step has one of the versions that the operations allow, whole; what a save has
+reported as committed is there; and every round ends.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import random
 import secrets
 import threading
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -17,11 +20,13 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, HoldfastError, Stored
+from holdfast.format import versions
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.verifier import verify_snapshot
 from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.storage import Storage
+from holdfast.writer import job
 from holdfast.writer.copying import copy_checkpoint
 from holdfast.writer.leftovers import repair
 
@@ -29,6 +34,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage, bucket
+from holdfast.storage.objects import storage as storage_module
 from tests.buckets.proxy import at_random, fault_proxy
 from tests.buckets.server import new_bucket
 
@@ -72,6 +78,9 @@ class Model:
 
     may_be: dict[int, set[Version]] = field(default_factory=lambda: defaultdict(lambda: {None}))
     unknown: dict[int, set[Version]] = field(default_factory=lambda: defaultdict(set))
+    ever: dict[int, set[Version]] = field(default_factory=lambda: defaultdict(set))
+    """All versions that a step has had, which a cache may show."""
+    has_caches: bool = False
 
     def allows(self, step: int, version: Version) -> bool:
         allowed = self.may_be[step]
@@ -83,6 +92,7 @@ class Model:
         saves = [each for each in operations if each.kind in SAVES]
         for each in saves:
             self.may_be[each.step].add(each.version)
+            self.ever[each.step].add(each.version)
             if not each.is_done:
                 self.unknown[each.step].add(each.version)
         for step in STEPS:
@@ -107,7 +117,53 @@ class Model:
             if each.loaded is not None:
                 step, version = each.loaded
                 allowed = before[step] | self.may_be[step] | self.unknown[step]
+                if self.has_caches:
+                    allowed |= self.ever[step]
                 assert version in allowed, f"a load gave {each.loaded}"
+
+
+class SkewedTime:
+    """The module `time`, with a clock that is hours off, at each look in another direction."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = random.Random(seed)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(time, name)
+
+    def time(self) -> float:
+        return time.time() + self._generator.choice((-5, -1, 0, 1, 5)) * 3600 + 0.5
+
+
+class Process:
+    """Stands still at one of its requests, with all its threads, until it is to go on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left = -1
+        self._may_go_on = threading.Event()
+        self.stands = threading.Event()
+
+    def stop_after(self, num_requests: int) -> None:
+        with self._lock:
+            self._may_go_on.clear()
+            self._left = num_requests
+
+    def go_on(self) -> None:
+        with self._lock:
+            self._left = -1
+            self.stands.clear()
+            self._may_go_on.set()
+
+    def observe(self, *request: object) -> None:
+        with self._lock:
+            if self._left < 0:
+                return
+            self._left = max(self._left - 1, 0)
+            if self._left:
+                return
+            self.stands.set()
+        assert self._may_go_on.wait(_ROUND_S)
 
 
 def perform(operation: Operation, checkpointer: Checkpointer) -> None:
@@ -139,49 +195,92 @@ def run_program(s3: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(bucket, "_LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr("tests.buckets.proxy._DELAY_S", 0.01)
+    for module in (versions, job, storage_module):
+        monkeypatch.setattr(module, "time", SkewedTime(seed))
     generator = random.Random(seed)
     url = f"s3://{new_bucket(s3)}/run"
-    direct, model, version = ObjectStorage(url), Model(), 0
+    lags, stops = seed % 4 in (1, 2), seed % 4 in (2, 3)
+    direct, model, version = ObjectStorage(url), Model(has_caches=lags), 0
     # A third of the programs gives up at once: saves fail, or their outcome is unknown.
     rate, retry_s = (0.03, 0.0) if seed % 3 == 0 else (0.12, 5.0)
-    with fault_proxy(s3, at_random(seed, rate)) as (_, address):
+    with fault_proxy(s3, at_random(seed, rate, lags=lags)) as (proxy, address):
+        processes = [Process() for _ in range(generator.randint(1, 3))]
         clients = [
             # With an observer the writer is a thread.
             Checkpointer(
-                ObjectStorage(url, endpoint=address, retry_s=retry_s, observer=lambda *of: None),
+                ObjectStorage(url, endpoint=address, retry_s=retry_s, observer=process.observe),
                 settle_s=0.0,
             )
-            for _ in range(generator.randint(1, 3))
+            for process in processes
         ]
+        stand: dict[int, threading.Thread] = {}
+        unseen: list[Operation] = []  # by the model, until all of them have ended
         for _ in range(NUM_ROUNDS):
-            operations = []
-            for _ in clients:
+            threads = {}
+            for number, client in enumerate(clients):
+                if number in stand:
+                    continue
                 version += 1
                 kind, step = generator.choice(KINDS), generator.choice(STEPS)
-                operations.append(Operation(kind, step, version))
-            threads = [
-                threading.Thread(target=perform, args=pair, daemon=True)
-                for pair in zip(operations, clients, strict=True)
-            ]
-            for thread in threads:
+                unseen.append(Operation(kind, step, version))
+                if stops and generator.random() < 0.4:
+                    processes[number].stop_after(generator.randint(1, 25))
+                threads[number] = threading.Thread(
+                    target=perform, args=(unseen[-1], client), daemon=True
+                )
+            for thread in threads.values():
                 thread.start()
-            for thread in threads:
-                thread.join(_ROUND_S)
-                assert not thread.is_alive(), f"seed {seed}: {operations} hangs"
-            for each in operations:
-                assert each.crash is None, f"seed {seed}: {each}"
-            model.apply(operations)
+            stopped = {
+                number: thread
+                for number, thread in threads.items()
+                if not join([thread], [processes[number]], go_on=False)
+            }
+            join([*stand.values()], [processes[number] for number in stand], go_on=True)
+            stand = stopped
+            if not stand:
+                take_in(model, unseen, seed)
             for name in direct.list(".reading"):  # of a process that could not give it back
                 direct.remove_tree(f".reading/{name}")
+        join([*stand.values()], [processes[number] for number in stand], go_on=True)
+        take_in(model, unseen, seed)
+        for process in processes:
+            process.go_on()
         for client in clients:
             try:
                 client.close()
             except HoldfastError:
                 continue
+        proxy.settle()
     compare(model, ObjectStorage(url), seed)
     left = repair(ObjectStorage(url), alive_s=0.0)
     assert not [each for each in left if each.fate == "kept"], f"seed {seed}: {left}"
     compare(model, ObjectStorage(url), seed)
+
+
+def join(threads: list[threading.Thread], processes: list[Process], *, go_on: bool) -> bool:
+    """Wait until operations have ended, or, unless they are to go on, their process stands still.
+
+    False for the latter.
+    """
+    for thread, process in zip(threads, processes, strict=True):
+        if go_on:
+            process.go_on()
+        deadline = time.monotonic() + _ROUND_S
+        while thread.is_alive():
+            thread.join(0.005)
+            if process.stands.is_set():
+                return False
+            assert time.monotonic() < deadline, "an operation hangs"
+        process.go_on()  # it may not have come to that request
+    return True
+
+
+def take_in(model: Model, operations: list[Operation], seed: int) -> None:
+    """Give the model operations that were at work at one time."""
+    for each in operations:
+        assert each.crash is None, f"seed {seed}: {each}"
+    model.apply(operations)
+    operations.clear()
 
 
 def compare(model: Model, storage: ObjectStorage, seed: int) -> None:

@@ -172,7 +172,7 @@ def test_the_commands_take_urls(url: str, capsys: pytest.CaptureFixture[str]) ->
     output = capsys.readouterr().out
     assert f"{url}/iter_0000002: whole" in output or f"{url}/iter_0000004: whole" in output
     assert versions(url) == {2: 2, 4: 4}
-    assert main(["ls", f"{url}/iter_0000002/none"]) == 0
+    assert main(["ls", f"{url}/iter_0000002/none"]) == 2
     assert main(["ls", f"{url}/iter_0000002"]) == 2
     assert main(["show", f"{url}/iter_0000003"]) == 2
     assert "no committed step 3" in capsys.readouterr().err

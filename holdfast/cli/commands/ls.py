@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, metadata_in_words, when
-from holdfast.cli.support.steps import find_runs, open_root
+from holdfast.cli.support.steps import find_runs, open_root, require_something
 from holdfast.cli.support.tables import make_console, make_table, print_json
-from holdfast.errors import ConfigError, HoldfastError, clean
+from holdfast.errors import ConfigError, HoldfastError, clean, counted, in_bytes
 from holdfast.foreign.formats import detect_format, open_catalog, unknown
 from holdfast.foreign.location import Location
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, decode_manifest
@@ -101,6 +101,8 @@ def run(args: Args) -> int:
     is_step = is_url(args.root) and parse_step_dir(root.rpartition("/")[2]) is not None
     if MANIFEST in names or is_step:
         raise ConfigError(f"{root} is one checkpoint; `holdfast show {root}` shows it")
+    if is_url(args.root):
+        require_something(storage, names, root)
     leftovers = _leftovers(names, {step.step for step in steps})
     pointer = _pointer(storage)
     # A directory without checkpoints of our own may have some of others.

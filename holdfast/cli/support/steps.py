@@ -20,11 +20,12 @@ from holdfast.format.reader import Snapshot
 from holdfast.format.summaries import requests_of_save
 from holdfast.format.versions import Lease, read_lease, save_id_of
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage, shown
-from holdfast.storage.places import as_url
+from holdfast.storage.places import as_url, require_whole_url
 
 _MAX_RUN_DEPTH = 2
 _MAX_RUN_DIRECTORIES = 2000
 _NUM_ATTEMPTS = 5
+_MAX_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class StoredCheckpoint:
 
 def open_root(path: Path) -> Storage:
     """The storage at a directory or URL; ConfigError if the directory does not exist."""
+    require_whole_url(path)
     if is_url(path):
         return open_storage(path)
     try:
@@ -70,6 +72,7 @@ def open_steps(path: Path, *, verb: str) -> Storage:
                 f"{shown(path)} is one checkpoint; name the place that holds them: "
                 f"`holdfast {verb} {above_url}`"
             )
+        require_something(storage, storage.list(""), shown(path))
         return storage
     if storage.exists(MANIFEST):
         above = path.resolve().parent
@@ -80,6 +83,23 @@ def open_steps(path: Path, *, verb: str) -> Storage:
     if not _has_steps(storage.list("")) and (runs := find_runs(path)):
         raise ConfigError(_choose_a_run(path, runs))
     return storage
+
+
+def require_something(storage: Storage, names: Sequence[str], label: str) -> None:
+    """Raise ConfigError if nothing of a run is at a URL: most often it is mistyped.
+
+    Args:
+        storage: the storage at the URL.
+        names: the names in it.
+        label: the URL.
+    """
+    if names:
+        return
+    below = getattr(storage, "below", lambda: ())()
+    if not below:
+        raise ConfigError(f"nothing is at {label}")
+    some = ", ".join(f"{name}/" for name in below[:_MAX_NAMED])
+    raise ConfigError(f"{label} holds no checkpoints; below it are {some}: name one of these")
 
 
 def find_runs(path: Path) -> list[Path]:

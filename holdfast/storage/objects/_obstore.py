@@ -23,6 +23,11 @@ it ends before the range; it may be asked again, and may have been carried out; 
 
 SCHEMES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """The clouds, and how the variables begin that hold their credentials."""
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE with boto3 installed",
+    "gs": "GOOGLE_SERVICE_ACCOUNT, the path of a key file, or GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
@@ -167,7 +172,7 @@ def explain(error: Exception, *, scheme: str, bucket: str) -> Failure:
         return Failure("final", f"{place} does not exist: make the bucket, or correct its name")
     # Before any status: it is the one of the machine's metadata service, if that answered.
     if "169.254.169.254" in text or "metadata.google" in text or "token request" in text:
-        return Failure("final", f"no credentials for {place}: set {variables}")
+        return Failure("final", f"no credentials for {place}: set {_CREDENTIALS.get(scheme, '')}")
     if isinstance(error, FileNotFoundError):
         return Failure("absent", "nothing is stored there")
     if isinstance(error, exceptions.AlreadyExistsError):
@@ -204,8 +209,11 @@ def explain(error: Exception, *, scheme: str, bucket: str) -> Failure:
         return Failure("final", f"{place} refuses the request (status {number} {code})")
     if number:
         return Failure("again", f"the store failed (status {number} {code})".replace(" )", ")"))
+    names = _ENDPOINTS.get(scheme, ())
+    is_set = any(os.environ.get(name) for name in names)
+    own = "" if is_set or not names else f"; for another store than the cloud's set {names[-2]}"
     return Failure(
         "again",
         f"the store cannot be reached, or did not answer in time: check the network, and the "
-        f"endpoint if one is set ({variables})",
+        f"endpoint if one is set{own}",
     )

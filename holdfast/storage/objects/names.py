@@ -36,8 +36,9 @@ of other steps, so that a list of many takes few requests.
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ INNER = ".store"
 SUFFIX = ".dir"
 """The end of a name's key."""
 DATA = f"{INNER}/data"
+_STEP = re.compile(r"\.saving-(iter_[0-9]{7,18})-", re.ASCII)
 _MIN_NBYTES = 64
 """A name of at least so many bytes stands for a directory; a smaller one is free. So a listing
 shows which names stand for something."""
@@ -378,18 +380,15 @@ class Names:
                     done.append(name)
         return done
 
-    def nameless(self, started: Collection[str] = ()) -> list[str]:
-        """Return the prefixes of data that no name stands for.
+    def nameless(self, prefixes: Collection[str]) -> set[str]:
+        """Return those of these prefixes of data that no name stands for.
 
-        `started` are those of data of which nothing can be listed yet.
-
-        A name that moves during the look may be missed at both of its places: look twice, and
-        with time in between, before anything is removed.
+        List the data first: who makes a directory writes its name before any data. A name that
+        moves during the look may be missed at both of its places, and a listing may be of an
+        earlier moment: look twice, and with time in between, before anything is removed.
         """
-        # The data first: who makes a directory writes its name before any data.
-        prefixes = self._bucket.list(DATA).dirs | {each.rpartition("/")[2] for each in started}
         if not prefixes:
-            return []
+            return set()
         listing = self._bucket.list("")
         records = [*self.records(listing).values()]
         records += [
@@ -397,9 +396,18 @@ class Names:
             for name in listed_names(listing)
             if (version := _known_key(listing, name)) in self._known
         ]
-        named = {record.prefix for record in records}
-        named |= {r.move.other.prefix for r in records if r.move and r.move.other}
-        return sorted(f"{DATA}/{prefix}" for prefix in prefixes - named)
+        unseen = {*prefixes} - _prefixes_of(records)
+        return {prefix for prefix in unseen if not self._is_at_home(prefix)}
+
+    def _is_at_home(self, prefix: str) -> bool:
+        """Return True if the name that a prefix was made for, or that of its step, stands for it.
+
+        Nearly all data is there, and these two names need no listing.
+        """
+        made_for = prefix.partition("-")[2]
+        step = _STEP.match(made_for)
+        entries = [self._get(name) for name in (made_for, *(step.groups() if step else ())) if name]
+        return prefix in _prefixes_of(each.record for each in entries if each and each.record)
 
     def _make_move(
         self,
@@ -422,7 +430,14 @@ class Names:
             return False
         if self._finish_move(source, locked, move, there):
             return True
-        self._swap(source, locked, plain)
+        # Not before it is proven that the move can never be made: else the data had two names, and
+        # a process that removed one of them would take it from the other.
+        now = self._get(target)
+        if _is_made(move, now):
+            self._tidy(source, locked, now)
+            return True
+        if self._prevent(move, now):
+            self._swap(source, locked, plain)
         return False
 
     def _finish_move(
@@ -511,9 +526,15 @@ class Names:
         raise _busy(name)
 
     def _prevent(self, move: NameMove, there: NameEntry | None) -> bool:
-        """Make sure that a move is not made any more; False if the target has changed meanwhile."""
-        if (_version(there.tag) if there is not None else "") != move.before:
-            return True  # its put is on a condition that does not hold any more
+        """Make sure that a move is not made any more; False if the target has changed meanwhile.
+
+        The target's name is written again, with what it states: a look at it proves nothing, since
+        a cache on the way may show what it was. Only of a move to an absent name of a step a look
+        is enough that shows it, since no such name is ever deleted. `there` is not the outcome of
+        the move.
+        """
+        if there is not None and not move.before and not move.to.startswith("."):
+            return True
         record = there.record if there is not None else None
         return self._swap(move.to, there, record) is not None
 
@@ -601,6 +622,16 @@ class Names:
             self._know(name, tag, record)
             self._see(name, NameEntry(record, tag))
         return NameEntry(record, tag)
+
+
+def _prefixes_of(records: Iterable[NameRecord]) -> set[str]:
+    """Return the prefixes of all data that names stand for, or will after their moves."""
+    prefixes: set[str] = set()
+    for record in records:
+        prefixes.add(record.prefix)
+        if record.move is not None and record.move.other is not None:
+            prefixes.add(record.move.other.prefix)
+    return prefixes
 
 
 def listed_names(listing: ObjectListing) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.errors import ConfigError, StorageError
+from holdfast.storage.objects._obstore import Failure
 from holdfast.storage.objects.bucket import (
     BucketClient,
     Meta,
@@ -67,7 +68,10 @@ _RESOLVED_S = 10.0
 """Seconds for which the prefix of a directory with a dot is remembered: less than a save must be
 silent before a repair takes it for abandoned."""
 _GARBAGE_S = 3600.0
-"""Seconds after its last write for which data without a name is left alone."""
+"""Seconds after its last write, and after it was seen without a name, for which data is left alone.
+"""
+_MARK = ".unnamed"
+"""The end of the key of a mark: when data was seen without a name, next to its prefix."""
 _MAX_PART_NBYTES = 64 << 20
 
 
@@ -118,6 +122,8 @@ class ObjectStorage:
     range_nbytes = 16 << 20
     """Bytes of one request of a large read. More would save hardly any time where a request takes
     0.1 s to begin, and eight at once must be answered within `timeout_s` by a slow network, too."""
+    stamps_all = True
+    """Ages are by the clock that stamps the objects, not by what a process says of its own."""
     least_pause_s = 0.25
     """Seconds between two looks while a process waits for another: each look is a request."""
 
@@ -237,12 +243,15 @@ class ObjectStorage:
     def age_s(self, path: str) -> float:
         """See `Storage.age_s`; every ten minutes an object is written to see the store's clock.
 
-        A directory's age is that of its name: since it was made or renamed.
+        A directory's age is that of its name: since it was made or renamed. The root has none.
         """
+        names = split_path(path)
+        if not names or (len(names) == 1 and names[0] in FIXED_DIRS):
+            return 0.0
         changed = self._do("examine", path, lambda: self._examine(path))
         if changed is None:
             raise absent("examine", self.describe(path))
-        return max(self._now() - changed, 0.0)
+        return max(self._do("examine", path, self._now) - changed, 0.0)
 
     def is_dir(self, path: str) -> bool:
         """See `Storage.is_dir`; a directory inside another is one if a file is in it."""
@@ -291,6 +300,11 @@ class ObjectStorage:
             files={name: record.files for name, record in records.items()},
             notes={name: record.note for name, record in records.items() if record.note},
         )
+
+    def below(self) -> builtins.list[str]:
+        """Return the prefixes directly below this place that are no part of a run, sorted."""
+        listing = self._do("list", "", lambda: self._bucket.list(""))
+        return sorted(listing.dirs - FIXED_DIRS - {INNER})
 
     def annotate(
         self,
@@ -528,8 +542,9 @@ class ObjectStorage:
     def collect_garbage(self, *, dry_run: bool = False) -> tuple[dict[str, str], str]:
         """Complete what dead processes left of renames and removals; return what was removed.
 
-        Data without a name is removed if it has none at two looks and was not written to for an
-        hour. An unfinished upload is aborted if it is to such data: nothing can name that any more.
+        Data without a name is marked, and removed if it still has none an hour later and was not
+        written to for an hour. An unfinished upload is aborted if it is to such data: nothing can
+        name that any more.
 
         Returns:
             What was removed -> why; and why unfinished uploads cannot be listed or aborted, empty
@@ -544,28 +559,38 @@ class ObjectStorage:
             uploads = self._bucket.unfinished(DATA)
         except UploadsUnknown as error:
             problem = str(error)
-        started = {"/".join(key.split("/")[:3]) for key in uploads}
-        nameless = self._do("list", "", lambda: self._names.nameless(started))
-        for prefix in nameless:
-            objects = self._do("list", "", lambda at=prefix: self._bucket.list_all(at))  # type: ignore[misc]
+        data = self._do("list", "", lambda: self._bucket.list(DATA))
+        started = {key.split("/")[2] for key in uploads}
+        nameless = self._do("list", "", lambda: self._names.nameless(data.dirs | started))
+        marks = {f"{DATA}/{name}": meta.changed for name, meta in data.objects.items()}
+        over = [mark for mark in marks if mark.rpartition("/")[2][: -len(_MARK)] not in nameless]
+        for prefix in sorted(nameless):
+            key, mark = f"{DATA}/{prefix}", f"{DATA}/{prefix}{_MARK}"
+            objects = self._do("list", "", partial(self._bucket.list_all, key))
             newest = max((meta.changed for meta in objects.values()), default=0.0)
-            is_old = bool(objects) and self._now() - newest >= _GARBAGE_S
-            of_it = {key: each for key, each in uploads.items() if key.startswith(f"{prefix}/")}
-            if not (is_old or of_it) or prefix not in self._do(
-                "list", "", lambda: self._names.nameless(started)
+            now = self._do("list", "", self._now) if objects else 0.0
+            is_old = bool(objects) and now - newest >= _GARBAGE_S
+            of_it = {at: each for at, each in uploads.items() if at.startswith(f"{key}/")}
+            if not (is_old or of_it) or not self._do(
+                "list", "", partial(self._names.nameless, {prefix})
             ):
                 continue
             try:
-                for key, upload in of_it.items():
+                for at, upload in of_it.items():
                     if not dry_run:
                         self._bucket.abort(upload)
-                    removed[key] = "an unfinished upload of a save that is gone"
+                    removed[at] = "an unfinished upload of a save that is gone"
             except UploadsUnknown as error:
                 problem = str(error)
-            if is_old:
-                removed[prefix] = "data of an interrupted removal"
-                if not dry_run:
-                    self._do("remove", "", lambda at=objects: self._bucket.delete([*at]))  # type: ignore[misc]
+            # Both looks took an instant: a directory may have been between two names, or the
+            # listings were old. Only what has no name an hour later never gets one again.
+            if is_old and mark not in marks and not dry_run:
+                self._do("write", "", partial(self._bucket.put, mark, b"without a name"))
+            if is_old and now - marks.get(mark, now) >= _GARBAGE_S:
+                removed[key] = "data of an interrupted removal"
+                over += [*objects, mark]
+        if over and not dry_run:
+            self._do("remove", "", partial(self._bucket.delete, over))
         return removed, problem
 
     def free_nbytes(self) -> int:
@@ -602,10 +627,10 @@ class ObjectStorage:
         """Return when a file or directory was last changed; None if there is none."""
         names = split_path(path)
         if not names or (len(names) == 1 and names[0] in FIXED_DIRS):
-            return time.time()
+            return 0.0
         if len(names) == 1:
             if self._pinned is not None and self._pinned[0] == path:
-                return time.time()
+                return 0.0
             # A name with a dot inside is nearly always a file's.
             looks = [self._dir_changed, self._file_changed] if is_dir else [self._file_changed]
             if _DIRS_ONLY.fullmatch(path):
@@ -828,17 +853,25 @@ class ObjectStorage:
         )
 
     def _now(self) -> float:
-        """Return the time by the store's clock, which stamps the objects."""
+        """Return the time by the store's clock, which stamps the objects.
+
+        Raises:
+            RequestFailed: It cannot be read now, and no earlier reading is at hand. A clock of this
+                machine's in its place might be hours off, and make what is alive look dead.
+        """
         here = _since_boot()
         if self._clock is None or here - self._clock[1] > _CLOCK_S:
             try:
                 self._bucket.put(_CLOCK, b"%d" % time.time_ns())
                 meta = self._bucket.head(_CLOCK)
-            except RequestFailed:
-                meta = None  # a read-only store shows no clock
-            if meta is None:
-                return time.time()
-            self._clock = (meta.changed - _since_boot(), here)
+                if meta is None:
+                    raise RequestFailed(Failure("again", "the store does not show what was put"))
+                self._clock = (meta.changed - _since_boot(), here)
+            except RequestFailed as error:
+                if self._clock is None and error.failure.kind == "again":
+                    raise
+                if self._clock is None:
+                    return time.time()  # it may write nothing, so it removes nothing either
         return self._clock[0] + _since_boot()
 
 

@@ -27,15 +27,25 @@ class BucketPlace(NamedTuple):
         return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
 
+def _why(url: str) -> str:
+    """Return what is wrong with a URL, as far as that is known, without what may be a secret."""
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        return (
+            ": it has a user or password, which are given by the environment or to ObjectStorage, "
+            "not in a URL"
+        )
+    for sign, what in (("?", "options are given to ObjectStorage"), ("#", "it has no parts")):
+        if sign in url:
+            return f": it has a {sign!r}, which ends a URL; {what}, and no prefix has that sign"
+    return ""
+
+
 def parse_url(url: str) -> BucketPlace:
     """Take a URL apart; ConfigError for any other, which is not quoted if it has a password."""
     match = _URL.fullmatch(url)
     if match is None or "@" in match[2]:
         shown = url.split("@")[-1].split("?")[0][:200]
-        raise ConfigError(
-            f"{shown!r} is not a URL of a bucket, such as s3://bucket/run: credentials and options "
-            f"are given by the environment or to ObjectStorage, not in a URL"
-        )
+        raise ConfigError(f"{shown!r} is not a URL of a bucket, such as s3://bucket/run{_why(url)}")
     scheme = _OTHER_NAMES.get(match[1].lower(), match[1].lower())
     if scheme not in SCHEMES and scheme != "memory":
         known = ", ".join(f"{each}://" for each in (*SCHEMES, "memory"))
@@ -43,5 +53,7 @@ def parse_url(url: str) -> BucketPlace:
     if _BUCKET.fullmatch(match[2]) is None:
         raise ConfigError(f"{url[:200]!r} names no bucket: write {scheme}://bucket/run")
     prefix = (match[3] or "").strip("/")
+    if not prefix.isprintable():
+        raise ConfigError(f"{url[:200]!r} has a control character, which no key can have here")
     split_path(prefix)
     return BucketPlace(scheme, match[2], prefix)

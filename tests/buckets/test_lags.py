@@ -1,0 +1,209 @@
+"""Clocks that are hours apart, listings of an earlier moment, and uploads that end late."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import pytest
+
+from holdfast import Checkpointer, HoldfastError, StorageError
+from holdfast.format import versions
+from holdfast.format.names import list_steps, step_dir
+from holdfast.format.versions import LEASES_DIR, Lease, readers_of
+from holdfast.writer.leftovers import repair
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+from holdfast.storage.objects import ObjectStorage
+from holdfast.storage.objects import storage as storage_module
+from tests.buckets.proxy import Fault, fault_proxy
+from tests.buckets.server import new_bucket, open_uploads
+from tests.crash.common import state_of
+
+SLOW = pytest.mark.slow
+DIRECTORY = step_dir(1)
+LEASE = f"{LEASES_DIR}/{DIRECTORY}.read-{'0' * 16}"
+
+
+class Clock:
+    """The module `time` of a process whose clock is off by some seconds."""
+
+    def __init__(self, off_s: float) -> None:
+        self._off_s = off_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def time(self) -> float:
+        return time.time() + self._off_s
+
+
+def lease_of(storage: ObjectStorage, *, life_s: float, off_s: float) -> None:
+    """A lease as a process writes it whose clock is off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "time", Clock(off_s))
+        Lease(storage=storage, directory=DIRECTORY, path=LEASE, life_s=life_s).renew()
+
+
+@pytest.mark.parametrize("owner_s", [-5 * 3600.0, 0.0, 5 * 3600.0])
+@pytest.mark.parametrize("remover_s", [-5 * 3600.0, 0.0, 5 * 3600.0])
+def test_one_clock_rules_a_lease(
+    owner_s: float, remover_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    lease_of(storage, life_s=60.0, off_s=owner_s)
+    for module in (versions, storage_module):
+        monkeypatch.setattr(module, "time", Clock(remover_s))
+    assert readers_of(storage, DIRECTORY) != []
+    # It has expired, whatever its owner's clock said when it was renewed last.
+    lease_of(storage, life_s=0.05, off_s=remover_s + 0.1)
+    time.sleep(0.1)
+    assert readers_of(ObjectStorage(storage.url), DIRECTORY) == []
+    assert not storage.exists(LEASE)
+
+
+def test_while_the_clock_cannot_be_read_nothing_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run", retry_s=0.0)
+    lease_of(storage, life_s=60.0, off_s=0.0)
+    monkeypatch.setattr(storage_module, "time", Clock(5 * 3600.0))
+    library = storage._bucket._obstore
+
+    class Busy:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name)
+
+        def put(self, *args: Any, **options: Any) -> Any:
+            raise library.exceptions.GenericError("status code: 503")
+
+    storage._bucket._obstore = Busy()
+    with pytest.raises(StorageError, match="SlowDown"):
+        storage.age_s(LEASE)
+    assert readers_of(storage, DIRECTORY) != []
+    assert storage.exists(LEASE)
+
+
+class OldListings:
+    """obstore's functions; the listings of the root are of an earlier moment."""
+
+    def __init__(self, library: Any, root: str, listing: Any) -> None:
+        self._library, self._root, self._listing = library, root, listing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def list_with_delimiter(self, store: object, prefix: str, **options: object) -> Any:
+        if prefix == self._root:
+            return self._listing
+        return self._library.list_with_delimiter(store, prefix, **options)
+
+
+def test_no_old_listing_makes_garbage_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever earlier moment the listings of a repair show, and however old the data is."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    library, store = storage._bucket._obstore, storage._bucket._store
+    moments: list[Any] = []
+
+    def note(kind: str, *rest: object) -> None:
+        moments.append(library.list_with_delimiter(store, "run"))
+
+    storage._bucket._observer = note
+    storage.make_dir(".saving-iter_0000001-a")
+    storage.write_file(".saving-iter_0000001-a/f", b"first")
+    storage.rename_dir(".saving-iter_0000001-a", DIRECTORY)
+    storage.make_dir(".saving-iter_0000001-b")
+    storage.write_file(".saving-iter_0000001-b/f", b"second")
+    storage.exchange_dir(".saving-iter_0000001-b", DIRECTORY)
+    storage.rename_dir(".saving-iter_0000001-b", ".replaced-iter_0000001-c")
+    storage.remove_tree(DIRECTORY, only_if=lambda aside: False)
+    storage._bucket._observer = None
+
+    def look(listing: Any) -> None:
+        late = ObjectStorage(storage.url)
+        late._bucket._obstore = OldListings(library, "run", listing)
+        late.collect_garbage()
+        assert storage.read(f"{DIRECTORY}/f") == b"second"
+        assert storage.read(".replaced-iter_0000001-c/f") == b"first"
+
+    monkeypatch.setattr(ObjectStorage, "_now", lambda self: time.time() + 7200)
+    for listing in moments:
+        look(listing)
+        # A repair that sees it as it is takes back what another one thought of it.
+        ObjectStorage(storage.url).collect_garbage()
+        assert [key for key in storage._bucket.list_all(".store/data") if ".unnamed" in key] == []
+
+
+def test_garbage_goes_when_it_has_had_no_name_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    storage.make_dir("d")
+    storage.write_file("d/f", b"1")
+    storage._bucket.delete(["d.dir"])
+    now = time.time()
+    for later_s, is_there in ((0.0, True), (3700.0, True), (7500.0, False)):
+        monkeypatch.setattr(ObjectStorage, "_now", lambda self, s=later_s: now + s)
+        monkeypatch.setattr(storage_module, "_GARBAGE_S", 3600.0)
+        ObjectStorage(storage.url).collect_garbage()
+        assert bool(storage._bucket.list_all(".store/data")) == is_there
+
+
+def upload(storage: ObjectStorage, payload: bytes) -> bool:
+    """Write a file in parts; whether that was reported as done."""
+    try:
+        with storage.create("d/f", nbytes=len(payload)) as sink:
+            sink.write_at(0, memoryview(payload))
+    except HoldfastError:
+        return False
+    return True
+
+
+ENDS = [
+    pytest.param(phase, fault, marks=[] if (phase, fault) == ("?uploadId", "late") else SLOW)
+    for phase in ("?uploads", "partNumber=2", "?uploadId")
+    for fault in ("500 before", "500 after", "cut after", "late")
+]
+
+
+@pytest.mark.parametrize(("phase", "fault"), ENDS)
+def test_an_upload_that_ends_late_is_whole_or_nothing(s3: str, phase: str, fault: Fault) -> None:
+    seen: list[str] = []
+
+    def choose(method: str, path: str) -> Fault:
+        is_it = phase in path and (method == "POST" or "partNumber" in phase) and not seen
+        seen.extend([path] if is_it else [])
+        return fault if is_it else ""
+
+    name, payload = new_bucket(s3), secrets.token_bytes(1 << 20) * 12
+    direct = ObjectStorage(f"s3://{name}/run")
+    direct.make_dir("d")
+    with fault_proxy(s3, choose) as (proxy, address):
+        storage = ObjectStorage(direct.url, endpoint=address, part_nbytes=5 << 20, retry_s=5)
+        assert upload(storage, payload)
+        proxy.settle()
+        assert seen
+    assert direct.read("d/f") == payload
+    # An upload whose beginning was not answered is nobody's: a repair aborts it with its data.
+    direct.remove_tree("d")
+    direct.collect_garbage()
+    assert open_uploads(s3, name) == []
+
+
+def test_a_save_that_was_removed_meanwhile_leaves_nothing_that_counts(s3: str) -> None:
+    """Its last requests come to the store after a repair took it for dead."""
+    url = f"s3://{new_bucket(s3)}/run"
+    Checkpointer(url, settle_s=0.0).save(1, state_of(1))
+
+    def choose(method: str, path: str) -> Fault:
+        if method == "PUT" and path.endswith("/iter_0000002.dir"):
+            repair(ObjectStorage(url), alive_s=0.0)
+            return "late"
+        return ""
+
+    with fault_proxy(s3, choose) as (proxy, address):
+        storage = ObjectStorage(url, endpoint=address, retry_s=0.0)
+        with pytest.raises(StorageError):
+            Checkpointer(storage, settle_s=0.0).save(2, state_of(2))
+        proxy.settle()
+    assert list_steps(ObjectStorage(url)) == [1]
+    assert [each.fate for each in repair(ObjectStorage(url), alive_s=0.0)] == []
