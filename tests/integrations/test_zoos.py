@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.forks import ForkServer
+from tests.integrations.forks import TITAN_PYTHON, ForkServer
 from tests.integrations.zoos import answer, check_goes_on, unknown_names
 
 LIGHTNING = "tests.integrations.lightning_zoo"
@@ -127,3 +127,25 @@ def test_states_of_torchao_are_refused_by_name(trainer: ForkServer, tmp_path: Pa
     output = trainer.run(program, directory=tmp_path)[0].output
     for kind in ("OptimState4bit", "OptimState8bit"):
         assert f"a tensor subclass {kind} cannot be stored" in output
+
+
+TITAN = "tests.integrations.titan_zoo"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_components_and_models_of_torchtitan_go_on(tmp_path: Path) -> None:
+    """Optimizers, schedules, loaders with workers, adapters, experts; within a run."""
+    if not TITAN_PYTHON.exists():
+        pytest.skip("torchtitan is not installed: make test-integrations")
+    server = ForkServer(
+        "tests.integrations.titan_on_cpu", "torchtitan.trainer", TITAN, python=TITAN_PYTHON
+    )
+    try:
+        assert unknown_names(server, TITAN, tmp_path) == []
+        for number, name in enumerate(answer(server, TITAN, "names", tmp_path)):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            check_goes_on(server, TITAN, name, directory, at=(3,), root="checkpoint")
+    finally:
+        server.close()
