@@ -39,10 +39,24 @@ from megatron.core.dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
 )
 from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.core.rerun_state_machine import (
+    Call,
+    Caller,
+    RerunDiagnostic,
+    RerunMode,
+    RerunState,
+    RerunValidationStatus,
+)
 
 from holdfast.arrays.boxes import Box
 from holdfast.checkpoint import Checkpointer, PendingSave
-from holdfast.errors import ConfigError, CorruptionError, PlanError, StorageError
+from holdfast.errors import (
+    ConfigError,
+    CorruptionError,
+    MismatchError,
+    PlanError,
+    StorageError,
+)
 from holdfast.format.names import OTHER_FILES, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import decode_tree
@@ -62,7 +76,10 @@ _EXPECTED = {OTHER_FILES: [_COMMON, _METADATA]}
 """Metadata of a checkpoint: the files that are put into its directory after the commit."""
 _AXES = ("tp", "cp", "dp", "pp", "dp_cp", "mp", "tp_cp", "ep", "expt_tp", "expt_dp", "tp_ep",
          "tp_ep_pp")  # fmt: skip
-_BYTES_IO, _DTYPE, _PAIRS = "$io.BytesIO", "$torch.dtype", "$dict"
+_BYTES_IO, _DTYPE, _PAIRS, _OBJECT = "$io.BytesIO", "$torch.dtype", "$dict", "$megatron"
+_ENUMS = (RerunDiagnostic, RerunMode, RerunState, RerunValidationStatus)
+_TUPLES = (Call, Caller)
+"""What the rerun machine has in its state, besides plain values."""
 
 Sharded = ShardedTensor | ShardedObject
 
@@ -640,14 +657,19 @@ def _comparable(value: Any) -> Any:
 def _packed(value: Any) -> Any:
     """Return an object's data as values without classes.
 
-    The extra states of Transformer Engine are streams; a distributed optimizer has dtypes as keys.
+    The extra states of Transformer Engine are streams; a distributed optimizer has dtypes as keys,
+    and the rerun machine calls.
     """
+    if isinstance(value, _ENUMS):
+        return {_OBJECT: [type(value).__name__, value.name]}
+    if isinstance(value, _TUPLES):
+        return {_OBJECT: [type(value).__name__, [_packed(each) for each in value]]}
     if isinstance(value, io.BytesIO):
         return {_BYTES_IO: value.getvalue()}
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
     if type(value) is dict:
-        if all(isinstance(name, str | int) for name in value):
+        if all(type(name) in (str, int) for name in value):
             return {name: _packed(each) for name, each in value.items()}
         return {_PAIRS: [[_packed(name), _packed(each)] for name, each in value.items()]}
     return type(value)(map(_packed, value)) if type(value) in (list, tuple) else value
@@ -663,5 +685,18 @@ def _unpacked(value: Any) -> Any:
                 return getattr(torch, name)
             case {"$dict": pairs}:
                 return {_unpacked(name): _unpacked(each) for name, each in pairs}
+            case {"$megatron": [kind, content]}:
+                return _rerun_object(kind, content)
         return {name: _unpacked(each) for name, each in value.items()}
     return type(value)(map(_unpacked, value)) if type(value) in (list, tuple) else value
+
+
+def _rerun_object(kind: str, content: Any) -> Any:
+    """Return a member of an enumeration, or a named tuple, of the rerun machine."""
+    for each in _ENUMS:
+        if each.__name__ == kind:
+            return each[content]
+    for made in _TUPLES:
+        if made.__name__ == kind:
+            return made(*map(_unpacked, content))
+    raise MismatchError(f"HoldfastLoad: {kind} is no class of Megatron's rerun machine")

@@ -24,6 +24,8 @@ from typing import Any
 from tests.programs import free_port
 
 ROOT = Path(__file__).parents[2]
+TITAN_PYTHON = ROOT / ".venv-titan" / "bin" / "python"
+"""The environment that `make test-integrations` makes: torchtitan wants much that we do not."""
 _OF_EVERY_PROGRAM = (
     "encodings.idna",  # of an address's lookup
     "numpy.ma",  # of torch's checks of a device mesh

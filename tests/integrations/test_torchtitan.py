@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 
 from holdfast.cli.main import main
-from tests.integrations.forks import ROOT, ForkServer
+from tests.integrations.forks import TITAN_PYTHON, ForkServer
 from tests.integrations.kills import KILL_AT_ADAMW, check_killed_twenty_times
 from tests.integrations.pages import lines_to_change, program_of
 
 PROGRAM = program_of("torchtitan", "torchtitan")
 STEPS = 4
-PYTHON = ROOT / ".venv-titan" / "bin" / "python"
-"""The environment that `make test-integrations` makes: torchtitan wants much that we do not."""
 
 pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason="torchtitan is not installed: make test-integrations"
+    not TITAN_PYTHON.exists(), reason="torchtitan is not installed: make test-integrations"
 )
 ALONE = """
 import os
@@ -36,7 +34,7 @@ def server() -> Iterator[ForkServer]:
         "torchtitan.models.llama3.config_registry",
         "torchtitan.models.deepseek_v3.config_registry",
         "holdfast.integrations.torchtitan",
-        python=PYTHON,
+        python=TITAN_PYTHON,
     )
     yield server
     server.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.forks import ForkServer
+from tests.integrations.forks import TITAN_PYTHON, ForkServer
 from tests.integrations.zoos import answer, check_goes_on, unknown_names
 
 LIGHTNING = "tests.integrations.lightning_zoo"
@@ -60,7 +60,7 @@ def accelerate() -> Iterator[ForkServer]:
 def test_loaders_wrappers_and_plugins_of_accelerate_go_on(
     accelerate: ForkServer, tmp_path: Path
 ) -> None:
-    """Each class that its modules have: loaders from the end of an epoch and within the next."""
+    """X26. Each class of its modules: loaders from the end of an epoch and within the next."""
     assert unknown_names(accelerate, ACCELERATE, tmp_path) == []
     for number, (name, num_ranks) in enumerate(
         answer(accelerate, ACCELERATE, "names", tmp_path).items()
@@ -77,6 +77,7 @@ def test_loaders_wrappers_and_plugins_of_accelerate_go_on(
 def test_what_accelerate_would_lose_is_refused_by_name(
     accelerate: ForkServer, tmp_path: Path
 ) -> None:
+    """X26."""
     program = (
         f"import sys\nfrom pathlib import Path\nfrom {ACCELERATE} import train\n"
         "train(sys.argv[1], Path(sys.argv[1]), 1)\n"
@@ -102,7 +103,7 @@ def trainer() -> Iterator[ForkServer]:
 def test_optimizers_schedules_and_callbacks_of_the_trainer_go_on(
     trainer: ForkServer, tmp_path: Path
 ) -> None:
-    """Each that its enumerations and modules have; within an epoch."""
+    """X26. Each that its enumerations and modules have; within an epoch."""
     names = answer(trainer, TRAINER, "names", tmp_path)
     assert len(names) > 30
     for name in names:
@@ -127,3 +128,49 @@ def test_states_of_torchao_are_refused_by_name(trainer: ForkServer, tmp_path: Pa
     output = trainer.run(program, directory=tmp_path)[0].output
     for kind in ("OptimState4bit", "OptimState8bit"):
         assert f"a tensor subclass {kind} cannot be stored" in output
+
+
+TITAN = "tests.integrations.titan_zoo"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_components_and_models_of_torchtitan_go_on(tmp_path: Path) -> None:
+    """X26. Optimizers, schedules, loaders with workers, adapters, experts; within a run."""
+    if not TITAN_PYTHON.exists():
+        pytest.skip("torchtitan is not installed: make test-integrations")
+    server = ForkServer(
+        "tests.integrations.titan_on_cpu", "torchtitan.trainer", TITAN, python=TITAN_PYTHON
+    )
+    try:
+        assert unknown_names(server, TITAN, tmp_path) == []
+        for number, name in enumerate(answer(server, TITAN, "names", tmp_path)):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            check_goes_on(server, TITAN, name, directory, at=(3,), root="checkpoint")
+    finally:
+        server.close()
+
+
+MEGATRON = "tests.integrations.megatron_zoo"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_optimizers_and_states_of_megatron_go_on(tmp_path: Path) -> None:
+    """X26. Optimizers, scalers, schedules, streams, experts, MTP, the rerun machine; two ranks."""
+    pytest.importorskip("megatron.core")
+    server = ForkServer(
+        "megatron.core.models.gpt", "megatron.core.optimizer", "holdfast.integrations.megatron",
+        MEGATRON,
+    )  # fmt: skip
+    # The pickle of common values; their values are compared.
+    differ = (".files.common",)
+    try:
+        assert unknown_names(server, MEGATRON, tmp_path) == []
+        for number, name in enumerate(answer(server, MEGATRON, "names", tmp_path)):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            check_goes_on(server, MEGATRON, name, directory, at=(2,), num_ranks=2, differ=differ)
+    finally:
+        server.close()
