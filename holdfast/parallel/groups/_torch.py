@@ -237,10 +237,21 @@ def _set_apart(mesh: DeviceMesh, *, mark: str) -> DeviceMesh:
 def forget_meshes() -> None:
     """Drop what torch has cached of operations on DTensors, and with it the meshes in there.
 
-    FSDP joins slices into its own meshes, which `_set_apart` does not reach.
+    FSDP joins slices into its own meshes, which `_set_apart` does not reach. A mesh that any of
+    these caches keeps also keeps its communicators connected, destroyed or not: their sockets,
+    pipes and threads would stay for as long as the process.
     """
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
 
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
+    propagator = getattr(_sharding_prop, "ShardingPropagator", None)
+    topology = getattr(_collective_utils, "MeshTopoInfo", None)
+    for owner, name in (
+        (debug, "_clear_sharding_prop_cache"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
+        (getattr(propagator, "_propagate_tensor_meta_cached", None), "cache_clear"),
+        (getattr(topology, "build_from_mesh", None), "cache_clear"),
+    ):
+        clear = getattr(owner, name, None)  # each is private, and some releases have no such cache
+        if clear is not None:
+            clear()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from holdfast.errors import DeadlineError, GroupError, HoldfastError, LayoutError
 from holdfast.parallel import Layout, ProcessGroups, current_groups
@@ -510,6 +514,26 @@ def test_layouts_in_one_process_do_not_interact() -> None:
 
 
 # One process, with and without torch.distributed (G7).
+
+
+def used_meshes(rank: RankContext) -> list[int]:
+    """Count descriptors after each of three layouts whose meshes operations were cached for."""
+    counts = []
+    for _ in range(3):
+        with ProcessGroups.create(Layout(tp=2)) as groups:
+            mesh = groups.mesh("tp")
+            rows = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+            columns = distribute_tensor(torch.ones(6, 4), mesh, [Shard(1)])
+            (rows @ columns.redistribute(mesh, [Replicate()])).full_tensor()
+            del mesh, rows, columns
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_communicators_of_closed_groups_are_let_go_of_by_torchs_caches() -> None:
+    for counts in run_ranks(2, used_meshes).results:
+        assert len(set(counts)) == 1, counts
 
 
 def alone(rank: RankContext) -> None:

@@ -123,6 +123,7 @@ def make_sharded(
         stage=2 if optim.zero == 2 else 1,
         bucket_nbytes=optim.bucket_nbytes,
         overlap=True,
+        elementwise=True,  # what `_maker` makes needs no trial
         name=name,
     )
 
