@@ -195,7 +195,7 @@ class InFlightSave:
         """Wait until it is done; False if it is not within the time.
 
         Raises:
-            GroupError: in a process forked from the one that made it, where the wait would not end.
+            GroupError: this process was forked from the one that made it, which alone learns.
         """
         if self.done():
             return True

@@ -95,9 +95,11 @@ class Guard(Generic[T]):
         if outer is not None:
             outer.refuse_calls_after_failure()
         depth = 1 if outer is None else outer.depth + 1
-        control.scope = scope = self._scope = GuardScope(guard=self, outer=outer, depth=depth)
+        self._scope = scope = GuardScope(guard=self, outer=outer, depth=depth)
         self._made_all_calls, self._attempt = False, None
         try:
+            # Within: an interrupt after it, and before the block, would leave the guard open.
+            control.scope = scope
             result = body() if self._retry_if is None else self._retried(body, self._retry_if)
             if self._has_end:
                 control.agree(None, phase=self._end)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -271,3 +273,37 @@ def test_a_lone_process_raises_its_own_error() -> None:
         guard.run(lambda: raising(KeyError("w")))
     with pytest.raises(SystemExit):
         guard.run(lambda: raising(SystemExit(1)))
+
+
+class _Interrupt:
+    """Interrupts a guard before its line of a number."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.lines = at, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.endswith("control/guard.py"):
+            return None
+        self.lines += event == "line"
+        if event == "line" and self.lines == self.at:
+            raise KeyboardInterrupt
+        return self
+
+
+def test_an_interrupt_before_the_body_leaves_the_guard_closed() -> None:
+    """O8: at one line it left it open, and every later save was refused as one within itself."""
+    guard: Guard[int] = Guard(Control.single(), "save")
+    before = sys.gettrace()
+    for at in range(1, 30):
+        interrupt = _Interrupt(at)
+        sys.settrace(interrupt)
+        try:
+            guard.run(lambda: sys.settrace(before) or 7)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert guard.run(lambda: 8) == 8
+        if interrupt.lines < at:
+            return
+    pytest.fail("the body was never reached")
