@@ -623,7 +623,8 @@ class Matcher:
         if (self._scope, key) in self._fresh:
             return
         dtype, shape = self._tensors[key]
-        target = torch.zeros(shape, dtype=torch_dtype(dtype))
+        # Not zeros: a load fills every element, or nothing gets this memory.
+        target = torch.empty(shape, dtype=torch_dtype(dtype))
         self._fresh[self._scope, key] = target
         self.result.tensors.append(TensorRequest(path, self._positions[key], None, (target,), True))
 

@@ -187,7 +187,8 @@ def _target(
     device = local_of(parameter).device
     if entry != "step" and _is_elementwise(tuple(parameter.shape), stored.shape, real_shape):
         if param.over is None:
-            return torch.zeros_like(
+            # Not zeros: a load fills every element, or nothing gets this memory.
+            return torch.empty_like(
                 parameter.detach(), dtype=stored.dtype, memory_format=torch.preserve_format
             )
         numel = 0 if param.updated is None else param.updated.numel()
