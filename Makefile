@@ -17,6 +17,9 @@ DOCS_READY := $(DOCS_VENV)/.ready
 ## One more than the two processors that continuous integration has: many tests wait, for deadlines
 ## and for each other.
 PYTEST_WORKERS ?= 3
+## Short tests go to workers by whole files (`--dist loadfile`): a file's fixtures, and the servers
+## of frameworks, are made once and not in each worker. Long ones go one by one, to end together.
+## Tests of other packages are all long (`tests/test_structure.py`), and slow to import.
 export OMP_NUM_THREADS ?= 1
 ## Compiled modules are kept, so that neither the other worker, nor a writer, a command or the next
 ## run compiles Holdfast and rewrites the assertions of all tests again.
@@ -45,7 +48,7 @@ demo-faults: setup
 	@$(BIN)/python -m demo.faults --out demo/out
 
 test: setup lint
-	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not slow and not nightly and not gpu"
+	@$(BIN)/pytest -n $(PYTEST_WORKERS) --dist loadfile --ignore tests/packages -m "not slow and not nightly and not gpu"
 
 test-slow: setup
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "slow and not nightly and not gpu"

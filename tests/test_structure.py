@@ -288,3 +288,17 @@ def test_the_sums_of_a_step_are_made_in_the_engine_alone() -> None:
                 if called in callers:
                     callers[called].add(name_of(path))
     assert callers == STEP
+
+
+def test_all_tests_of_other_packages_are_slow() -> None:
+    """`make test` does not collect them: their imports take each worker seconds."""
+    folder = ROOT.parent / "tests/packages"
+    tests = [
+        node
+        for path in sorted(folder.rglob("test_*.py"))
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert tests
+    for test in tests:
+        assert "pytest.mark.slow" in map(ast.unparse, test.decorator_list), test.name

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 
 from holdfast import Checkpointer, ModuleState
@@ -117,6 +116,8 @@ def test_what_changes_and_is_not_stored_is_named_once(
 
 def test_a_metric_inside_of_a_module_is_named_unless_it_is_persistent(tmp_path: Path) -> None:
     """Its sums are stored if the user says so; without, torch drops them (O14)."""
+    import torchmetrics  # seconds, which a worker without this test need not spend
+
     with Checkpointer(tmp_path) as checkpointer:
         for number, is_persistent in enumerate((False, True)):
             net = nn.Sequential(nn.Linear(2, 2), torchmetrics.MeanMetric())
@@ -128,25 +129,29 @@ def test_a_metric_inside_of_a_module_is_named_unless_it_is_persistent(tmp_path: 
             assert ("model.1.mean_value" in unstored) is not is_persistent
 
 
-class Total(torchmetrics.Metric):
-    """Its hash, as that of every metric, is made of the states, which it replaces."""
+def make_total() -> nn.Module:
+    """A metric: its hash, as that of every metric, is made of the states, which it replaces."""
+    import torchmetrics
 
-    full_state_update = False
+    class Total(torchmetrics.Metric):
+        full_state_update = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
 
-    def update(self, x: torch.Tensor) -> None:
-        self.total = self.total + x.sum()
+        def update(self, x: torch.Tensor) -> None:
+            self.total = self.total + x.sum()
 
-    def compute(self) -> torch.Tensor:
-        return self.total
+        def compute(self) -> torch.Tensor:
+            return self.total
+
+    return Total()
 
 
 def test_a_module_whose_hash_changes_is_the_same_module(tmp_path: Path) -> None:
     """O14."""
-    net = nn.Sequential(nn.Linear(2, 2), Total())
+    net = nn.Sequential(nn.Linear(2, 2), make_total())
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"model": net})
         net[1].update(torch.ones(3))

@@ -90,9 +90,20 @@ def whole_parameters(trainer: MultimodalTrainer) -> dict[str, Tensor]:
     }
 
 
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Make new tensors float64; a live rank that keeps the dtype of before serves the next job."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@in_float64()
 def train_together(rank: RankContext, digits: Digits, words: str, num_steps: int) -> Seen:
     """Some steps in float64, under the layouts that the words describe."""
-    torch.set_default_dtype(torch.float64)
     seen = Seen()
     with open_run(config_of(words), digits, rank.num_ranks) as trainer:
         for _ in range(num_steps):
@@ -103,10 +114,10 @@ def train_together(rank: RankContext, digits: Digits, words: str, num_steps: int
     return seen
 
 
+@in_float64()
 def train_alone(rank: RankContext, digits: Digits, words: str, num_steps: int) -> Seen:
     """The same steps without anything distributed; the words' layouts are not looked at."""
     del rank
-    torch.set_default_dtype(torch.float64)
     config = config_of(words)
     groups = ProcessGroups.single()
     vision = ParallelVision(config.vision, image_side=IMAGE_SIDE, groups=groups, seed=config.seed)

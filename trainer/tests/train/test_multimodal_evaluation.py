@@ -17,7 +17,13 @@ from holdfast_trainer.models.vision import place_images
 from holdfast_trainer.train.digits import Digits, Row
 from holdfast_trainer.train.multimodal import MultimodalTrainer
 from tests.harness import RankContext, run_ranks
-from trainer.tests.train.multimodal_runs import config_of, make_rows, open_run, whole_parameters
+from trainer.tests.train.multimodal_runs import (
+    config_of,
+    in_float64,
+    make_rows,
+    open_run,
+    whole_parameters,
+)
 
 STEPS = "--steps 40 --lr 1e-2 --min-lr 1e-3 --init-std 0.08"
 
@@ -48,11 +54,11 @@ def decode(trainer: MultimodalTrainer, row: Row) -> bytes:
     return bytes(written[length:])
 
 
+@in_float64()
 def evaluate(
     rank: RankContext, directory: str, digits: Digits, words: str
 ) -> tuple[dict[str, Any], list[bytes]]:
     """One rank trains and saves; more of them load what it has saved."""
-    torch.set_default_dtype(torch.float64)
     alone = rank.num_ranks == 1
     place = f"--save {directory}" if alone else f"--load {directory}"
     with open_run(config_of(STEPS, place, words), digits, rank.num_ranks) as trainer:
