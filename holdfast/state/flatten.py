@@ -56,7 +56,7 @@ from holdfast.state.parts import (
 )
 from holdfast.state.plain_attributes import PlainAttributes
 from holdfast.state.rng import refuse_shared_streams
-from holdfast.state.shared_memory import are_of_no_file, shared_memory
+from holdfast.state.shared_memory import are_of_no_file, missing_memory, shared_memory
 from holdfast.state.tensor_elements import array_tensor, memory_key
 from holdfast.state.tensor_memory import addresses_of
 from holdfast.state.traits import PLAIN, Traits, held_tensors, traits_of
@@ -406,7 +406,12 @@ class _Flattener:
         # Memory that was looked at before, by tensors of the same traits, has not changed.
         is_known = made.structure is before.structure and made.filled == before.filled
         if not is_known or made.addresses != before.addresses:
+            _refuse_missing_memory(made.keys, held)
             _refuse_shared_memory(made.filled, list(compress(held, self._is_filled)))
+        elif len(made.filled) < len(made.keys):  # what is not filled in place is new at each save
+            num_noted = len(self._is_filled)
+            others = [not each for each in self._is_filled] + [True] * (len(held) - num_noted)
+            _refuse_missing_memory(list(compress(made.keys, others)), list(compress(held, others)))
         return made, objects, held, addresses
 
     def _look_again(self) -> tuple[list[torch.Tensor], list[int]] | None:
@@ -499,15 +504,30 @@ def _refuse_equal_keys(keys: Sequence[str]) -> None:
         )
 
 
+def _requests(keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[TensorRequest]:
+    """Return local tensors as what a load into this very state would fill."""
+    return [
+        TensorRequest(path=key, tensor=i, boxes=None, locals=(each,))
+        for i, (key, each) in enumerate(zip(keys, tensors, strict=True))
+    ]
+
+
+def _refuse_missing_memory(keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """Raise PlacementError for local tensors of which some elements are nowhere.
+
+    Cost: a microsecond for each.
+    """
+    sentences = missing_memory(_requests(keys, tensors))
+    if sentences:
+        raise PlacementError("; ".join(sentences[:_MAX_NAMED]))
+
+
 def _refuse_shared_memory(keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
     """Raise PlacementError for local tensors that a load into this very state would refuse.
 
     Cost: a sort of their addresses.
     """
-    requests = [
-        TensorRequest(path=key, tensor=i, boxes=None, locals=(each,))
-        for i, (key, each) in enumerate(zip(keys, tensors, strict=True))
-    ]
+    requests = _requests(keys, tensors)
     if LocalMemory(requests).is_disjoint() and are_of_no_file(tensors):
         return
     sentences = shared_memory(requests)

@@ -373,3 +373,56 @@ def test_many_targets_cost_a_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [TensorRequest(f"t{i}", i, None, (flat[10 * i : 10 * i + 10],)) for i in range(1000)]
     random.Random(0).shuffle(wanted)
     assert shared_memory(wanted) == []
+
+
+@pytest.mark.parametrize("nbytes", [0, 100])
+@pytest.mark.parametrize("is_cut_by_rows", [False, True])
+def test_a_tensor_whose_memory_was_freed_or_cut_is_refused(
+    tmp_path: Path, nbytes: int, is_cut_by_rows: bool
+) -> None:
+    """O13: it was stored as what lay behind its storage, or ended the process.
+
+    Wrappers free the weights of layers between two uses like this; the tensor keeps its shape.
+    """
+    weight = torch.ones(40, 25)
+    held = weight[:, ::2] if is_cut_by_rows else weight
+    state = {"model": {"w": held, "other": torch.ones(2)}}
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, state)
+    weight.untyped_storage().resize_(nbytes)
+    with pytest.raises(PlacementError, match=r"model\.w.*freed or cut to"):  # known from before
+        checkpointer.save(2, state)
+    with pytest.raises(PlacementError, match=r"model\.w.*freed or cut to"):
+        Checkpointer(tmp_path).save(2, state)
+    with pytest.raises(MismatchError, match=r"model\.w.*freed or cut to"):
+        checkpointer.load(state)
+    assert checkpointer.steps() == [1]
+    weight.untyped_storage().resize_(4000)
+    weight.fill_(7)
+    checkpointer.load(state)
+    assert held.unique().tolist() == [1]
+
+
+def test_a_tensor_that_never_had_memory_is_refused(tmp_path: Path) -> None:
+    """O13: a zero of forward-mode differentiation has a shape, and no address."""
+    zero = torch._efficientzerotensor((3,))
+    shown = _Shows({"w": torch.zeros(3)})
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"model": shown})
+    shown.entries = {"w": zero}
+    for state in ({"model": {"w": zero}}, {"model": shown}):
+        with pytest.raises(PlacementError, match=r"model\.w"):
+            checkpointer.save(2, state)
+
+
+class _Shows:
+    """An object whose state dict is new at each save."""
+
+    def __init__(self, entries: dict[str, torch.Tensor]) -> None:
+        self.entries = entries
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self.entries)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.entries = state

@@ -66,7 +66,7 @@ from holdfast.state.parts import (
     part_of,
 )
 from holdfast.state.rng import refuse_shared_streams
-from holdfast.state.shared_memory import are_of_no_file, shared_memory
+from holdfast.state.shared_memory import are_of_no_file, missing_memory, shared_memory
 from holdfast.state.stored import StoredPart
 from holdfast.state.unfinished import refuse_unfinished
 from holdfast.storage import Storage
@@ -404,6 +404,7 @@ class Loader:
             parts.append(request)
         # The caller's memory, before anything is written to it.
         result = matcher.result
+        result.mismatched += missing_memory(result.tensors)
         memory = LocalMemory(result.tensors)
         # Nearly every state is contiguous host tensors, each with its own memory.
         is_disjoint = memory.is_disjoint() and are_of_no_file(memory.tensors)
