@@ -60,6 +60,8 @@ def name_map_of(source: NameMap | str | os.PathLike[str]) -> NameMap:
     if isinstance(source, str) and source in preset_names():
         return load_preset(source)
     path = Path(source)
+    if not path.is_file() and path.suffix == _SUFFIX:
+        raise ConfigError(f"{str(source)!r}, which is to have a name map, is not a file")
     if not path.is_file():
         raise ConfigError(
             f"{str(source)!r} is neither a file with a name map nor one of the presets; "

@@ -312,7 +312,11 @@ def layout(
         PlanError: A name or type cannot be written.
     """
     weights = weights_of(catalog, part)
-    words = {key: text for key, text in catalog.metadata.items() if isinstance(text, str)}
+    words = {
+        key: text
+        for key, text in catalog.metadata.items()
+        if isinstance(text, str) and _is_utf8(key + text)
+    }
     notes = [*weights.left_out]
     if odd := [key for key in catalog.metadata if key not in words]:
         notes.append(f"metadata that is no text: {some_of(odd)}")
@@ -397,6 +401,11 @@ def _carried(folder: Path) -> tuple[dict[str, Path], list[str]]:
     return carried, [
         path.name for path in others if path.name not in carried and path.name[0] != "."
     ]
+
+
+def _is_utf8(text: str) -> bool:
+    """Return False for a text with half of a pair of surrogates, as JSON can have."""
+    return not any(0xD800 <= ord(letter) < 0xE000 for letter in text)
 
 
 def _is_of_weights(name: str) -> bool:

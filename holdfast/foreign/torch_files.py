@@ -270,6 +270,11 @@ class _Parts:
         )
 
 
+_EXPANDED_NBYTES = 1 << 30
+_EXPANSION = 1000
+"""Views of a file may have so many bytes, and so many for each byte of its storages."""
+
+
 class FileMemory:
     """The memory of one file: which of its tensors are one, and which are views of one storage.
 
@@ -281,16 +286,30 @@ class FileMemory:
         self._first: dict[tuple[object, ...], str] = {}
         self._spans: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
         """By storage (first byte, stop, key) of each tensor."""
+        self._nbytes = 0
 
     def key_of(self, leaf: NodeLeaf, value: PickledTensor) -> str:
         """Return the key of the tensor that a leaf is: its own, or that of an equal one before."""
         key = self._first.setdefault(value.identity, leaf.key)
         if key == leaf.key and value.nbytes:
+            self._nbytes += value.nbytes
             itemsize = DTYPES[value.dtype].itemsize
             reach = sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
             span = (value.start, value.start + (reach + 1) * itemsize, key)
             self._spans[value.storage_key].append(span)
         return key
+
+    def refuse_expansion(self, file: TorchFile) -> None:
+        """Raise CorruptionError if a small file states tensors that no memory and no disk holds.
+
+        Views repeat elements (`expand`), so a kilobyte may state any number of terabytes.
+        """
+        stored = sum(storage.nbytes for storage in file.storages.values())
+        if self._nbytes > _EXPANDED_NBYTES + _EXPANSION * stored:
+            raise CorruptionError(
+                f"{file.place}: its views have {self._nbytes} bytes, and its storages {stored}: "
+                f"expanded tensors as large are not read; store what was expanded"
+            )
 
     def checksums(self, file: TorchFile, name: str) -> Iterator[Checksum]:
         """Yield those that the file states of its storages."""
@@ -354,6 +373,7 @@ def tensors_of(
             tied[leaf.key] = key
             continue
         tensors[leaf.key] = tensor_of(leaf, file, name)
+    own.refuse_expansion(file)
     if tied:
         for node in walk(tree.node):
             if is_tensor(node) and node["k"] in tied:

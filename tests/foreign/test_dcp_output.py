@@ -295,11 +295,11 @@ def test_what_is_written_in_another_form_is_noted(tmp_path: Path) -> None:
             "ints": {1: "a"},
             "pair": (torch.ones(1), [2]),
             "nothing": [],
+            "list": [{}, {"t": torch.ones(1)}],
         }
     }
     output = write(tree, tmp_path / "dcp")
     assert output.notes == [
-        "x.empty is empty, which the format cannot hold",
         "x.od is of type OrderedDict: it is written as a dict",
         "x.ints has keys that are not strings: they become strings",
         "x.pair is a tuple with tensors: it is written as a list",
@@ -307,7 +307,11 @@ def test_what_is_written_in_another_form_is_noted(tmp_path: Path) -> None:
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "all.pt")
     result = torch.load(tmp_path / "all.pt", weights_only=True)["x"]
     assert equal_bits(result["pair"].pop(0), torch.ones(1))
-    assert result == {"od": {"a": 1}, "ints": {"1": "a"}, "pair": [[2]], "nothing": []}
+    assert equal_bits(result["list"][1].pop("t"), torch.ones(1))
+    assert result == {
+        "empty": {}, "od": {"a": 1}, "ints": {"1": "a"}, "pair": [[2]], "nothing": [],
+        "list": [{}, {}],
+    }  # fmt: skip
 
 
 def test_names_that_are_one_are_refused() -> None:

@@ -288,20 +288,20 @@ def test_what_a_header_states_goes_along(tmp_path: Path, holdfast: Holdfast) -> 
     save_file({"a": torch.ones(2)}, folder / files[0], metadata=words)
     save_file({"b": torch.ones(2)}, folder / files[1], metadata={**words, "lora_alpha": "8"})
     index = {
-        "metadata": {"total_size": 16, "deep": [1]},
+        "metadata": {"total_size": 16, "deep": [1], "no": "\ud800"},
         "weight_map": {"a": files[0], "b": files[1]},
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     done = holdfast("convert", folder, tmp_path / "own", "--to", "holdfast")
     assert f"{files[1]}: lora_alpha of its header, which another file has otherwise" in done.out
-    kept = {"lora_alpha": "16", "ünï": "x", "deep": [1]}
+    kept = {"lora_alpha": "16", "ünï": "x", "deep": [1], "no": "\ud800"}
     assert Checkpointer(tmp_path / "own").load_all().metadata == kept
     done = holdfast("convert", tmp_path / "own", tmp_path / "x.safetensors", "--to", "safetensors")
-    assert "metadata that is no text: deep" in done.out
+    assert "metadata that is no text: deep, no" in done.out
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == words
     done = holdfast("convert", folder, tmp_path / "x.pt", "--to", "torch_save")
-    assert "the user's metadata is left out: deep, lora_alpha, ünï" in done.out
+    assert "the user's metadata is left out: deep, no, lora_alpha, ünï" in done.out
 
 
 def test_a_folder_without_its_config_says_so(tmp_path: Path, holdfast: Holdfast) -> None:

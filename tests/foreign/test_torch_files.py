@@ -167,3 +167,12 @@ def test_memory_in_common_is_kept_or_noted(tmp_path: Path) -> None:
     assert raw(model["turned"]) == raw(weight.t())
     # Not of `a` and `b`, which lie next to each other.
     assert [each.partition(":")[0] for each in report.left_out] == ["model.embed, model.turned"]
+
+
+def test_a_small_file_cannot_state_terabytes(tmp_path: Path) -> None:
+    """A view repeats elements: a conversion would fill the disk, and a load the memory."""
+    torch.save({"a": torch.ones(1).expand(1 << 28)}, tmp_path / "much.pt")
+    assert open_catalog(tmp_path / "much.pt").nbytes == 1 << 30
+    torch.save({f"a{i}": torch.ones(i + 1)[:1].expand(1 << 28) for i in (0, 1)}, tmp_path / "x.pt")
+    with pytest.raises(CorruptionError, match="expanded tensors as large are not read"):
+        open_catalog(tmp_path / "x.pt")

@@ -29,8 +29,8 @@ class FlatTree:
 
     Args:
         notes: Get what is written in another form, or left out.
-        is_strict: Refuse two names that are one when they are joined with dots; else the second is
-            left out.
+        is_strict: Refuse two names that are one when they are joined with dots, and keep empty
+            dicts; else these are left out, and of equal names the second.
 
     Attributes:
         items: Tensors and values by flat name.
@@ -55,7 +55,12 @@ class FlatTree:
         elif isinstance(value, list) and not _is_leaf(value):
             for i, item in enumerate(value):
                 self.add((*path, i), item)
-        elif shown in self.items:
+        else:
+            self._add_item(path, value, shown)
+
+    def _add_item(self, path: Path, value: Any, shown: str) -> None:
+        """Add a tensor, or a value that is one item."""
+        if shown in self.items:
             problem = f"{shown!r} would be there twice: as {self.paths[shown]} and as {path}"
             if self._is_strict:
                 raise PlanError(f"{problem}; rename one")
@@ -65,7 +70,7 @@ class FlatTree:
             self.paths[shown] = path
 
     def _add_dict(self, path: Path, value: dict[Any, Any], shown: str) -> None:
-        if not value:
+        if not value and not self._is_strict:
             self._notes.append(f"{shown} is empty, which the format cannot hold")
         if type(value) is not dict:
             self._notes.append(
@@ -73,6 +78,10 @@ class FlatTree:
             )
         if not all(type(key) is str for key in value):
             self._notes.append(f"{shown} has keys that are not strings: they become strings")
+        if not value and self._is_strict and path:
+            # An item of its own, which PyTorch does not write and reads: without it, what is
+            # behind it in a list would have no place.
+            self._add_item(path, {}, shown)
         for key, member in value.items():
             below = (*path, key if type(key) is str else str(key))
             name = f"{shown}.{key}" if path else str(key)
