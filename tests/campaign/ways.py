@@ -311,8 +311,7 @@ class Trained:
     def _reduce(self) -> None:
         """Average gradients over data ranks, as a user's own loop does."""
         for p in self.model.parameters():
-            if not p.requires_grad:
-                continue
+            # Also of what is frozen: it may have a gradient from before.
             name = "expt_dp" if self._experts and p in self._experts else "dp_cp"
             if self.groups.size(name) > 1:
                 has = torch.tensor(float(p.grad is not None))
