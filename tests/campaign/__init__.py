@@ -4,7 +4,8 @@
 the other, and what they do, as actions (`actions.py`). `models.py` makes the model, `ways.py` holds
 it in one way on one rank, `twin.py` does the same in one process, `runs.py` runs programs, and
 `verdicts.py` compares what the ranks answered with the twin, action by action. Regular programs
-take several ways; irregular ones have one way, and something unusual in each step.
+take several ways; irregular ones have something unusual in each step of one way, and maybe a way
+before it, whose checkpoint they load in between.
 
     python -m tests.campaign 17                 # program 17 alone, with what differs
     python -m tests.campaign --irregular 17     # of the irregular ones

@@ -85,7 +85,9 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Load what was saved last."""
+    """Load what was saved last, or what the way before has left, in another layout maybe."""
+
+    is_of_before: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +182,8 @@ class Limits:
     """Ranks that may fail while others do not."""
     faults: tuple[Fault, ...] = FAULTS
     modes: tuple[EvaluationMode, ...] = MODES
+    has_before: bool = False
+    """True if another way has left a checkpoint."""
 
 
 def draw_actions(chance: random.Random, limits: Limits) -> tuple[Action, ...]:
@@ -189,7 +193,7 @@ def draw_actions(chance: random.Random, limits: Limits) -> tuple[Action, ...]:
         actions += [_between(chance, limits) for _ in range(chance.choice((0, 1, 1, 2)))]
         actions += _draw_step(chance, step, limits)
     actions += [Look()]
-    if any(isinstance(each, Load) for each in actions) or _may_need_load(actions):
+    if _may_need_save(actions):
         actions.insert(0, Save())
     return tuple(actions)
 
@@ -281,13 +285,17 @@ def _anywhere(chance: random.Random, kind: str, limits: Limits) -> Action:
         return Set(factor=chance.choice((0.5, 2.0)))
     if kind == "toggle":
         return Toggle(block=chance.randrange(2))
-    others: dict[str, Action] = {"swap": Swap(), "load": Load(), "look": Look()}
-    return others[kind]
+    if kind == "load":
+        return Load(is_of_before=limits.has_before and chance.random() < 0.7)
+    return Swap() if kind == "swap" else Look()
 
 
-def _may_need_load(actions: list[Action]) -> bool:
-    """Return True if half of a swap may be refused: then all ranks load what was saved before."""
-    return any(inside and isinstance(each, Swap) for each, inside in _with_places(actions))
+def _may_need_save(actions: list[Action]) -> bool:
+    """Return True for a load; or if half of a swap may be refused: then all ranks load, too."""
+    return any(
+        (inside and isinstance(each, Swap)) or (isinstance(each, Load) and not each.is_of_before)
+        for each, inside in _with_places(actions)
+    )
 
 
 def _with_places(actions: list[Action]) -> Iterator[tuple[Action, bool]]:

@@ -102,15 +102,26 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
     kind = chance.choice(("plain", "zero", "zero", "chained", "chained", *["fsdp"] * 4))
     is_narrow = kind == "zero" and chance.random() < 0.4
     dtype = torch.bfloat16 if is_narrow else chance.choice((torch.float64, torch.float32))
-    layout = chance.choice(_SMALL_LAYOUTS[num_ranks])
-    if kind == "zero":  # the optimizer of dense parameters alone
-        layout = {axis: size for axis, size in layout.items() if axis not in ("ep", "expt_tp")}
-    if is_narrow and layout.get("tp", 1) > 1:
-        layout = {"dp": num_ranks}
     is_odd = is_narrow or (kind != "fsdp" and chance.random() < 0.2)
+    layout = _draw_small_layout(chance, kind, num_ranks, is_narrow=is_narrow)
+    before = None
+    if chance.random() < 0.2:  # leaves a checkpoint that is loaded first, and maybe again
+        kinds: tuple[Kind, ...] = (
+            "plain",
+            "zero",
+            "chained",
+            *[each for each in ("fsdp",) if not is_odd],
+        )
+        before = _draw_before(
+            chance,
+            "zero" if is_narrow else chance.choice(kinds),
+            num_ranks,
+            is_odd=is_odd,
+            is_narrow=is_narrow,
+        )
     traits = Traits(
         dtype=dtype,
-        has_tp=layout.get("tp", 1) > 1,
+        has_tp=any(each.get("tp", 1) > 1 for each in (layout, before.layout if before else {})),
         has_experts=not is_narrow,
         is_odd=is_odd,
         is_small=True,
@@ -129,12 +140,42 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
             chance,
             Limits(
                 num_failing=num_ranks - 1 if is_shared else 0,
+                has_before=before is not None,
                 # A fully sharded model cannot be copied.
                 modes=tuple(mode for mode in MODES if kind != "fsdp" or mode != "copy"),
             ),
         ),
     )
-    return Program(seed=seed, traits=traits, optimizer=chance.choice([*OPTIMIZERS]), ways=(way,))
+    return Program(
+        seed=seed,
+        traits=traits,
+        optimizer=chance.choice([*OPTIMIZERS]),
+        ways=(way,) if before is None else (before, way),
+    )
+
+
+def _draw_before(
+    chance: random.Random, kind: Kind, num_ranks: int, *, is_odd: bool, is_narrow: bool
+) -> Way:
+    """Draw a way that makes one regular step."""
+    return Way(
+        kind=kind,
+        layout=_draw_small_layout(chance, kind, num_ranks, is_narrow=is_narrow),
+        options=_draw_options(chance, kind),
+        is_declared=kind in ("zero", "chained") and is_odd,
+        actions=regular_actions(first=0, num_steps=1, num_microbatches=1, max_norm=0.0),
+    )
+
+
+def _draw_small_layout(
+    chance: random.Random, kind: Kind, num_ranks: int, *, is_narrow: bool
+) -> Mapping[str, Any]:
+    layout = chance.choice(_SMALL_LAYOUTS[num_ranks])
+    if kind == "zero":  # the optimizer of dense parameters alone
+        layout = {axis: size for axis, size in layout.items() if axis not in ("ep", "expt_tp")}
+    if is_narrow and layout.get("tp", 1) > 1:
+        layout = {"dp": num_ranks}
+    return layout
 
 
 _SMALL_LAYOUTS: Mapping[int, Sequence[Mapping[str, Any]]] = {

@@ -109,7 +109,12 @@ def _run(context: RankContext, root: Path, program: Program, communicators: Comm
         if groups is not None:
             # Of other values: what a load misses shows.
             trained = Trained(
-                program, way, groups, root=root / f"in {number}", values=number or None
+                program,
+                way,
+                groups,
+                root=root / f"in {number}",
+                before=root / str(number - 1) if number else None,
+                values=number or None,
             )
             if number:
                 Checkpointer(root / str(number - 1), groups=groups).load(trained.state())
@@ -155,4 +160,5 @@ def _judge(program: Program, traces: list[Trace], verdict: Verdict) -> None:
         ranks = Layout(**way.layout).ranks
         answers = [traces[rank].answers[number] for rank in ranks]
         judge(twin, way, answers, where=f"way {number} ({way.kind})", verdict=found)
+        twin.end_way()
     verdict.wrong += [f"program {program.seed}: {each}" for each in found.wrong]

@@ -90,6 +90,8 @@ class Twin:
         """Gradients so far, by position of the parameter."""
         self._shares = 1
         self._saved: Any = None
+        self._saved_before: Any = None
+        """What the way before has left."""
         self._hooks = Hooks(self.model)
         self.situation = Situation()
 
@@ -116,13 +118,10 @@ class Twin:
             case Freeze() | Thaw():
                 self._set_trainable(action)
             case Save():
-                self._take_written_values()
-                self._saved = copy.deepcopy(
-                    (tensors_of(self.model), self._mains, self._optimizer.state_dict())
-                )
+                self._saved = self._state()
             case Load():
                 self._note_write()
-                self._load()
+                self._load(self._saved_before if action.is_of_before else self._saved)
             case Drop():
                 if action.to_zeros:
                     for total in self._sums.values():
@@ -145,14 +144,22 @@ class Twin:
         if not isinstance(action, Save | Load):
             self._drop()
         if isinstance(action, Swap) and STALE.search(text):
-            self._load()
+            self._load(self._saved)
         if THAWED.search(text):
             self._set_trainable(Thaw())
         if HOOKED.search(text):
             self._hooks.remove()
             self.situation.is_hooked = False
 
+    def end_way(self) -> None:
+        """Keep what the way leaves to the next one."""
+        self._saved_before = self._state()
+
     # ---- inside ----
+
+    def _state(self) -> Any:
+        self._take_written_values()
+        return copy.deepcopy((tensors_of(self.model), self._mains, self._optimizer.state_dict()))
 
     def _microbatch(self, action: Microbatch, way: Way) -> Values:
         layout = Layout(**way.layout)
@@ -243,8 +250,8 @@ class Twin:
         self.situation.is_thawed = any(p.requires_grad > was for p, was in self._at_start.items())
 
     @torch.no_grad()
-    def _load(self) -> None:
-        weights, mains, state = copy.deepcopy(self._saved)
+    def _load(self, saved: Any) -> None:
+        weights, mains, state = copy.deepcopy(saved)
         self.model.load_state_dict(weights)
         for main, saved in zip(self._mains, mains, strict=True):
             main.copy_(saved)

@@ -93,7 +93,7 @@ Values = Mapping[str, Any]
 class Trained:
     """One rank's model and optimizer, held in one way.
 
-    `root` is where this way saves; the way before may have saved elsewhere.
+    `root` is where this way saves; `before` where the way before has saved, if there was one.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Trained:
         groups: ProcessGroups,
         *,
         root: Path,
+        before: Path | None = None,
         values: int | None = None,
     ) -> None:
         self.program, self.way, self.groups = program, way, groups
@@ -113,6 +114,7 @@ class Trained:
         self.optimizer: Any = self._optimizer(case)
         self._trainable = {p: p.requires_grad for p in self.model.parameters()}
         self._checkpointer = Checkpointer(root, groups=groups)
+        self._before = before
         self._num_saves = 0
         self._pending: PendingSave | None = None
         self._hooks = Hooks(self.model)
@@ -137,7 +139,7 @@ class Trained:
             case Save():
                 self._save(is_async=action.is_async)
             case Load():
-                self._load()
+                self._load(is_of_before=action.is_of_before)
             case Drop():
                 self._drop(action.how, to_zeros=action.to_zeros)
             case WriteGradients():
@@ -239,10 +241,16 @@ class Trained:
         if pending is not None:
             pending.result()
 
-    def _load(self) -> None:
+    def _load(self, *, is_of_before: bool = False) -> None:
         self._wait()
         # What was frozen when it was saved and is trained now starts fresh, as in one process.
-        self._checkpointer.load(self.state(), allow_missing=("optimizer.state.*",))
+        allowed = {"allow_missing": ("optimizer.state.*",)}
+        if is_of_before:
+            assert self._before is not None
+            with Checkpointer(self._before, groups=self.groups) as checkpointer:
+                checkpointer.load(self.state(), **allowed)
+        else:
+            self._checkpointer.load(self.state(), **allowed)
 
     def _drop(self, how: str, *, to_zeros: bool = False) -> None:
         optimizer = self.optimizer
@@ -303,8 +311,7 @@ class Trained:
     def _reduce(self) -> None:
         """Average gradients over data ranks, as a user's own loop does."""
         for p in self.model.parameters():
-            if not p.requires_grad:
-                continue
+            # Also of what is frozen: it may have a gradient from before.
             name = "expt_dp" if self._experts and p in self._experts else "dp_cp"
             if self.groups.size(name) > 1:
                 has = torch.tensor(float(p.grad is not None))

@@ -98,7 +98,10 @@ def check_loaded(
 
 
 def test_whole_weights_from_before_a_load_are_never_used(tmp_path: Path) -> None:
-    """F13: whole weights that were alive are made again, in the dtype of computation too."""
+    """F13: whole weights that were alive are made again, in the dtype of computation too.
+
+    A load takes the model's state dict first, and FSDP2's hook before that frees them.
+    """
     check_loaded(tmp_path, LAYOUTS[1:2], ("optim", "optim_grads_params"))
 
 
@@ -106,6 +109,39 @@ def test_whole_weights_from_before_a_load_are_never_used(tmp_path: Path) -> None
 def test_whole_weights_from_before_a_load_on_every_layout(tmp_path: Path) -> None:
     """F13: dense and with replicas as well."""
     check_loaded(tmp_path, LAYOUTS)
+
+
+def loaded_as_a_tree(context: RankContext, root: str) -> list[bool]:
+    """Whether the first forward was refused, for each strategy."""
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        checkpointer = Checkpointer(root, groups=groups)
+        source = shard(build(seed=2), groups)
+        checkpointer.save(1, {"weights": dict(source.model.named_parameters())})
+        found = []
+        for strategy in STRATEGIES:
+            expected = losses(shard(build(seed=2), groups, strategy=strategy))
+            sharded = shard(build(seed=1), groups, strategy=strategy)
+            keep_whole(sharded, "forward without backward")
+            # A load of a module takes its state dict first, for which FSDP2 frees whole weights.
+            checkpointer.load({"weights": dict(sharded.model.named_parameters())})
+            is_refused = False
+            try:
+                actual = losses(sharded)
+            except ConfigError as error:
+                is_refused = "were changed (a step, a load) while whole copies" in str(error)
+                sharded.reshard()
+                actual = losses(sharded)
+            assert torch.equal(actual, expected), strategy
+            found.append(is_refused)
+        return found
+
+
+def test_whole_weights_from_before_a_load_of_parameters_as_a_tree_are_refused(
+    tmp_path: Path,
+) -> None:
+    """F13: nothing frees them then, so the guard of a unit is alone."""
+    for refused in run_ranks(2, loaded_as_a_tree, str(tmp_path)).results:
+        assert any(refused)
 
 
 def optimizer_alone(context: RankContext, root: str) -> None:
