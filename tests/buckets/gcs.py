@@ -21,10 +21,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from tests.buckets.proxy import serving
 
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _PART = re.compile(
@@ -194,36 +196,16 @@ def gcs_server() -> Iterator[tuple[Server, str]]:
     """Start a server; give it and its address."""
     server = Server()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def handle(handler: BaseHTTPRequestHandler) -> None:
+        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        answer = server.answer(handler.command, handler.path, handler.headers, body)
+        handler.send_response_only(answer.status)
+        for name, value in answer.headers.items():
+            handler.send_header(name, value)
+        handler.send_header("Content-Length", str(len(answer.body)))
+        handler.end_headers()
+        if handler.command != "HEAD":
+            handler.wfile.write(answer.body)
 
-        def log_message(self, *args: Any) -> None:
-            return
-
-        def _any(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            answer = server.answer(self.command, self.path, self.headers, body)
-            self.send_response_only(answer.status)
-            for name, value in answer.headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(answer.body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(answer.body)
-
-        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _any
-
-    class HTTPServer(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            return
-
-    http_server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http_server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server, f"http://127.0.0.1:{http_server.server_port}"
-    finally:
-        http_server.shutdown()
-        http_server.server_close()
+    with serving(handle) as address:
+        yield server, address
