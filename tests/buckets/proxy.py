@@ -163,11 +163,8 @@ class FaultProxy:
 
 
 @contextmanager
-def fault_proxy(
-    server: str, choose: Callable[[str, str], Fault]
-) -> Iterator[tuple[FaultProxy, str]]:
-    """Start a proxy; give it and its address."""
-    proxy = FaultProxy(server, choose)
+def serving(answer: Callable[[BaseHTTPRequestHandler], object]) -> Iterator[str]:
+    """Start an HTTP server in threads, which answers by a function; give its address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -177,7 +174,7 @@ def fault_proxy(
 
         def _any(self) -> None:
             try:
-                proxy.handle(self)
+                answer(self)
             except OSError:
                 self.close_connection = True
 
@@ -193,10 +190,20 @@ def fault_proxy(
     thread = threading.Thread(target=http_server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield proxy, f"http://127.0.0.1:{http_server.server_port}"
+        yield f"http://127.0.0.1:{http_server.server_port}"
     finally:
         http_server.shutdown()
         http_server.server_close()
+
+
+@contextmanager
+def fault_proxy(
+    server: str, choose: Callable[[str, str], Fault]
+) -> Iterator[tuple[FaultProxy, str]]:
+    """Start a proxy; give it and its address."""
+    proxy = FaultProxy(server, choose)
+    with serving(proxy.handle) as address:
+        yield proxy, address
 
 
 def at_random(seed: int, rate: float, *, lags: bool = False) -> Callable[[str, str], Fault]:

@@ -89,8 +89,18 @@ class Unreliable:
         return call
 
 
-def run_sequence(url: str, open_storage: Callable[[], ObjectStorage], seed: int) -> None:
-    """Saves, replacements and removals through a bad network, against what was promised."""
+def run_sequence(
+    url: str,
+    open_storage: Callable[[], ObjectStorage],
+    seed: int,
+    *,
+    later: Callable[[], ObjectStorage] | None = None,
+) -> None:
+    """Saves, replacements and removals through a bad network, against what was promised.
+
+    `later` opens the place without that network; by its URL alone if it is not given.
+    """
+    open_later = later or (lambda: ObjectStorage(url))
     may_be: dict[int, set[int | None]] = {}
     for number in range(1, 6):
         storage = open_storage()
@@ -107,14 +117,14 @@ def run_sequence(url: str, open_storage: Callable[[], ObjectStorage], seed: int)
                 may_be[gone].add(None)
         with suppress(HoldfastError):
             repair(storage, alive_s=0.0)
-    later = ObjectStorage(url)
-    for name in later.list(".reading"):  # a lease that could not be given back has expired
-        later.remove_tree(f".reading/{name}")
-    after = versions(url)
+    direct = open_later()
+    for name in direct.list(".reading"):  # a lease that could not be given back has expired
+        direct.remove_tree(f".reading/{name}")
+    after = versions(open_later())
     for step, allowed in may_be.items():
         assert after.get(step) in allowed, f"seed {seed}: step {step}"
-    assert not [each for each in repair(ObjectStorage(url), alive_s=0.0) if each.fate == "kept"]
-    assert versions(url) == after
+    assert not [each for each in repair(open_later(), alive_s=0.0) if each.fate == "kept"]
+    assert versions(open_later()) == after
 
 
 def _in_memory(seed: int, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:

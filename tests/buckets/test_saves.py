@@ -44,9 +44,9 @@ def url(s3: str) -> str:
     return f"s3://{new_bucket(s3)}/team/run"
 
 
-def version_of(url: str, step: int) -> int:
+def version_of(place: str | ObjectStorage, step: int) -> int:
     """Load a step and prove that it is one version, bitwise, and that nothing in it is damaged."""
-    storage = ObjectStorage(url)
+    storage = ObjectStorage(place) if isinstance(place, str) else place
     loaded = Checkpointer(storage, settle_s=0.0).load({"t": Stored(), "v": Stored()}, step=step)
     values, tensors = loaded.values["v"], loaded.values["t"]
     assert isinstance(values, dict)
@@ -57,8 +57,9 @@ def version_of(url: str, step: int) -> int:
     return cast("int", values["version"])
 
 
-def versions(url: str) -> dict[int, int]:
-    return {step: version_of(url, step) for step in list_steps(ObjectStorage(url))}
+def versions(place: str | ObjectStorage) -> dict[int, int]:
+    storage = ObjectStorage(place) if isinstance(place, str) else place
+    return {step: version_of(storage, step) for step in list_steps(storage)}
 
 
 def _two_ranks(context: RankContext, url: str, endpoint: str) -> list[dict[str, int]]:

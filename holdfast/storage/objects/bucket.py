@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ Tag = dict[str, str]
 
 _PAGE = 1000
 """Names in one answer of a listing, and keys in one request that deletes."""
+_NUM_DELETES = 16
 _CHUNK_NBYTES = 64 << 10
 """Of an answer, what is copied at a time: still in the cache, and enough for one step here."""
 _FIRST_PAUSE_S = 0.1
@@ -275,16 +277,24 @@ class BucketClient:
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, many with each request; those that are absent are no error."""
         for first in range(0, len(keys), _PAGE):
-            batch = [self._key(key) for key in keys[first : first + _PAGE]]
+            batch = keys[first : first + _PAGE]
+            if self._delete(batch) or len(batch) == 1:
+                continue
+            # GCS has no request for many: obstore sends one for each, and ends with the first
+            # object that is absent. The others are still to go.
+            with ThreadPoolExecutor(_NUM_DELETES, thread_name_prefix="holdfast-delete") as pool:
+                list(pool.map(lambda key: self._delete([key]), batch))
 
-            def ask(batch: Sequence[str] = batch) -> None:
-                self._obstore.delete(self._store, batch)
-
-            try:
-                self._send("delete", keys[first], ask)
-            except RequestFailed as error:
-                if error.failure.kind != "absent":
-                    raise
+    def _delete(self, keys: Sequence[str]) -> bool:
+        """Delete objects at once; False if one was absent, and others may be left."""
+        paths = [self._key(key) for key in keys]
+        try:
+            self._send("delete", keys[0], lambda: self._obstore.delete(self._store, paths))
+        except RequestFailed as error:
+            if error.failure.kind != "absent":
+                raise
+            return False
+        return True
 
     def unfinished(self, prefix: str) -> dict[str, Upload]:
         """Return the unfinished uploads below a prefix, by key; none but on S3.
