@@ -16,6 +16,7 @@ import io
 import math
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -115,14 +116,18 @@ class HoldfastWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self.checkpoint_id = checkpoint_id
+        # DCP saves each in a thread of its own, and a second one may begin before the first ends.
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
         self._overwrite = overwrite
         self._options = options
         self._groups: ProcessGroups | None = groups_of_world("dcp-writer")
         self._opened: tuple[Path, Checkpointer] | None = None
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
-        """Take the place of the next save."""
+        """Take the place of the next save, which this thread makes."""
         self.checkpoint_id = checkpoint_id if checkpoint_id is not None else self.checkpoint_id
+        self._of_thread.checkpoint_id = self.checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise ConfigError for a save that is not collective."""
@@ -148,7 +153,8 @@ class HoldfastWriter(StorageWriter):
             HoldfastError: on all ranks, as of `Checkpointer.save`; nothing is committed.
         """
         root, step = place_of(self._id())
-        self._checkpointer(root).save(step, _parts(plan, planner), overwrite=self._overwrite)
+        with self._lock:
+            self._checkpointer(root).save(step, _parts(plan, planner), overwrite=self._overwrite)
         results = [
             WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items
         ]
@@ -177,9 +183,11 @@ class HoldfastWriter(StorageWriter):
         return bool(_NUMBER.search(Path(checkpoint_id).name))
 
     def _id(self) -> PathLike:
-        if self.checkpoint_id is None:
+        own = getattr(self._of_thread, "checkpoint_id", self.checkpoint_id)
+        if own is None:
             raise ConfigError("HoldfastWriter: pass checkpoint_id= to dcp.save, or to the writer")
-        return self.checkpoint_id
+        place: PathLike = own
+        return place
 
     def _checkpointer(self, root: Path) -> Checkpointer:
         """Return the checkpointer of a root; the same one as long as the root is."""

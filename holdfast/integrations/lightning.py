@@ -98,7 +98,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         self._continues = False
         """True once the newest checkpoint was asked for: a run without one is then a first run."""
         self._now: Mapping[str, Any] | None = None
-        self._is_due_at_epoch_end = False
+        self._is_due_at_epoch_end = self._is_due_at_validation_end = False
+        self._is_last_batch = self._is_before_validation = False
 
     @property
     def state_key(self) -> str:
@@ -152,15 +153,24 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **named: Any) -> None:
         """Save if a save is due; at the last batch of an epoch, at the end of the epoch.
 
-        A save that is due while gradients are accumulated is made after the optimizer's step.
+        Where a validation comes next, it is made at the end of that, since a resumed run would not
+        make it again. A save that is due while gradients are accumulated is made after the
+        optimizer's step.
         """
         if trainer.fit_loop._should_accumulate():
             return
         self._is_last_batch = bool(trainer.is_last_batch)
+        self._is_before_validation = not self._is_last_batch and _is_validation_next(trainer)
         try:
             super().on_train_batch_end(trainer, *args, **named)
         finally:
-            self._is_last_batch = False
+            self._is_last_batch = self._is_before_validation = False
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save if a save is due."""
+        super().on_validation_end(trainer, pl_module)
+        if self._is_due_at_validation_end:
+            self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if a save is due."""
@@ -197,8 +207,10 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         """Save, or note that a save is due."""
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
-        if getattr(self, "_is_last_batch", False):
+        if self._is_last_batch:
             self._is_due_at_epoch_end = True
+        elif self._is_before_validation:
+            self._is_due_at_validation_end = True
         else:
             self._save(trainer)
 
@@ -209,7 +221,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
 
     def _save(self, trainer: Trainer) -> None:
         """Save everything in the background."""
-        self._is_due_at_epoch_end = False
+        self._is_due_at_epoch_end = self._is_due_at_validation_end = False
         if averages_statistics(trainer):
             return
         with _nothing_gathered(trainer.strategy) as given, masks_kept(trainer):
@@ -315,6 +327,14 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file of Lightning's."""
         self._inner.remove_checkpoint(path)
+
+
+def _is_validation_next(trainer: Trainer) -> bool:
+    """Return True if a validation within an epoch follows the batch that has just ended."""
+    loop: Any = trainer.fit_loop
+    # By time it may be due a moment later: that one is made again by a resumed run.
+    by_time = getattr(trainer, "_val_check_time_interval", None) is not None
+    return not by_time and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
 def _without_places(checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, Any]:

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import MismatchError
-from holdfast.integrations.fetches import FetchWatch, Streams, generators_of, set_streams
+from holdfast.integrations.fetches import (
+    FetchWatch,
+    Streams,
+    generators_of,
+    has_workers,
+    set_streams,
+    start_workers,
+)
 
 _PLACE = "_holdfast_place"
 
@@ -80,6 +87,7 @@ class LoaderPlace:
         self._batches = 0
         self._start: Streams | None = None
         self._first: Streams | None = None
+        self._had_workers = False
         self._moved: Mapping[str, Any] | None = None
         self.ahead: Callable[[], int] = lambda: 0
         """How many of the batches that were yielded are not trained yet."""
@@ -97,6 +105,7 @@ class LoaderPlace:
     def begin(self) -> Iterator[Any]:
         """Return the batches of one pass: of a new one, or of the one that a load has moved to."""
         moved, self._moved = self._moved, None
+        self._had_workers = has_workers(self._loader)
         if moved is None or not moved["batches"]:
             return self._begin_new(moved["start"] if moved is not None else {})
         before = Streams()
@@ -157,6 +166,7 @@ class LoaderPlace:
         return {
             "batches": batches if is_inside else 0,
             "samples_per_batch": self._num_samples,
+            "had_workers": self._had_workers if is_inside else has_workers(self._loader),
             "start": start.states(),
             "first": first,
             "fetch": self._watch.before(batches) if is_inside else None,
@@ -174,6 +184,8 @@ class LoaderPlace:
                 f"a loader was at sample {samples}, which is no multiple of its "
                 f"{self._num_samples} samples a step now; choose a batch size that divides it"
             )
+        if state["had_workers"]:
+            start_workers(self._loader, self._generators)
         self._batches = samples // self._num_samples
         self._moved = dict(state)
         self._moved |= {"batches": self._batches, "samples_per_batch": self._num_samples}

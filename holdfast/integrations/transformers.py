@@ -384,6 +384,8 @@ def _refuse_unsupported(trainer: Any) -> None:
         ),
         "Accelerate's stateful loaders": trainer.accelerator.use_stateful_dataloader,
         "torch.nn.DataParallel (n_gpu > 1)": trainer.args.n_gpu > 1,
+        # A loader draws the seed of its workers when it starts them: once in a run, not in each.
+        "dataloader_persistent_workers": trainer.args.dataloader_persistent_workers,
         "auto_find_batch_size": trainer.args.auto_find_batch_size,
         "TPU": trainer.args.device.type == "xla",
     }

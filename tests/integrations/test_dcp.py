@@ -133,6 +133,26 @@ def test_one_process(tmp_path: Path) -> None:
     write_and_read(RankContext(rank=0, num_ranks=1), str(tmp_path), False)
 
 
+def test_two_saves_at_a_time_keep_their_own_places(tmp_path: Path) -> None:
+    """Each is made in a thread of its own, by one writer."""
+    writer = HoldfastWriter()
+    saves = [
+        dcp.async_save(
+            {"weight": torch.full((1 << 20,), float(step))},
+            checkpoint_id=f"{tmp_path}/step-{step}",
+            storage_writer=writer,
+        )
+        for step in (1, 2)
+    ]
+    for each in saves:
+        each.result()
+    writer.close()
+    for step in (1, 2):
+        loaded = {"weight": torch.zeros(1 << 20)}
+        dcp.load(loaded, storage_reader=HoldfastReader(f"{tmp_path}/step-{step}"))
+        assert loaded["weight"].unique().tolist() == [step]
+
+
 def test_two_ranks_and_then_one(tmp_path: Path) -> None:
     run_ranks(2, write_and_read, str(tmp_path), True)
     for load in (

@@ -162,6 +162,10 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     larger = ADAPTED.replace("train_batch_size=2", "train_batch_size=4")
     ends = server.run(larger, tmp_path, "full resume", directory=tmp_path)
     assert "with 2 samples a step; this Trainer" in ends[0].output
+    workers = "dataloader_num_workers=1, dataloader_persistent_workers=True, use_cpu=True"
+    kept = PROGRAM.replace("use_cpu=True", workers)
+    ends = server.run(kept, tmp_path / "kept", 1, directory=tmp_path)
+    assert "does not support dataloader_persistent_workers" in ends[0].output
 
 
 @pytest.mark.slow
