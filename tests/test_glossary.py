@@ -114,6 +114,22 @@ def uses_in(path: Path, pattern: re.Pattern[str], names: Mapping[str, list[Retir
     return uses
 
 
+_NEGATED = re.compile(
+    r"(?i)(?<!there )\b((?:is|are|was|were)[\s#>]+no)\b(?![\s#>]+(longer|more)\b)"
+)
+"""'This is no checkpoint': correct, rare in technical English, and hard to read in a message."""
+
+
+def test_a_predicate_is_negated_by_not() -> None:
+    """Write 'is not a checkpoint'; 'there is no checkpoint' stays."""
+    uses = [
+        f"{path.relative_to(ROOT)}:{line}: '{words} …': write '{words.split()[0]} not …'"
+        for path in checked_files()
+        for line, words in phrases_in(text_of(path), _NEGATED)
+    ]
+    assert not uses, "\n".join(uses)
+
+
 def test_no_retired_word_is_in_use() -> None:
     """Every word that the glossary retires is gone from code and documents."""
     pattern = pattern_of(rows_of("phrases"))

@@ -271,7 +271,7 @@ STEP = {
     "StepSum": {"holdfast.optim.engine"},
     "StepOutcome": {"holdfast.optim.engine"},
     "clip_factor": {"holdfast.optim.engine"},
-    # `gradient_norm` is no step; a rerun machine asks whether there is to be one.
+    # `gradient_norm` is not a step; a rerun machine asks whether there is to be one.
     "LayoutSum": {"holdfast.optim.engine", "holdfast.optim.norms", "holdfast.rerun.team"},
     "StepEngine": {"holdfast.optim.engine", "holdfast.optim.multi_module"},
 }

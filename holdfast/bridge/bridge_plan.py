@@ -44,8 +44,8 @@ class BridgePlan:
     """Every message of one edge, the same on all ranks.
 
     Forward, each rank with the destination's first pipeline stage takes each piece of its data rank
-    from one rank with the source's last stage: from itself where it has the piece, which is no
-    message, else from the tp and cp replicas of the source in turns.
+    from one rank with the source's last stage: from itself where it has the piece, without
+    a message, else from the tp and cp replicas of the source in turns.
 
     Backward, each rank with the source's last stage, replicas too, takes the gradient of each piece
     from one tp replica of every destination cp coordinate: from itself where it can, else from the

@@ -569,7 +569,7 @@ class Checkpointer:
         """
         self._root.check()
         stats = self.stats
-        if not (stats.num_saves or stats.num_saves_in_flight):  # its own writers are no leftovers
+        if not (stats.num_saves or stats.num_saves_in_flight):  # its own writers are not leftovers
             self._loader.wait_for_writers()
         return max(self.steps(), default=None)
 

@@ -79,7 +79,7 @@ def without_bytes(location: Location) -> str:
     for name in names:
         is_weights = name.endswith((".safetensors", ".bin", ".pt", ".pth"))
         if is_weights and (why := why_none(location, name)):
-            return f"{location.storage.describe(name)} is no checkpoint{why}"
+            return f"{location.storage.describe(name)} is not a checkpoint{why}"
     return ""
 
 

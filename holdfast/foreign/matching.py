@@ -106,7 +106,7 @@ def _require_use(rules: Sequence[MapRule], groups: object) -> None:
     idle = [rule for rule in rules if id(rule) not in used and not rule.optional]
     if idle:
         raise MismatchError(
-            f"{'; '.join(map(str, idle[:_NUM_NAMED]))}: matched nothing; if that is no mistake, "
+            f"{'; '.join(map(str, idle[:_NUM_NAMED]))}: matched nothing; if that is not a mistake, "
             f"set optional = true"
         )
 

@@ -54,7 +54,7 @@ class NamePattern:
         if kind not in _KINDS and not all(
             re.fullmatch(r"[\w.-]+", each) for each in kind.split("|")
         ):
-            raise ConfigError(f"pattern {text!r}: {kind!r} is no kind of wildcard")
+            raise ConfigError(f"pattern {text!r}: {kind!r} is not a kind of wildcard")
         self.kinds[name] = kind
 
     @property

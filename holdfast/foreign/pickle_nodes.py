@@ -1,7 +1,7 @@
 """Turns the value of a pickle into a stored tree: nodes, and the tensors and arrays in it.
 
-A value that is no plain one keeps the name of its class: an enum is an `enum` node, everything else
-a `codec` node under its full name ("argparse.Namespace"). `holdfast show` shows both; a program
+A value that is not plain keeps the name of its class: an enum is an `enum` node, everything else a
+`codec` node under its full name ("argparse.Namespace"). `holdfast show` shows both; a program
 that loads the tree has to know the name, or is refused by it.
 """
 

@@ -413,7 +413,7 @@ def _make_filled_array(args: Args) -> PickledArray:
 def torch_storage(name: object) -> PickledStorage:
     """Return the storage that a persistent id of torch names; ValueError if it names none."""
     if type(name) is not tuple or len(name) not in (5, 6) or name[0] != "storage":
-        raise ValueError("what it names is no storage of torch")
+        raise ValueError("what it names is not a storage of torch")
     _, cls, key, location, numel = name[:5]
     if len(name) == 6 and name[5] is not None:
         raise ValueError("a storage that is a view of another one is not read")

@@ -81,7 +81,7 @@ class EnumValue:
 
 
 class PickledMapping(dict[object, object]):
-    """A mapping that is no plain dict: OrderedDict, Counter, defaultdict or a listed subclass."""
+    """A mapping, but not a plain dict: OrderedDict, Counter, defaultdict or a listed subclass."""
 
     __slots__ = ("factory", "name", "state")
 
@@ -295,14 +295,14 @@ class PickledTensor:
 def index(value: object, what: str = "a size") -> int:
     """Return an integer from 0 below 2**63; ValueError for any other value."""
     if type(value) is not int or not 0 <= value < _INTEGER_LIMIT:
-        raise ValueError(f"{what} that is no integer from 0 below 2**63")
+        raise ValueError(f"{what} that is not an integer from 0 below 2**63")
     return value
 
 
 def dims(value: object) -> tuple[int, ...]:
     """Return a tuple or list as sizes or strides; ValueError if it is none."""
     if not isinstance(value, tuple | list) or len(value) > MAX_NDIM:
-        raise ValueError(f"a shape that is no tuple of at most {MAX_NDIM} integers")
+        raise ValueError(f"a shape that is not a tuple of at most {MAX_NDIM} integers")
     sizes = tuple(index(size) for size in value)
     if math.prod(size for size in sizes if size) >= _INTEGER_LIMIT:
         raise ValueError("a shape of more than 2**63 elements")

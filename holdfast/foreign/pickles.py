@@ -460,7 +460,7 @@ class _Machine:
     def _list_to_extend(self) -> list[Any]:
         target = self._stack[-1]
         if not isinstance(target, list):
-            raise _Refusal(f"the pickle appends to {_kind(target)}, which is no list")
+            raise _Refusal(f"the pickle appends to {_kind(target)}, which is not a list")
         return target
 
     def _setitem(self) -> None:
@@ -483,7 +483,7 @@ class _Machine:
         items = self._pop_mark()
         target = self._stack[-1]
         if type(target) is not set:
-            raise _Refusal(f"the pickle adds members to {_kind(target)}, which is no set")
+            raise _Refusal(f"the pickle adds members to {_kind(target)}, which is not a set")
         self._check_keys(items)
         target.update(items)
 

@@ -183,7 +183,7 @@ def _files_of(location: Location) -> _Files:
     is_one = {name: _is_safetensors(location, name) for name in present}
     names = [name for name in present if is_one[name]]
     odd = [name for name in present if not is_one[name]]
-    left_out = [f"{name}: it is no safetensors file" for name in odd]
+    left_out = [f"{name}: it is not a safetensors file" for name in odd]
     if not indices:
         # Files that the system makes begin with a dot; any other was to be a part of the model.
         _refuse_odd(location, [name for name in odd if not name.startswith(".")])
@@ -206,10 +206,10 @@ def _files_of(location: Location) -> _Files:
 
 
 def _refuse_odd(location: Location, names: list[str]) -> None:
-    """Raise CorruptionError for files of the model that are no safetensors files."""
+    """Raise CorruptionError for files of the model that are not safetensors files."""
     if names:
         raise CorruptionError(
-            f"{location.storage.describe(names[0])}: this is no safetensors file"
+            f"{location.storage.describe(names[0])}: this is not a safetensors file"
             f"{why_none(location, names[0])}; name one file to read it alone"
         )
 
@@ -319,7 +319,7 @@ def layout(
     }
     notes = [*weights.left_out]
     if odd := [key for key in catalog.metadata if key not in words]:
-        notes.append(f"metadata that is no text: {some_of(odd)}")
+        notes.append(f"metadata that is not text: {some_of(odd)}")
     sizes = {name: catalog.tensors[key].nbytes for name, key in weights.keys.items()}
     groups = _split(sizes, max_file_nbytes if is_folder else sum(sizes.values()) + 1)
     files = []

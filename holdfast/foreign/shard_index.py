@@ -33,7 +33,7 @@ def read_index(
         present: The names that a file may have; no other path is ever opened.
 
     Raises:
-        CorruptionError: It is no index, states a tensor twice, or names a file that is not there.
+        CorruptionError: It is not an index, states a tensor twice, or names an absent file.
     """
     place = location.storage.describe(name)
     size = location.storage.size(name)

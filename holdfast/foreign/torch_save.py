@@ -103,7 +103,9 @@ def open_torch_save(
             f"{place}: a tar archive, which torch wrote before version 0.1.10; load it with torch "
             f"and save it again"
         )
-    raise CorruptionError(f"{place}: this is not a file of torch.save: its first bytes are no ZIP")
+    raise CorruptionError(
+        f"{place}: this is not a file of torch.save: its first bytes are not those of a ZIP file"
+    )
 
 
 class _Storages:

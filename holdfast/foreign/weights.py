@@ -48,7 +48,7 @@ def weights_of(catalog: Catalog, part: str | None) -> Weights:
             keys[name] = attributes_of(node)["k"]
         elif inner := len(list(tensor_keys(node))):
             left_out.append(
-                f"{path} is no dict of names: the format has no names for its tensors ({inner})"
+                f"{path} is not a dict of names: the format has no names for its tensors ({inner})"
             )
         else:
             left_out.append(f"{path} is a value, which the format cannot hold")

@@ -71,8 +71,8 @@ def read_directory(
         place: The file, for messages.
 
     Raises:
-        CorruptionError: It is no archive of stored entries: cut, compressed, encrypted, spread over
-            disks; entries overlap, share a name, or have a name that leaves their folder.
+        CorruptionError: It is not an archive of stored entries: cut, compressed, encrypted, or
+            spread over disks; entries overlap, share a name, or leave their folder.
 
     Cost: linear in the directory; one small read for each entry that is far from the one before.
     """

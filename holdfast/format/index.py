@@ -140,7 +140,7 @@ def layout_image(
 
 
 def gaps(starts: IntArray, nbytes: IntArray, *, file_nbytes: int) -> list[tuple[int, int]]:
-    """Return begin and end of every range of a data file that is no payload, in order.
+    """Return begin and end of every range of a data file that is not payload, in order.
 
     Args:
         starts: (n,) byte at which each payload starts; they do not overlap.

@@ -368,8 +368,8 @@ class _Place:
         samples, size = tree["batches"] * tree["total_batch_size"], self._num_samples
         if samples % size and not tree["is_whole"]:
             raise MismatchError(
-                f"a loader was at sample {samples} of epoch {tree['epoch']}, which is no multiple "
-                f"of its {size} samples a step now; choose a batch size that divides it"
+                f"a loader was at sample {samples} of epoch {tree['epoch']}, which is not a "
+                f"multiple of its {size} samples a step now; choose a batch size that divides it"
             )
         self.loader.iteration, self._batches = tree["epoch"], samples // size
         self._is_whole = tree["is_whole"]

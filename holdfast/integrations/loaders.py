@@ -29,7 +29,7 @@ def place_of(loader: Any, *, num_shares: int = 1) -> LoaderPlace | None:
         num_shares: Into how many shares the ranks split the data.
 
     Returns:
-        None for an object that is no plain `DataLoader`, or has a state of its own.
+        None for an object that is not a plain `DataLoader`, or has a state of its own.
     """
     from torch.utils.data import DataLoader
 
@@ -181,7 +181,7 @@ class LoaderPlace:
         samples = state["batches"] * state["samples_per_batch"]
         if samples % self._num_samples:
             raise MismatchError(
-                f"a loader was at sample {samples}, which is no multiple of its "
+                f"a loader was at sample {samples}, which is not a multiple of its "
                 f"{self._num_samples} samples a step now; choose a batch size that divides it"
             )
         if state["had_workers"]:

@@ -69,7 +69,7 @@ from holdfast.storage import PosixStorage
 
 _BACKEND, _VERSION = "holdfast", 1
 _OWN = "megatron"
-"""The part with what is no tensor of the model or the optimizer."""
+"""The part with what is not a tensor of the model or the optimizer."""
 _COMMON = "common.pt"
 _METADATA = "metadata.json"
 _EXPECTED = {OTHER_FILES: [_COMMON, _METADATA]}
@@ -187,7 +187,7 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
         """Save and commit.
 
         Raises:
-            ConfigError: the directory's name is no step, or the common state was not passed.
+            ConfigError: the directory's name is not a step, or the common state was not passed.
             HoldfastError: on all ranks, as of `Checkpointer.save`; nothing is committed.
         """
         directory = _directory(checkpoint_dir)
@@ -308,7 +308,7 @@ class HoldfastLoad(LoadShardedStrategy):  # type: ignore[misc]
         """Load, and return the state dict with tensors and objects in place.
 
         Raises:
-            ConfigError: the directory's name is no step.
+            ConfigError: the directory's name is not a step.
             CorruptionError: damage, that of `common.pt` included.
             HoldfastError: on all ranks, as of `Checkpointer.load`.
         """
@@ -605,7 +605,7 @@ def _stored_common(directory: Path) -> bytes:
     key = f"{_OWN}.files.common"
     with _snapshot(directory) as snapshot:
         if not snapshot.has(key):
-            raise StorageError(f"{directory} is no checkpoint of Megatron-core")
+            raise StorageError(f"{directory} is not a checkpoint of Megatron-core")
         shape = tuple(snapshot.tensor(key).shape)
         data = bytearray(shape[0])
         snapshot.read_box(key, Box((0,), shape), memoryview(data))
@@ -699,4 +699,4 @@ def _rerun_object(kind: str, content: Any) -> Any:
     for made in _TUPLES:
         if made.__name__ == kind:
             return made(*map(_unpacked, content))
-    raise MismatchError(f"HoldfastLoad: {kind} is no class of Megatron's rerun machine")
+    raise MismatchError(f"HoldfastLoad: {kind} is not a class of Megatron's rerun machine")

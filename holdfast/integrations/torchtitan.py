@@ -134,7 +134,7 @@ class HoldfastManager(CheckpointManager):  # type: ignore[misc]
             return bool(super()._load(step))
         unknown = set(self.exclude_from_loading) - self.states.keys()
         if unknown:
-            raise ConfigError(f"checkpoint.exclude_from_loading: {sorted(unknown)} is no state")
+            raise ConfigError(f"checkpoint.exclude_from_loading: {sorted(unknown)} is not a state")
         at = newest if step == -1 else step
         is_model_only = at == 0 if source is None else self.initial_load_model_only
         requested = {MODEL} if is_model_only else self.states.keys() - {*self.exclude_from_loading}

@@ -148,7 +148,7 @@ def _left(bad: Sequence[ValueRun], good: Sequence[ValueRun]) -> list[frozenset[s
 def _suspects(bad: Sequence[ValueRun]) -> frozenset[str]:
     """Return the devices to name while nothing is proved: those of all bad trials, if any.
 
-    That is whom to look at first, as one cause is likelier than two; it is no verdict.
+    That is whom to look at first, as one cause is likelier than two; it is not a verdict.
     """
     sets = [frozenset(each.devices.values()) for each in bad]
     common = frozenset.intersection(*sets)

@@ -177,7 +177,7 @@ def update_norm(
     """Return a rule for the norm of an update relative to that of the parameters.
 
     For `RerunMachine.observe` after the optimizer's step: an update of a tenth of the parameters is
-    no ordinary one, whatever the norm of the gradient was.
+    not ordinary, whatever the norm of the gradient was.
 
     Args:
         largest: relative update above which it is rejected, above 0.

@@ -92,7 +92,7 @@ class Team:
         """No rank has met another one yet."""
         self._control = groups.control
         self._layout = groups.layout
-        # A rank that is no member of real groups has `control` alone.
+        # A rank that is not a member of real groups has `control` alone.
         self._sum = LayoutSum(groups) if isinstance(groups, ProcessGroups) else None
         self._name = name
         self._journal = journal

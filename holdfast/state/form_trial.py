@@ -73,7 +73,7 @@ def _scope(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _forms(scope: nn.Module) -> Iterable[StateDictEntry]:
-    """Return the entries that are no tensors of the module's own."""
+    """Return the entries that are not tensors of the module's own."""
     return [each for each in read_state_dict(scope).entries.values() if each.backing is None]
 
 

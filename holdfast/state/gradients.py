@@ -22,9 +22,9 @@ class Gradients:
 
         state = {"model": model, "gradients": Gradients(model, unreduced=("dp", "cp")), ...}
 
-    Gradients are no part of a model's state: a save after a step does not need them. With this part
-    a save may stand between two microbatches of a loop that adds gradients up in `.grad`. They are
-    stored by parameter name, in the parameters' global coordinates and with their own dtype, and
+    Gradients are not part of a model's state: a save after a step does not need them. With this
+    part a save may stand between two microbatches of a loop that adds gradients up in `.grad`. They
+    are stored by parameter name, in the parameters' global coordinates, with their own dtype, and
     loaded bitwise under any layout. A load replaces: a parameter without a stored gradient has none
     afterwards. Of a parameter whose padding is declared they are stored without it.
 

@@ -69,7 +69,7 @@ def files_mapped_twice() -> list[_Mapping]:
 def are_of_no_file(tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if no two host tensors are mappings of one range of a file; False: they may be.
 
-    Memory that torch has allocated itself can be resized, and is no mapping of a file that is
+    Memory that torch has allocated itself can be resized, and is not a mapping of a file that is
     mapped elsewhere, too. What it was given cannot: arrays, files, memory of another process.
 
     Cost: a fifth of a microsecond a tensor; where that does not tell, `files_mapped_twice`.

@@ -70,7 +70,7 @@ class Traits:
         self._kinds = kinds
         self._runs: list[_Run] = []
         self.forms: Forms | None = None
-        """Of what the objects hold; None before `expect_again`, and if some are no plain tensors.
+        """Of what the objects hold; None before `expect_again`, and if some are not plain tensors.
         """
         # Which objects are of each kind; None for all.
         self._is_plain = _selector(kinds, distinct, PLAIN)

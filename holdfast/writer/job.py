@@ -521,7 +521,7 @@ def _write_image(
 
 
 def _envelope_digest(job: WriteJob, image: memoryview) -> str:
-    """Return the digest of all bytes of the image that are no payload."""
+    """Return the digest of all bytes of the image that are not payload."""
     starts = np.frombuffer(job.file.starts, dtype=np.int64)
     nbytes = np.frombuffer(job.file.row_nbytes, dtype=np.int64)
     between = gaps(starts, nbytes, file_nbytes=image.nbytes if job.file.name is not None else 0)

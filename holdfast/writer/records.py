@@ -218,7 +218,7 @@ class PlannedFile(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         name: Path inside the directory of the save; None for a rank that writes no tensor.
-        header_nbytes: Bytes that are no payload: its header with padding, or what is around chunks.
+        header_nbytes: Bytes around the payload: its header with padding, or what is around chunks.
         starts: int64 column: byte at which each row's payload starts in the image, in plan order.
         row_nbytes: int64 column: length of each row's payload.
     """

@@ -282,7 +282,7 @@ def test_a_wrong_declaration_of_one_rank_is_refused_on_all(tmp_path: Path) -> No
 
 def killed(context: RankContext, root: str, victim: int, instant: int, mode: str) -> int:
     """Rank `victim` dies at a storage operation of its own; the others say so in time."""
-    operations: set[tuple[str, str]] = set()  # how often a rank looks while it waits is no law
+    operations: set[tuple[str, str]] = set()  # how often a rank looks while it waits is not a law
     armed = False
 
     def observe(operation: str, path: str, start: int, nbytes: int) -> None:

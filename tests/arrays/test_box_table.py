@@ -80,7 +80,7 @@ def test_distinct_boxes_and_the_bytes_of_their_union(
 
 @given(shape_and_tables())
 def test_boxes_are_found_where_they_come_first(case: tuple[tuple[int, ...], Rows, Rows]) -> None:
-    """Also in tables of another width: the padding is no part of a box."""
+    """Also in tables of another width: the padding is not part of a box."""
     shape, rows, wanted = case
     found = table_of(rows, len(shape)).find(table_of(wanted + rows, len(shape) + 1))
     assert found.tolist() == [rows.index(row) if row in rows else -1 for row in wanted + rows]

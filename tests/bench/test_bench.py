@@ -116,7 +116,7 @@ def test_the_floor_reads_what_it_wrote_in_both_ways(tmp_path: Path) -> None:
 def num_pages_in_memory(path: Path) -> int:
     """How many pages of a file the page cache holds (`mincore`).
 
-    A read with RWF_NOWAIT is no way to see it: it starts to read ahead, and finds its own pages
+    A read with RWF_NOWAIT is not a way to see it: it starts to read ahead, and finds its own pages
     where the disk is quick.
     """
     nbytes = path.stat().st_size

@@ -219,7 +219,7 @@ def test_the_requests_of_one_rank() -> None:
 
 
 def test_a_name_without_a_checkpoint_is_passed_over() -> None:
-    """The newest name is opened without a look at it: what is no checkpoint is not loaded."""
+    """The newest name is opened without a look at it: what is not a checkpoint is not loaded."""
     storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
     state = {"t": {"a": torch.zeros(9)}}
     with Checkpointer(storage, settle_s=0.0) as checkpointer:

@@ -81,7 +81,7 @@ def versions(root: Path) -> dict[int, int]:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Names under the root that are no checkpoints, nor the pointer, plans or marks of readers."""
+    """Names under the root that are not checkpoints, nor the pointer, plans or marks of readers."""
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     return sorted(
         n

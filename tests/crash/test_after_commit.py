@@ -89,7 +89,7 @@ def test_a_pointer_that_cannot_be_replaced_fails_no_save(
 
 
 def test_loading_never_touches_the_pointer(tmp_path: Path) -> None:
-    """A wrong pointer is no reason to write to what may be mounted read-only."""
+    """A wrong pointer is not a reason to write to what may be mounted read-only."""
     save(PosixStorage(tmp_path), "sync", 1, 10)
     (tmp_path / LATEST).write_text("7\n")
     assert versions(tmp_path) == {1: 10}

@@ -155,7 +155,7 @@ def test_a_root_without_an_id_is_adopted_and_a_load_writes_none(tmp_path: Path) 
         assert "is not the root of this run" in said(lambda: checkpointer.save(3, state(3)))
         (tmp_path / ROOT_ID).unlink()
         assert "it has no .root-id" in said(lambda: checkpointer.save(3, state(3)))
-        # An id that was never finished is no id.
+        # An id that was never finished is not an id.
         (tmp_path / ROOT_ID).write_bytes(identity)
     (tmp_path / ROOT_ID).write_bytes(b"\0" * 33)
     with Checkpointer(tmp_path) as checkpointer:

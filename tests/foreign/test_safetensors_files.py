@@ -297,7 +297,7 @@ def test_what_a_header_states_goes_along(tmp_path: Path, holdfast: Holdfast) -> 
     kept = {"lora_alpha": "16", "ünï": "x", "deep": [1], "no": "\ud800"}
     assert Checkpointer(tmp_path / "own").load_all().metadata == kept
     done = holdfast("convert", tmp_path / "own", tmp_path / "x.safetensors", "--to", "safetensors")
-    assert "metadata that is no text: deep, no" in done.out
+    assert "metadata that is not text: deep, no" in done.out
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == words
     done = holdfast("convert", folder, tmp_path / "x.pt", "--to", "torch_save")

@@ -137,7 +137,7 @@ def test_sharded_weights_of_hugging_face(tmp_path: Path) -> None:
     check_catalog(tmp_path, "model", tensors)
     second = tmp_path / "pytorch_model-00002-of-00002.bin"
     whole = second.read_bytes()
-    # Cut, without a tensor, or gone: the other half is no model.
+    # Cut, without a tensor, or gone: the other half is not a model.
     second.write_bytes(whole[:-100])
     with pytest.raises(CorruptionError, match="00002-of-00002"):
         open_catalog(tmp_path)

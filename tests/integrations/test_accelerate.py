@@ -182,4 +182,4 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     assert "does not support FSDP of version 1" in ends[0].output
     other = re.sub("batch_size=2", "batch_size=3", PROGRAM)
     ends = server.run(other, tmp_path / "b", 3, directory=tmp_path)
-    assert "at sample 8 of epoch 0, which is no multiple of its 3 samples" in ends[0].output
+    assert "at sample 8 of epoch 0, which is not a multiple of its 3 samples" in ends[0].output

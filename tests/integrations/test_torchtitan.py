@@ -186,7 +186,7 @@ def refused(words, call, *args, **options):
 
 refused("does not support a remote checkpoint.folder", manager, "s3://bucket/run")
 wrong = manager("async", exclude_from_loading=["loader"])
-refused("exclude_from_loading: ['loader'] is no state", wrong.load)
+refused("exclude_from_loading: ['loader'] is not a state", wrong.load)
 wrong.close()
 wrong = manager(initial_load_path=run, initial_load_in_hf=True)
 refused("is a checkpoint of Holdfast", wrong.load)

@@ -112,7 +112,7 @@ def base(kind: Any, **options: Any) -> Case:
     return Case(make=plain(kind, base_optimizer=torch.optim.AdamW, **options), style="sam")
 
 
-CPU = "needs a device that is no CPU"
+CPU = "needs a device that is not a CPU"
 
 PACKAGES = {
     "torch.optim": Package(

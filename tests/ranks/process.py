@@ -30,7 +30,7 @@ def serve(pipe: Connection, rank: int, environment: dict[str, str]) -> None:
     """Run jobs until the test closes the pipe, a job fails, or one leaves something behind."""
     os.setsid()
     os.environ.update(environment)
-    # All of this before the state is taken: what every job does is no change.
+    # All of this before the state is taken: what every job does is not a change.
     _write_to(os.devnull)
     faulthandler.enable(file=sys.stderr, all_threads=True)  # what a fatal signal has interrupted
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)

@@ -281,5 +281,5 @@ class Bucketed(DTensor):
 
 
 def test_placements_of_distributed_tensors() -> None:
-    """New DTensors are known by mesh and placements; a strided shard is no plain one."""
+    """New DTensors are known by mesh and placements; a strided shard is not a plain one."""
     run_ranks(2, on_meshes)

@@ -116,7 +116,7 @@ class Finder:
         """Return True if the version found last has been replaced since.
 
         For all ranks together, after an error that all of them raise; if this cannot be found
-        out, the answer is no, so that they raise that error.
+        out, the answer is False, so that they raise that error.
 
         Cost: one collective if a version had been found.
         """

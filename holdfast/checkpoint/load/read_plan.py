@@ -226,7 +226,7 @@ def plan_reads(
 
 def _request_nbytes(nbytes: int, range_nbytes: int | None) -> int | None:
     """Return the bytes of a request of a rank that reads so many: as large as leaves work for all
-    threads. None where reads are no requests."""
+    threads. None where reads are not requests."""
     if range_nbytes is None:
         return None
     return max(min(nbytes // _NUM_AT_ONCE, range_nbytes), PIECE_NBYTES)

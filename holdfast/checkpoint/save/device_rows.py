@@ -185,7 +185,7 @@ class DeviceRows:
     def _check(self) -> list[str]:
         """Return the names of sources whose version has changed, as seen by the first call.
 
-        What is written after the copies, or by what was held back, is no fault.
+        What is written after the copies, or by what was held back, is not a fault.
         """
         with self._lock:
             if self._written is None:

@@ -199,8 +199,8 @@ class SaveExecutor:
     ) -> None:
         """Have the writer keep the staged image when this process has gone, if that is wanted.
 
-        Whether the save is committed the writer sees on storage. A writer that is gone is no error:
-        a restart reads storage then.
+        The writer sees on storage whether the save is committed. If the writer is gone, a restart
+        reads storage.
         """
         options, plan = self._options, agreed.plan_or_raise()
         nbytes, name, most = plan.image.nbytes, plan.file.name, options.max_kept_nbytes

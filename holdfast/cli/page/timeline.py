@@ -24,7 +24,7 @@ _ORDER = (
 )  # fmt: skip
 _WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _AXIS = 900, 72, 210, 16, 8, 22
 _LONGEST_S = 1e9
-"""What a log has beyond this is no time of a save, and is drawn out of the picture."""
+"""What a log has beyond this is not a time of a save, and is drawn out of the picture."""
 _MIN_LABEL = 52
 """Width of a bar that has room for the name of its phase."""
 

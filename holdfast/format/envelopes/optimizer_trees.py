@@ -132,7 +132,7 @@ def from_torch(node: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> 
 def _facts(
     names: Mapping[str, int], shapes: Mapping[str, Sequence[int]], others: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what is known of each parameter; nothing of one without a shape, which is no fact."""
+    """Return what is known of each parameter; nothing of one whose shape is unknown."""
     facts = {name: {"shape": [*shapes[name]]} for name in names if name in shapes}
     return facts | {name: {**facts.get(name, {}), **others[name]} for name in others}
 

@@ -325,7 +325,7 @@ def _are_implied(nodes: Collection[Any]) -> bool:
         return False
     try:
         return {node.get(TAG) for node in nodes}.issubset(TENSORS)
-    except TypeError:  # a tag that is no text
+    except TypeError:  # a tag that is not text
         return False
 
 

@@ -117,7 +117,7 @@ def make_store(
 
 
 def _endpoint(scheme: str, settings: Mapping[str, Any]) -> str:
-    """Return the endpoint that is set, empty for the cloud's own; ConfigError if it is no URL."""
+    """Return the endpoint that is set, empty for the cloud's own; ConfigError if not a URL."""
     given = {"the option endpoint": str(settings.get("endpoint", ""))}
     given |= {name: os.environ.get(name, "") for name in _ENDPOINTS.get(scheme, ())}
     for name, endpoint in given.items():

@@ -275,7 +275,7 @@ class BucketClient:
         return self._send("list", prefix, ask)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, many with each request; those that are absent are no error."""
+        """Delete objects, many with each request; those that are absent are not an error."""
         for first in range(0, len(keys), _PAGE):
             batch = keys[first : first + _PAGE]
             if self._delete(batch) or len(batch) == 1:

@@ -89,7 +89,7 @@ class NameMove(msgspec.Struct, frozen=True, kw_only=True):
 class Came(msgspec.Struct, frozen=True, kw_only=True):
     """The move by which a directory got its name: its number and source.
 
-    `aside` are directories inside of it that are no part of it any more: with the source's name
+    `aside` are directories inside of it that are not part of it any more: with the source's name
     their files are deleted.
     """
 
@@ -108,7 +108,7 @@ class NameRecord(msgspec.Struct, frozen=True, kw_only=True):
         note: A text about the directory, from who made it, for lists.
         move: The move that is in progress from here.
         came: The move that brought it here.
-        held: Small files in the directory that are no objects, by their paths in it.
+        held: Small files in the directory that are not objects, by their paths in it.
         others: What other names stand for, by name and version; only a help for lists.
     """
 
@@ -130,7 +130,7 @@ class NameNotes:
         text: For lists.
         files: The names in it.
         held: The small files that its name shall hold; None for those that it holds already.
-        aside: The files in it that are no part of it after the move.
+        aside: The files in it that are not part of it after the move.
     """
 
     text: str
@@ -559,7 +559,7 @@ class Names:
             name: The source's name.
             entry: What it states.
             there: What the target states; None if it is to be read.
-            aside: Keys of the objects that are no part of the directory any more; None if they are
+            aside: Keys of the objects that are not part of the directory any more; None if they are
                 to be listed.
         """
         assert entry.record is not None

@@ -302,7 +302,7 @@ class ObjectStorage:
         )
 
     def below(self) -> builtins.list[str]:
-        """Return the prefixes directly below this place that are no part of a run, sorted."""
+        """Return the prefixes directly below this place that are not part of a run, sorted."""
         listing = self._do("list", "", lambda: self._bucket.list(""))
         return sorted(listing.dirs - FIXED_DIRS - {INNER})
 
@@ -323,7 +323,7 @@ class ObjectStorage:
             files: The names in it, which need not be listed then.
             held: Small files that its name shall hold from then on instead of those that it holds;
                 see `holds`.
-            aside: Files below it that are no part of it from then on, and are deleted.
+            aside: Files below it that are not part of it from then on, and are deleted.
         """
         notes = NameNotes(text=note, files=files, held=held, aside=aside)
         self._names.annotate(path, notes)
@@ -888,7 +888,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _over(record: NameRecord) -> Sequence[str]:
-    """Return what is no part of a directory any more, but may still have files."""
+    """Return what is not part of a directory any more, but may still have files."""
     return record.came.aside if record.came is not None else ()
 
 
