@@ -1,7 +1,8 @@
 """Remove old checkpoints by a policy, and never the one from which a run would restart.
 
 Whatever fails, these stay: the newest checkpoint that proves sound and everything newer (saves in
-progress, damaged or uncommitted steps), and every checkpoint that is being read, that cannot be
+progress, damaged or uncommitted steps), unless the caller gives up what is above a step; then the
+newest sound one up to that step stays. So does every checkpoint that is being read, that cannot be
 judged, or that has changed since the plan was made. Links are never followed. A checkpoint is
 renamed before it is removed, so that it is either whole or gone.
 """
@@ -71,9 +72,11 @@ class RetentionPlan:
     spared: Mapping[str, str]
     """Directory -> why the policy does not decide on it: damaged, uncommitted, a link, …"""
     newest: int | None
-    """The newest sound step, which always stays; if it is None, nothing is removed."""
+    """The newest sound step (up to `after`), which always stays; if None, nothing is removed."""
     newest_stamp: str
     """Digest of the newest sound step's manifest."""
+    after: int | None = None
+    """The steps above this one are given up."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +117,7 @@ def plan_retention(
     *,
     now: datetime | None = None,
     saved: int | None = None,
+    after: int | None = None,
 ) -> RetentionPlan:
     """Decide what stays and what goes; change nothing.
 
@@ -123,6 +127,8 @@ def plan_retention(
         now: The present time, for ages; by default this machine's.
         saved: The step that was saved just now, which stays whatever the policy chooses: a run that
             has gone back to an older step saves steps that are not among the newest.
+        after: Give up all steps above this one, tagged ones too, as a run that goes back does. If
+            no checkpoint up to this step proves sound, nothing is removed.
 
     Raises:
         CorruptionError: A tag cannot be read, so that the step that it protects is unknown.
@@ -135,7 +141,8 @@ def plan_retention(
     steps = list_steps(storage)
     spared = _not_committed(storage, set(steps))
     tags = _tags_of_steps(storage)
-    newest = _newest_sound(storage, steps, spared)
+    given_up = [step for step in steps if after is not None and step > after]
+    newest = _newest_sound(storage, steps[: len(steps) - len(given_up)], spared)
     judged: dict[int, tuple[Candidate, Removal]] = {}
     for step in steps:
         try:
@@ -144,7 +151,8 @@ def plan_retention(
             spared.setdefault(step_dir(step), f"cannot be judged: {error}")
     if newest is None or newest not in judged:
         for step in judged:
-            spared.setdefault(step_dir(step), "no checkpoint here proves sound")
+            where = "here" if after is None else f"up to step {after}"
+            spared.setdefault(step_dir(step), f"no checkpoint {where} proves sound")
         return RetentionPlan(keep={}, remove=(), spared=spared, newest=None, newest_stamp="")
     old = [both for step, both in judged.items() if step <= newest]
     keep = policy.keep([candidate for candidate, _ in old], now=now or datetime.now(UTC))
@@ -155,10 +163,15 @@ def plan_retention(
         keep[step] = f"{reason}; {keep[step]}" if step in keep else reason
     return RetentionPlan(
         keep=dict(sorted(keep.items())),
-        remove=tuple(removal for _, removal in old if removal.step not in keep),
+        remove=tuple(
+            removal
+            for step, (_, removal) in judged.items()
+            if step in given_up or (step <= newest and step not in keep)
+        ),
         spared=spared,
         newest=newest,
         newest_stamp=judged[newest][1].stamp,
+        after=after,
     )
 
 
@@ -249,7 +262,8 @@ def _read_step(storage: Storage, step: int, tags: tuple[str, ...]) -> tuple[Cand
 def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | None:
     """Remove one checkpoint, or return why it must not be removed."""
     directory = removal.directory
-    if plan.newest is None or removal.step >= plan.newest:
+    is_given_up = plan.after is not None and removal.step > plan.after
+    if plan.newest is None or (removal.step >= plan.newest and not is_given_up):
         return "not older than the newest sound checkpoint"
     # Everything is checked after the announcement: a reader that comes later sees it and waits.
     with announce_removal(storage, directory) as readers:

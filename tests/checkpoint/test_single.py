@@ -407,3 +407,23 @@ def test_one_plan_serves_equal_structures_and_any_change_is_seen(tmp_path: Path)
             assert equal, (step, name)
     assert seen == [True, False, True, False, True, True, True, False]
     assert checkpointer.stats.num_plans == 5
+
+
+def test_a_run_that_goes_back_is_told_what_a_restart_would_take(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, by the first save below the newest step; and by the step that is there already."""
+    state: dict[str, Any] = {"progress": {"step": 0}}
+    with Checkpointer(tmp_path) as before:
+        for step in (100, 200, 300):
+            before.save(step, state)
+    assert not caplog.records
+    with Checkpointer(tmp_path) as again:
+        assert again.load(state, step=100).step == 100
+        again.save(150, state)
+        again.save(160, state)
+        with pytest.raises(StorageError, match=rf"holdfast prune {tmp_path} --after 199$"):
+            again.save(200, state)
+    (record,) = caplog.records
+    assert "step 150 is saved below step 300, the newest checkpoint" in record.getMessage()
+    assert record.getMessage().endswith(f"holdfast prune {tmp_path} --after 150")

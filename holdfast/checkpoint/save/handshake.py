@@ -336,15 +336,25 @@ class Handshake:
         if not self._root.id:
             self._storage.make_dir("")
         if not request.overwrite and self._may_exist(request.step) and self._storage.exists(final):
+            before = max(request.step - 1, 0)
             raise StorageError(
                 f"{self._storage.describe(final)} exists already; to replace it save with "
-                f"overwrite=True"
+                f"overwrite=True, or, if the run has gone back, remove what it has given up: "
+                f"holdfast prune {self._storage.describe('')} --after {before}"
             )
         if not self._is_repaired:
             repair(self._storage)
             self._is_repaired = True
+            steps = list_steps(self._storage)
             if pause_of(self._storage):
-                self._steps.update(list_steps(self._storage))
+                self._steps.update(steps)
+            if steps and steps[-1] > request.step:
+                _LOG.warning(
+                    "step %s is saved below step %s, the newest checkpoint in %s, which a load "
+                    "without step= takes. If the run has gone back, remove what it has given up: "
+                    "holdfast prune %s --after %s",
+                    request.step, steps[-1], *[self._storage.describe("")] * 2, request.step,
+                )  # fmt: skip
         self._steps.add(request.step)
 
     def _may_exist(self, step: int) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -23,6 +25,7 @@ from holdfast.policies.keep import (
     KeepWithin,
 )
 from holdfast.retention.removal import (
+    Candidate,
     RetentionPlan,
     RetentionResult,
     apply_retention,
@@ -37,7 +40,10 @@ _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Args:
-    """Remove checkpoints that no --keep… option keeps; the newest sound one always stays."""
+    """Remove checkpoints that no --keep… option keeps; the newest sound one always stays.
+
+    With --after, the newest sound one up to that step does.
+    """
 
     root: Annotated[Path, POSITIONAL]
     """The directory that holds the checkpoints."""
@@ -57,6 +63,10 @@ class Args:
     keep_tagged: bool = False
     """Keep steps that have a tag (see `holdfast tag`)."""
 
+    after: int | None = None
+    """Remove the steps above this one, which a run that has gone back gives up. Without a --keep…
+    option all others stay."""
+
     dry_run: bool = False
     """Only say what would be done."""
 
@@ -67,11 +77,21 @@ class Args:
     """Print JSON instead of a table."""
 
 
+@dataclass(frozen=True, slots=True)
+class _KeepAll(KeepPolicy):
+    """Keep every step that is not given up."""
+
+    after: int
+
+    def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
+        return {each.step: f"not above step {self.after}" for each in candidates}
+
+
 def run(args: Args) -> int:
     """Print what stays and goes, ask, remove; 1 when something could not be removed."""
     policy = _policy(args)
     storage = open_steps(args.root, verb="prune")
-    plan = plan_retention(storage, policy)
+    plan = plan_retention(storage, policy, after=args.after)
     if not args.json:
         _print_plan(shown(args.root), plan)
     result = RetentionResult()
@@ -102,10 +122,14 @@ def _policy(args: Args) -> KeepPolicy:
     policies += [_best(text) for text in args.keep_best]
     if args.keep_tagged:
         policies.append(KeepTagged())
+    if args.after is not None and args.after < 0:
+        raise ConfigError(f"--after is {args.after}; set it to a step, 0 or more")
+    if not policies and args.after is not None:
+        policies.append(_KeepAll(args.after))
     if not policies:
         raise ConfigError(
             "say what to keep: --keep-last N, --keep-every M, --keep-within 7d, "
-            "--keep-best progress.loss:min:3, --keep-tagged"
+            "--keep-best progress.loss:min:3, --keep-tagged; or what to give up: --after STEP"
         )
     return AnyOf(tuple(policies))
 
@@ -164,7 +188,11 @@ def _print_plan(root: str, plan: RetentionPlan) -> None:
     for step in sorted({*plan.keep, *removals}):
         if step in removals:
             tags = removals[step].tags
-            why = f"no policy keeps it, though tagged {', '.join(tags)}" if tags else ""
+            is_given_up = plan.after is not None and step > plan.after
+            why = (
+                f"above step {plan.after}" if is_given_up else "no policy keeps it" if tags else ""
+            )
+            why += f", though tagged {', '.join(tags)}" if tags else ""
             size = in_bytes(removals[step].stored_nbytes)
             table.add_row(f"{step}", "goes", clean(why), size, style="yellow")
         else:

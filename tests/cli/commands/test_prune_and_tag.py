@@ -53,6 +53,23 @@ def test_a_dry_run_removes_nothing(holdfast: Holdfast, root: Path) -> None:
     assert steps(root) == [10, 20, 30, 40]
 
 
+def test_what_a_run_has_given_up_goes(holdfast: Holdfast, root: Path) -> None:
+    """Steps above the one that a run went back to, tagged ones too; `latest` follows."""
+    assert holdfast("tag", root, "40", "best").code == 0
+    kept = holdfast("prune", root, "--after", "5", "--yes")
+    assert (kept.code, steps(root)) == (0, [10, 20, 30, 40])  # nothing to go back to
+    assert "no checkpoint up to step 5 proves sound" in kept.out
+    result = holdfast("prune", root, "--after", "25", "--yes")
+    rows = {line.split()[0]: line for line in result.out.splitlines() if line[:4].strip().isdigit()}
+    assert "above step 25, though tagged best" in rows["40"]
+    assert "the newest sound checkpoint; not above step 25" in rows["20"]
+    assert "removed 2 checkpoints, 40 B" in result.out
+    assert steps(root) == [10, 20]
+    assert holdfast("prune", root, "--after", "20", "--keep-last", "1", "--yes").code == 0
+    assert steps(root) == [20]
+    assert "--after is -1" in holdfast("prune", root, "--after", "-1").err
+
+
 def test_without_a_person_to_ask_nothing_goes(holdfast: Holdfast, root: Path) -> None:
     for words in ((), ("--json",)):
         result = holdfast("prune", root, "--keep-last", "1", *words)
