@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from holdfast import Checkpointer, ConfigError, KeepLast, StorageError
+from holdfast import Checkpointer, ConfigError, StorageError
 from holdfast.cli.main import main
 from holdfast.format.names import list_steps
 from holdfast.storage import Storage
 from holdfast.writer.leftovers import repair
 from tests.buckets import test_objects
 from tests.buckets.azure import KEY, azurite, environment, new_container
+from tests.buckets.runs import save_replace_and_prune
 from tests.crash.common import state_of
 
 pytest.importorskip("obstore")
@@ -52,19 +52,7 @@ def test_a_run_is_saved_replaced_pruned_and_copied(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = ObjectStorage(url, part_nbytes=5 << 20)
-    large = torch.arange(3 << 20)
-    with Checkpointer(storage, settle_s=0.0, retention=KeepLast(3)) as checkpointer:
-        for step in range(5):
-            checkpointer.save(step, state_of(step))
-        pending = checkpointer.save_async(9, {"t": {"large": large}}).result()
-        assert checkpointer.stats.writer_pid is not None
-        assert pending.requests["part"] == 5
-        checkpointer.save(3, state_of(33), overwrite=True)
-        with pytest.raises(StorageError, match="exists already"):
-            checkpointer.save(4, state_of(0))
-        target = torch.zeros_like(large)
-        checkpointer.load({"t": {"large": target}})
-    assert torch.equal(target, large)
+    save_replace_and_prune(storage)
     assert list_steps(ObjectStorage(url)) == [3, 4, 9]
     assert (version_of(url, 3), version_of(url, 4)) == (33, 4)
     assert repair(ObjectStorage(url)) == []

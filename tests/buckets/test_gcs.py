@@ -6,15 +6,14 @@ import secrets
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from holdfast import Checkpointer, KeepLast, StorageError
+from holdfast import StorageError
 from holdfast.format.names import list_steps
 from holdfast.storage import Storage
 from holdfast.writer.leftovers import repair
 from tests.buckets import test_objects
 from tests.buckets.gcs import Server, gcs_server, options
-from tests.crash.common import state_of
+from tests.buckets.runs import save_replace_and_prune
 
 pytest.importorskip("obstore")
 
@@ -47,22 +46,9 @@ def test_a_run_is_saved_replaced_and_pruned(gcs: tuple[Server, str]) -> None:
     server, address = gcs
     url = new_url(server)
     storage = ObjectStorage(url, part_nbytes=5 << 20, **options(address))
-    large = torch.arange(3 << 20)
-    with Checkpointer(storage, settle_s=0.0, retention=KeepLast(3)) as checkpointer:
-        for step in range(4):
-            checkpointer.save(step, state_of(step))
-        # By a writer process, which gets the settings.
-        pending = checkpointer.save_async(9, {"t": {"large": large}}).result()
-        assert checkpointer.stats.writer_pid is not None
-        assert pending.requests["part"] == 5
-        checkpointer.save(3, state_of(33), overwrite=True)
-        with pytest.raises(StorageError, match="exists already"):
-            checkpointer.save(2, state_of(0))
-        target = torch.zeros_like(large)
-        checkpointer.load({"t": {"large": target}})
-    assert torch.equal(target, large)
+    save_replace_and_prune(storage)
     again = ObjectStorage(url, **options(address))
-    assert list_steps(again) == [2, 3, 9]
+    assert list_steps(again) == [3, 4, 9]
     assert repair(again) == []
     assert server.uploads == {}
     with pytest.raises(StorageError, match=r"gs://absent9 does not exist: make the bucket"):
