@@ -70,6 +70,19 @@ def check_twenty_kills(
         shutil.rmtree(root)
 
 
+def check_variant(server: ForkServer, root: Path, program: str, *, kill: str, epochs: int) -> None:
+    """A variant of a program prints the same lines if it is killed and resumed."""
+    straight = server.lines(program, root / "a", epochs, directory=root)
+    named: dict[str, Any] = {"kill": kill, "num_ranks": 1}
+    assert server.lines_after_kill(program, root / "b", epochs, **named) == straight
+
+
+def with_workers_that_stay(program: str) -> str:
+    """The program with a loader's process that stays; its data draws nothing from it."""
+    still = program.replace(" + torch.randn(8)\n", "\n")
+    return still.replace("shuffle=True", "shuffle=True, num_workers=1, persistent_workers=True")
+
+
 def check_four_ranks(
     server: ForkServer,
     directory: Path,

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from holdfast import Checkpointer
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import check_four_ranks, check_twenty_kills
+from tests.integrations.kills import (
+    check_four_ranks,
+    check_twenty_kills,
+    check_variant,
+    with_workers_that_stay,
+)
 from tests.integrations.pages import lines_to_change, program_of
 
 PROGRAM = program_of("lightning", "trainer")
@@ -73,20 +77,15 @@ def test_killed_at_twenty_random_steps(
 @pytest.mark.slow
 def test_workers_that_stay_from_epoch_to_epoch(server: ForkServer, tmp_path: Path) -> None:
     """A run that starts them again draws no other order of the data."""
-    still = PROGRAM.replace(" + torch.randn(8)\n", "\n")
-    kept = still.replace("shuffle=True", "shuffle=True, num_workers=1, persistent_workers=True")
-    straight = server.lines(kept, tmp_path / "a", EPOCHS, directory=tmp_path)
-    named: dict[str, Any] = {"kill": KILL.format(at=13, rank=0), "num_ranks": 1}
-    assert server.lines_after_kill(kept, tmp_path / "b", EPOCHS, **named) == straight
+    program = with_workers_that_stay(PROGRAM)
+    check_variant(server, tmp_path, program, kill=KILL.format(at=13, rank=0), epochs=EPOCHS)
 
 
 @pytest.mark.slow
 def test_a_validation_within_an_epoch_is_made_once(server: ForkServer, tmp_path: Path) -> None:
     """A save that is due right before it is made after it, with the draws that it has made."""
     often = PROGRAM.replace("logger=False", "val_check_interval=4, logger=False")
-    straight = server.lines(often, tmp_path / "a", EPOCHS, directory=tmp_path)
-    named: dict[str, Any] = {"kill": KILL.format(at=5, rank=0), "num_ranks": 1}
-    assert server.lines_after_kill(often, tmp_path / "b", EPOCHS, **named) == straight
+    check_variant(server, tmp_path, often, kill=KILL.format(at=5, rank=0), epochs=EPOCHS)
 
 
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
