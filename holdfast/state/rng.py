@@ -260,6 +260,21 @@ def _numpy_tuple(state: Mapping[str, Any]) -> Any:
     return tuple(state[name] for name in names)
 
 
+def _is_equal(one: Any, other: Any) -> bool:
+    """Return True if two states that were read of one stream are the same."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and np.array_equal(one, other)
+    if isinstance(one, Mapping):
+        return (
+            isinstance(other, Mapping)
+            and one.keys() == other.keys()
+            and all(_is_equal(each, other[name]) for name, each in one.items())
+        )
+    return bool(one == other)
+
+
 DIGESTS = "digests"
 """Key under which the digests of stored streams lie next to them."""
 _EVERYWHERE = "everywhere"
@@ -287,6 +302,15 @@ class CapturedStreams:
             name: known[name].state_of(raw) if name in known else raw
             for name, raw in self._raw.items()
         }
+
+    def drawn_since(self, before: CapturedStreams) -> dict[str, State]:
+        """Return the states of the streams that were drawn from after another capture of them."""
+        drawn = {
+            name: raw
+            for name, raw in self._raw.items()
+            if name not in before._raw or not _is_equal(raw, before._raw[name])
+        }
+        return CapturedStreams(self._accessors, drawn).states()
 
 
 class RNG:
