@@ -188,6 +188,7 @@ class Course:
         has_kept = self._mode is not Mode.VALIDATE_RESULTS and self._use_kept_batches()
         if self._mode is Mode.DISABLED:
             self.learned.discard()  # of a step that was left
+            self._vetoed = None
             return True
         self._num_reruns, self._fault_id, self._passes = 0, "", ""
         self._confirmed, self._own_suspects = set(), {}

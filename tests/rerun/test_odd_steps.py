@@ -301,3 +301,13 @@ def test_two_compared_runs_are_of_one_state_and_hide_nothing(
 
     with pytest.raises(ConfigError, match=r"inside the loop.*0.weight"):
         steps_inside()
+
+
+def test_a_disabled_machine_takes_a_veto_in_each_step(groups: ProcessGroups) -> None:
+    """D4: a loop whose optimizer asks it runs as with any other machine."""
+    machine = RerunMachine(groups, mode="disabled")
+    for step in range(2):
+        for _ in machine.attempts(step):
+            machine.validate("loss", 1.0, NotFinite())
+            assert not machine.vetoes()
+            machine.take_decision(False)  # what `step(veto=machine)` does
