@@ -150,6 +150,10 @@ class Course:
         """Whether a rank has rejected a value, if the sum of an optimizer has carried that."""
         self._passes = ""
         """The fault with a verdict, from a checkpoint, whose step runs as any other."""
+        self._has_loaded = False
+        """True if an entry was loaded since the last step: of any rank, it may hold a fault."""
+        self._unreadable = ""
+        """Why the entry that was loaded cannot be read; empty if it can."""
 
     @property
     def coordinate_of_batches(self) -> str:
@@ -198,8 +202,9 @@ class Course:
             return False
         loaded = self.fault
         later: dict[Call, list[ValueRun]] = {}
-        if loaded is not None:
+        if loaded is not None or self._has_loaded:
             later = self._consider_fault(step)
+            self._has_loaded, self._unreadable = False, ""
             if self.decision.exit_code is not None:
                 return False
         suspects: dict[Call, Suspect] = {}
@@ -263,9 +268,13 @@ class Course:
             What earlier starts from its checkpoint have shown of this rank's values.
         """
         at = -1 if self.fault is None else self.fault.step
-        self._fault_id, history, is_one = self.team.consider(self.fault)
+        self._fault_id, history, is_one = self.team.consider(
+            self.fault, unreadable=self._unreadable
+        )
         if not is_one:
             return self._drop_fault("the ranks have loaded different faults")
+        if self.fault is None:
+            return {}
         is_known = self.team.arrangement in history.arrangements
         if history.is_final or (history.verdict and is_known):
             self._passes = self._fault_id
@@ -302,9 +311,11 @@ class Course:
         """Drop the pending fault; the step runs like any other."""
         step = -1 if self.fault is None else self.fault.step
         self.record("dropped", why=why)
-        self.enter(Event.DROPPED)
+        if self.fault is not None:  # a rank may have none, if its entry could not be read
+            self.enter(Event.DROPPED)
         self.fault, self._fault_id = None, ""
-        self.team.say(f"the fault of step {step} that the checkpoint holds is dropped: {why}")
+        of_step = "" if step == -1 else f" of step {step}"
+        self.team.say(f"the fault{of_step} that the checkpoint holds is dropped: {why}")
         return {}
 
     def _places(self) -> list[dict[str, Any]]:
@@ -706,6 +717,14 @@ class Course:
         """Take the pending fault of a checkpoint: its step is to run again."""
         self.fault = fault
         self.enter(Event.LOADED)
+
+    def expect_fault(self, *, unreadable: str = "") -> None:
+        """Let all ranks compare what they have loaded, when the next step starts.
+
+        Args:
+            unreadable: why this rank's entry cannot be read; empty if it can.
+        """
+        self._has_loaded, self._unreadable = True, unreadable
 
     def forget_fault(self) -> None:
         """Drop any pending fault, because another state is loaded; no step runs then."""

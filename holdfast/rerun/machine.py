@@ -564,6 +564,7 @@ class RerunMachine(OptionalPart):
         """
         if not isinstance(tree, Mapping):
             return
+        self._course.expect_fault()
         try:
             entries = [Entry.of(each) for each in tree.values()]
             self._course.forget_fault()
@@ -581,6 +582,7 @@ class RerunMachine(OptionalPart):
                 f"the machine's entry in the checkpoint cannot be read, and is ignored: "
                 f"{type(error).__name__}: {error}"
             )
+            self._course.expect_fault(unreadable=f"{type(error).__name__}: {error}")
             return
         if entry.fault is None:
             return

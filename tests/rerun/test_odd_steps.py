@@ -23,8 +23,11 @@ from holdfast.rerun import (
     Rejects,
     Replayed,
     RerunMachine,
+    State,
     read_report,
 )
+from tests.rerun.job import load_entry, save_entry
+from tests.rerun.threads import ThreadGroups, run_threads
 
 
 class Augmented(Dataset[torch.Tensor]):
@@ -311,3 +314,45 @@ def test_a_disabled_machine_takes_a_veto_in_each_step(groups: ProcessGroups) -> 
             machine.validate("loss", 1.0, NotFinite())
             assert not machine.vetoes()
             machine.take_decision(False)  # what `step(veto=machine)` does
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_an_entry_that_one_rank_cannot_read_stops_no_other(tmp_path: Path, broken: int) -> None:
+    """D3: the fault is dropped on all ranks, which would wait for one another otherwise."""
+
+    def body(groups: ThreadGroups) -> tuple[list[int], list[str]]:
+        lines: list[str] = []
+
+        def start(device: str) -> RerunMachine:
+            return RerunMachine(
+                groups,  # type: ignore[arg-type]
+                directory=tmp_path,
+                replayed=Replayed(rng=False),
+                device=DeviceIdentity(host="h", uuid=f"{device}{groups.rank}"),
+                note=lines.append,
+            )
+
+        first = start("A")
+        batches = first.replayable(range(9))
+        for _ in first.attempts(0, batches):
+            value = math.nan if groups.rank == 0 else float(next(batches))
+            first.validate("loss", value, NotFinite(), local=True)
+        entry = save_entry(first)
+        if groups.rank == broken:
+            entry["version"] = 99
+        second = start("B")
+        load_entry(second, entry)
+        batches, taken = second.replayable(range(1, 9)), []
+        for step in range(2):
+            for _ in second.attempts(step, batches):
+                taken.append(next(batches))
+                second.validate("loss", 1.0, NotFinite(), local=True)
+        assert second.state is State.NOT_RUNNING_YET
+        return taken, lines
+
+    rows = run_threads(2, body)
+    assert rows[broken][0] == [1, 2]
+    assert rows[1][1] == []
+    unread, dropped = rows[0][1][-2:]
+    assert "cannot be read" in unread
+    assert "is dropped: the ranks have loaded different faults" in dropped
