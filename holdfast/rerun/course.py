@@ -150,6 +150,10 @@ class Course:
         """Whether a rank has rejected a value, if the sum of an optimizer has carried that."""
         self._passes = ""
         """The fault with a verdict, from a checkpoint, whose step runs as any other."""
+        self._has_loaded = False
+        """True if an entry was loaded since the last step: of any rank, it may hold a fault."""
+        self._unreadable = ""
+        """Why the entry that was loaded cannot be read; empty if it can."""
 
     @property
     def coordinate_of_batches(self) -> str:
@@ -182,11 +186,13 @@ class Course:
         self.decision = Decision()
         was_left = self.is_running and step == self.step
         if self.is_running:
-            self._leave()
+            self._leave(is_repeated=was_left)
         self.step, self.batches = step, batches
         self.attempt = Attempt()
+        has_kept = self._mode is not Mode.VALIDATE_RESULTS and self._use_kept_batches()
         if self._mode is Mode.DISABLED:
-            self._use_kept_batches()
+            self.learned.discard()  # of a step that was left
+            self._vetoed = None
             return True
         self._num_reruns, self._fault_id, self._passes = 0, "", ""
         self._confirmed, self._own_suspects = set(), {}
@@ -196,8 +202,9 @@ class Course:
             return False
         loaded = self.fault
         later: dict[Call, list[ValueRun]] = {}
-        if loaded is not None:
+        if loaded is not None or self._has_loaded:
             later = self._consider_fault(step)
+            self._has_loaded, self._unreadable = False, ""
             if self.decision.exit_code is not None:
                 return False
         suspects: dict[Call, Suspect] = {}
@@ -208,7 +215,7 @@ class Course:
             self._replayed.replay_kept(loaded.replayed, codecs=self.codecs)
             if self.fault is not None:
                 suspects = loaded.suspects_by_call(later)
-        elif isinstance(batches, ReplayableBatches):
+        elif isinstance(batches, ReplayableBatches) and not has_kept:
             if was_left:  # by an exception that the loop has caught: the step is not over
                 batches.give_back()
             else:
@@ -219,27 +226,40 @@ class Course:
         self._start_run(suspects)
         return True
 
-    def _leave(self) -> None:
-        """Give up a step that an exception or a `break` has left."""
+    def _leave(self, *, is_repeated: bool) -> None:
+        """Give up a step that an exception or a `break` has left.
+
+        Args:
+            is_repeated: True if the same step starts again: everything is what it was before.
+        """
         self._reactions.run_ends()
         if self.state is State.RUNNING_FOR_ANOTHER_REPLICA:
             self._opinion.end(self.batches)
+        elif is_repeated:
+            self._replayed.restore()
+        for call, each in self.attempt.rejected.items():
+            # Ranks may have left in different runs, so there is no meeting that could judge it.
+            self.team.note(
+                f"step {self.step}: '{call.name}' on rank {self.team.here.rank} was rejected "
+                f"({each.why}), and the loop has left the step: there is no verdict"
+            )
         self.enter(Event.LEFT)
         self.learned.discard()
 
-    def _use_kept_batches(self) -> None:
-        """Use the batches that only a fault's checkpoint has, without a rerun."""
+    def _use_kept_batches(self) -> bool:
+        """Use the batches that only a fault's checkpoint has, without a rerun; True if it has."""
         fault, self.fault = self.fault, None
         if fault is None:
-            return
+            return False
         if fault.step != self.step:
             self.team.say(
                 f"the checkpoint holds the batches of step {fault.step}, but the run continues at "
                 f"step {self.step}: they are dropped"
             )
-            return
+            return False
         fault.replay_batches(self.batches)
         self._replayed.replay_kept(fault.replayed, codecs=self.codecs)
+        return True
 
     def _consider_fault(self, step: int) -> dict[Call, list[ValueRun]]:
         """Decide with all ranks whether the pending fault is rerun now. Collective.
@@ -248,9 +268,13 @@ class Course:
             What earlier starts from its checkpoint have shown of this rank's values.
         """
         at = -1 if self.fault is None else self.fault.step
-        self._fault_id, history, is_one = self.team.consider(self.fault)
+        self._fault_id, history, is_one = self.team.consider(
+            self.fault, unreadable=self._unreadable
+        )
         if not is_one:
             return self._drop_fault("the ranks have loaded different faults")
+        if self.fault is None:
+            return {}
         is_known = self.team.arrangement in history.arrangements
         if history.is_final or (history.verdict and is_known):
             self._passes = self._fault_id
@@ -287,9 +311,11 @@ class Course:
         """Drop the pending fault; the step runs like any other."""
         step = -1 if self.fault is None else self.fault.step
         self.record("dropped", why=why)
-        self.enter(Event.DROPPED)
+        if self.fault is not None:  # a rank may have none, if its entry could not be read
+            self.enter(Event.DROPPED)
         self.fault, self._fault_id = None, ""
-        self.team.say(f"the fault of step {step} that the checkpoint holds is dropped: {why}")
+        of_step = "" if step == -1 else f" of step {step}"
+        self.team.say(f"the fault{of_step} that the checkpoint holds is dropped: {why}")
         return {}
 
     def _places(self) -> list[dict[str, Any]]:
@@ -432,15 +458,19 @@ class Course:
 
     def _conclude_comparison(self) -> bool:
         """End one of the two runs of a step whose values are compared. Collective."""
+        self.team.agree(None if self.has_voted else self._refusal_of_changes(), phase="changes")
         if self.state is State.INITIAL_RUN:
             self._comparison.take_first(self.attempt)
             return self._run_again({})
         is_due = self._comparison.take_second(self.attempt)
+        self.observations.report(step=self.step)
         evidence = self.team.gather(self.attempt, step=self.step)
         self.enter(Event.JUDGED)
         self.learned.commit()
         if any(evidence.new_is_fatal):
             raise FaultError(f"step {self.step}: {evidence.describe_rejected()}")
+        if evidence.new_is_fatal:
+            self.team.say(f"step {self.step}: {evidence.describe_rejected()}: the run continues")
         if is_due:
             self.report_statistics()
         return False
@@ -688,8 +718,20 @@ class Course:
         self.fault = fault
         self.enter(Event.LOADED)
 
+    def expect_fault(self, *, unreadable: str = "") -> None:
+        """Let all ranks compare what they have loaded, when the next step starts.
+
+        Args:
+            unreadable: why this rank's entry cannot be read; empty if it can.
+        """
+        self._has_loaded, self._unreadable = True, unreadable
+
     def forget_fault(self) -> None:
         """Drop any pending fault, because another state is loaded; no step runs then."""
+        if self.state is State.RUNNING_FOR_ANOTHER_REPLICA:
+            # The step was left. What else it has borrowed is overwritten by the load.
+            assert isinstance(self.batches, ReplayableBatches)
+            self.batches.give_back()
         self.state, self.fault = State.NOT_RUNNING_YET, None
 
     def _keep_fault(

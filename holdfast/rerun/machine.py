@@ -138,9 +138,12 @@ class RerunMachine(OptionalPart):
         self._is_own_layout = True
         self._is_left = False
         """True if the step of the fault is skipped, and its kept batches are replayed."""
+        self._loaded_need = ""
+        """Why a load without a machine would have lost something of what was loaded."""
         limits, policy = limits or Limits(), policy or Policy()
         is_known = replayed is not None
         replayed = replayed if replayed is not None else Replayed()
+        self._streams = replayed.streams
         # A rank with a wrong argument still meets the others, which would wait for it otherwise.
         error: HoldfastError | None = None
         try:
@@ -271,6 +274,7 @@ class RerunMachine(OptionalPart):
             codecs=self._course.codecs,
             is_rewound=is_rewound,
             keeps=self.mode is not Mode.DISABLED,
+            streams=self._streams,
         )
         return self._batches
 
@@ -506,8 +510,8 @@ class RerunMachine(OptionalPart):
 
     @property
     def has_entry(self) -> bool:
-        """True unless the machine is disabled: then nothing is saved."""
-        return self.mode is not Mode.DISABLED
+        """True unless the machine is disabled, and holds no batches that only a fault has kept."""
+        return self.mode is not Mode.DISABLED or bool(self._needed())
 
     @property
     def is_loaded(self) -> bool:
@@ -528,9 +532,13 @@ class RerunMachine(OptionalPart):
 
     def _needed(self) -> str:
         """Return why a load without a machine would lose something; empty if it would not."""
-        batches = self._batches
-        is_kept = isinstance(batches, ReplayableBatches) and batches.needs_kept
-        if self.fault is None or not self.fault.batches or not is_kept:
+        if self.fault is None or not self.fault.batches or self._is_left:
+            return ""
+        # Those that steps take: a loop may have wrapped others since, for an evaluation.
+        batches = self._course.batches or self._batches
+        if not isinstance(batches, ReplayableBatches):
+            return self._loaded_need  # the loop has not come to its batches yet
+        if batches.is_rewound:
             return ""
         return (
             f"it holds a pending fault of step {self.fault.step} and the batches of that step, "
@@ -556,10 +564,11 @@ class RerunMachine(OptionalPart):
         """
         if not isinstance(tree, Mapping):
             return
+        self._course.expect_fault()
         try:
             entries = [Entry.of(each) for each in tree.values()]
             self._course.forget_fault()
-            self._is_left = False
+            self._is_left, self._loaded_need = False, ""
             if not self._is_own_layout:
                 self._take_learned(entries)
                 return
@@ -573,19 +582,21 @@ class RerunMachine(OptionalPart):
                 f"the machine's entry in the checkpoint cannot be read, and is ignored: "
                 f"{type(error).__name__}: {error}"
             )
+            self._course.expect_fault(unreadable=f"{type(error).__name__}: {error}")
             return
         if entry.fault is None:
             return
-        if self.mode is Mode.DISABLED:
-            self._course.fault = entry.fault
+        self._loaded_need = entry.needed
+        if self.mode is Mode.VALIDATE_RESULTS:
+            self._course.load_fault(entry.fault)
             return
-        if self.mode is not Mode.VALIDATE_RESULTS:
+        # No verdict, but no batch is lost either.
+        self._course.fault = entry.fault
+        if self.mode is not Mode.DISABLED:
             self._course.team.say(
                 f"the checkpoint holds a pending fault of step {entry.fault.step}; in mode "
-                f"{self.mode.value} it is dropped"
+                f"{self.mode.value} the step runs on its batches, and gets no verdict"
             )
-            return
-        self._course.load_fault(entry.fault)
 
     def _take_learned(self, entries: list[Entry]) -> None:
         """Take what rules have learned on other coordinates, and drop the fault."""
@@ -645,8 +656,10 @@ class RerunMachine(OptionalPart):
         self._course.team.note(text)
 
     def close(self) -> None:
-        """Forget kept batches; there is nothing else to close."""
+        """Forget kept batches; pass a line for what was observed after the last step."""
         self._batches = None
+        for words in self._course.observations.take_unreported():
+            self._course.team.note(f"after step {self._course.step}: {words}; no step has followed")
 
 
 def _check_settings(

@@ -43,6 +43,12 @@ class Observations:
             )
         )
 
+    def take_unreported(self) -> list[str]:
+        """Return in words what this rank has rejected and no report has; forget it."""
+        values, self._values = self._values, []
+        rank = self._team.here.rank
+        return [f"'{each.call}' on rank {rank}: {each.why}" for each in values]
+
     def report(self, *, step: int) -> None:
         """Record what any rank has. Collective."""
         payload = msgspec.msgpack.encode(self._values) if self._values else b""

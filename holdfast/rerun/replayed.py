@@ -78,6 +78,11 @@ class Replayed:
         """The modules whose buffers are restored."""
         return self._modules
 
+    @property
+    def streams(self) -> tuple[RNG, ...]:
+        """The random streams that are restored."""
+        return self._streams
+
     def take(self) -> None:
         """Take a snapshot in place of the last one.
 

@@ -56,6 +56,8 @@ class _Settlement(msgspec.Struct, frozen=True, array_like=True):
     fault: str
     step: int
     history: FaultHistory
+    unreadable: str
+    """Why its entry cannot be read; empty if it can."""
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -322,10 +324,16 @@ class Team:
         name = uuid.uuid4().hex[:16].encode() if self._control.is_coordinator else None
         return self._control.broadcast(name, phase=f"{self._name}: name the fault").decode()
 
-    def consider(self, fault: PendingFault | None) -> tuple[str, FaultHistory, bool]:
+    def consider(
+        self, fault: PendingFault | None, *, unreadable: str
+    ) -> tuple[str, FaultHistory, bool]:
         """Return the id of the pending fault, what is known of it, and whether all have it.
 
         Collective.
+
+        Args:
+            fault: that this rank has loaded.
+            unreadable: why this rank's entry cannot be read; empty if it can.
         """
         error: HoldfastError | None = None
         history = FaultHistory()
@@ -335,12 +343,22 @@ class Team:
         except HoldfastError as reason:
             error = reason
         name, step = ("", -1) if fault is None else (fault.fault, fault.step)
-        mine = _Settlement(name, step, history)
+        mine = _Settlement(name, step, history, unreadable)
         rows = self._control.agree(
             error, phase=f"{self._name}: pending fault", payload=msgspec.msgpack.encode(mine)
         )
         known = [msgspec.msgpack.decode(row, type=_Settlement) for row in rows]
         first = known[0]
+        others = {
+            place.rank: each.unreadable
+            for place, each in zip(self.places, known, strict=True)
+            if each.unreadable
+        }
+        if others and not first.unreadable:  # else the coordinator has passed a line at the load
+            self.say(
+                f"the machine's entry of {len(others)} ranks (first: rank {min(others)}) in the "
+                f"checkpoint cannot be read, and is ignored: {others[min(others)]}"
+            )
         is_one = all((each.fault, each.step) == (first.fault, first.step) for each in known)
         return first.fault, first.history, is_one
 

@@ -6,6 +6,7 @@ coordinates of the ranks. States of generators are plain trees, without pickle.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,8 @@ class Accessors(NamedTuple):
     read: Callable[[], Any]
     state_of: Callable[[Any], State]
     put: Callable[[Any], object]
+    mark: Callable[[], bytes] | None = None
+    """Bytes that a draw changes, where reading them costs much less than `read`."""
 
     def get(self) -> State:
         """Return the state as new arrays and tensors."""
@@ -78,7 +81,8 @@ def check_generator(name: str, generator: object) -> None:
 def accessors(generator: Any) -> Accessors:
     """Return how to read the state of a generator, as new arrays and tensors, and how to set it."""
     if isinstance(generator, torch.Generator):
-        return Accessors(generator.get_state, _unchanged, generator.set_state)
+        get = generator.get_state
+        return Accessors(get, _unchanged, generator.set_state, partial(_torch_mark, get))
     if isinstance(generator, np.random.Generator):
         bits: Any = generator.bit_generator
         return Accessors(partial(_bits_state, bits), _unchanged, partial(_set_bits_state, bits))
@@ -92,6 +96,7 @@ def accessors(generator: Any) -> Accessors:
         generator.getstate,
         _python_state,
         lambda state: generator.setstate(_python_tuple(state)),
+        lambda: _python_mark(generator.getstate()),
     )
 
 
@@ -107,12 +112,13 @@ def global_accessors() -> dict[str, Accessors]:
             partial(np.random.get_state, legacy=False),
             _numpy_state,
             lambda state: np.random.set_state(_numpy_tuple(state)),
+            _numpy_mark,
         ),
         "torch": accessors(torch.default_generator),
     }
     if torch.cuda.is_available():
         get, put = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-        streams["cuda"] = Accessors(get, _unchanged, put)
+        streams["cuda"] = Accessors(get, _unchanged, put, partial(_torch_mark, get))
     return streams
 
 
@@ -237,6 +243,31 @@ def _python_state(state: tuple[Any, ...]) -> dict[str, object]:
 def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the argument of `setstate` from the dict of `_python_state`."""
     return state["version"], tuple(int(word) for word in state["words"]), state["gauss"]
+
+
+def _torch_mark(get: Callable[[], torch.Tensor]) -> bytes:
+    """Return the bytes of the state of a torch generator, which is on the host."""
+    return get().numpy().tobytes()
+
+
+def _python_mark(state: tuple[Any, ...]) -> bytes:
+    """Return bytes of a Mersenne twister's state that a draw changes."""
+    # The last word counts the words that were drawn; after 624 of them all others are new.
+    _, words, gauss = state
+    return repr((words[-1], words[0], words[311], gauss)).encode()
+
+
+def _numpy_mark() -> bytes:
+    """Return the memory of NumPy's global bit generator: its own copies take 30 µs."""
+    module: Any = np.random  # whose stubs leave the function out
+    bits = module.get_bit_generator()
+    if type(bits) is not np.random.MT19937:
+        return state_digest(bits.state).encode()
+    return ctypes.string_at(bits.ctypes.state_address, _MT19937_NBYTES)
+
+
+_MT19937_NBYTES = (624 + 1) * 4
+"""Its words, and the number of those that were drawn."""
 
 
 def _numpy_state(result: Any) -> dict[str, object]:
@@ -437,6 +468,17 @@ class RNG:
         """Return the streams as they are now, which `reset` takes. Cost: some 50 µs."""
         every = self._accessors()
         return CapturedStreams(every, {name: each.read() for name, each in every.items()})
+
+    def marks(self) -> list[bytes]:
+        """Return bytes that are others once a stream was drawn from. Cost: some 15 µs.
+
+        Two normal numbers of NumPy's global generator are drawn at once: the second one leaves the
+        bytes as they are.
+        """
+        return [
+            state_digest(each.get()).encode() if each.mark is None else each.mark()
+            for each in self._accessors().values()
+        ]
 
     def reset(self, states: CapturedStreams | Mapping[str, State]) -> None:
         """Set streams to what they were, or to states; MismatchError for one of another kind."""

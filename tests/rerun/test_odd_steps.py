@@ -1,0 +1,358 @@
+"""Steps that are not plain: sources that draw random numbers, steps that were left, modes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from holdfast import RNG, Checkpointer, OptimizerState, ProcessGroups
+from holdfast.errors import ConfigError, MismatchError
+from holdfast.rerun import (
+    DeviceIdentity,
+    NotFinite,
+    Rejects,
+    Replayed,
+    RerunMachine,
+    State,
+    read_report,
+)
+from tests.rerun.job import load_entry, save_entry
+from tests.rerun.threads import ThreadGroups, run_threads
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Rows that are made of draws from every global stream, as an augmentation makes them."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, float(torch.rand(())), np.random.rand(), random.random()])
+
+
+def shuffled() -> Iterator[torch.Tensor]:
+    """The batches of a loader that shuffles and augments in this process, epoch after epoch."""
+    loader = DataLoader(Augmented(), batch_size=2, shuffle=True)
+    while True:
+        yield from loader
+
+
+def numbered(first: int = 0) -> Iterator[torch.Tensor]:
+    for number in itertools.count(first):
+        yield torch.full((2, 4), float(number))
+
+
+class Loop:
+    """A loop whose model has dropout and running statistics."""
+
+    def __init__(
+        self, groups: ProcessGroups, root: Path, *, device: str = "A", **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        self.groups = groups
+        self.model = nn.Sequential(
+            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)
+        )
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.lines: list[str] = []
+        self.machine = RerunMachine(
+            groups,
+            directory=root / "rerun",
+            replayed=Replayed(modules=[self.model]),
+            device=DeviceIdentity(host="h", uuid=device),
+            note=self.lines.append,
+            **options,
+        )
+        self.step = 0
+        self.taken: list[torch.Tensor] = []
+
+    @property
+    def first_numbers(self) -> list[int]:
+        return [int(each[0, 0]) for each in self.taken]
+
+    def state(self, *, has_machine: bool = True) -> dict[str, object]:
+        state: dict[str, object] = {
+            "model": self.model,
+            "optimizer": OptimizerState(self.optimizer, self.model),
+            "rng": RNG(),
+            "progress": {"step": self.step},
+        }
+        return state | {"rerun": self.machine} if has_machine else state
+
+    def run(
+        self,
+        until: int,
+        batches: Any,
+        *,
+        bad: tuple[int, int] | None = None,
+        num_bad: int = 1,
+        left_in: int | None = None,
+    ) -> None:
+        """Run to a step.
+
+        Args:
+            until: the step.
+            batches: two microbatches a step.
+            bad: step and microbatch whose loss is NaN.
+            num_bad: in how many runs.
+            left_in: a run of the first step that an exception leaves, which is caught.
+        """
+        while self.step < until:
+            try:
+                for number in self.machine.attempts(self.step, batches):
+                    self.optimizer.zero_grad()
+                    taken = []
+                    for microbatch in range(2):
+                        batch = next(batches)
+                        taken.append(batch.clone())
+                        loss = self.model(batch).square().mean()
+                        loss.backward()
+                        batch.fill_(-1)
+                        if left_in == number:
+                            raise MemoryError
+                        is_bad = (self.step, microbatch) == bad and number < num_bad
+                        value = math.nan if is_bad else loss.item()
+                        self.machine.validate("loss", value, NotFinite(), fatal=False)
+            except MemoryError:
+                left_in = None
+                continue
+            if self.machine.decision.exit_code is not None:
+                return
+            self.taken += taken
+            self.optimizer.step()
+            self.step += 1
+
+    def save(self, root: Path) -> None:
+        with Checkpointer(root, groups=self.groups) as checkpointer:
+            checkpointer.save(self.step, self.state(), overwrite=True)
+
+    def load(self, root: Path) -> None:
+        with Checkpointer(root, groups=self.groups) as checkpointer:
+            self.step = checkpointer.load(self.state()).values["progress"]["step"]
+
+
+def same(first: Loop, second: Loop) -> bool:
+    pairs = [(first.taken, second.taken)]
+    pairs.append(([*first.model.state_dict().values()], [*second.model.state_dict().values()]))
+    return all(len(one) == len(other) and all(map(torch.equal, one, other)) for one, other in pairs)
+
+
+def with_fault(groups: ProcessGroups, root: Path, *, is_rewound: bool) -> Path:
+    """Where the checkpoint of a fault in step 1 is, whose batches are 2 and 3."""
+    loop = Loop(groups, root)
+    batches = loop.machine.replayable(numbered(), is_rewound=is_rewound)
+    loop.run(2, batches, bad=(1, 0), num_bad=2)
+    assert loop.machine.decision.exit_code == 16
+    loop.save(loop.machine.checkpoints)
+    return loop.machine.checkpoints
+
+
+@pytest.mark.parametrize("bad", [(0, 0), (1, 1), (3, 0)])
+def test_a_source_that_draws_random_numbers_is_not_replayed_without_its_draws(
+    groups: ProcessGroups, tmp_path: Path, bad: tuple[int, int]
+) -> None:
+    """D7, D9: masks of a rerun are those of the run, here and in the process after a restart."""
+    good = Loop(groups, tmp_path / "good")
+    good.run(5, good.machine.replayable(shuffled()))
+    transient = Loop(groups, tmp_path / "transient")
+    transient.run(5, transient.machine.replayable(shuffled()), bad=bad)
+    assert same(good, transient)
+    source = shuffled()
+    broken = Loop(groups, tmp_path / "broken")
+    broken.run(5, broken.machine.replayable(source), bad=bad, num_bad=2)
+    assert broken.machine.decision.exit_code == 16
+    broken.save(broken.machine.checkpoints)
+    after = Loop(groups, tmp_path / "broken", device="B")
+    after.load(broken.machine.checkpoints)
+    after.taken = broken.taken
+    after.run(5, after.machine.replayable(source))  # behind the batches of the step
+    assert same(good, after)
+
+
+def test_data_that_is_bad_is_told_from_a_device_under_random_draws(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D8: with other masks the value would be another one, and device A would be convicted."""
+
+    def run(machine: RerunMachine, source: Iterator[torch.Tensor]) -> list[float]:
+        values = []
+        batches = machine.replayable(source)
+        for _ in machine.attempts(0, batches):
+            values.append(float(next(batches).sum() * torch.rand(())))
+            machine.validate("loss", values[-1], Rejects(lambda value: value > 0, "positive"))
+        return values
+
+    torch.manual_seed(0)
+    source = shuffled()
+    first = Loop(groups, tmp_path)
+    one, again = run(first.machine, source)
+    assert (one, first.machine.decision.exit_code) == (again, 16)
+    first.save(first.machine.checkpoints)
+    second = Loop(groups, tmp_path, device="B")
+    second.load(first.machine.checkpoints)
+    assert run(second.machine, source) == [one]
+    assert second.machine.decision.exit_code == 19
+
+
+@pytest.mark.parametrize("left_in", [0, 1])
+def test_a_step_that_was_left_starts_as_it_did(
+    groups: ProcessGroups, tmp_path: Path, left_in: int
+) -> None:
+    """D7: with its buffers and streams, not its batches alone; a rejected value is named."""
+    good = Loop(groups, tmp_path / "good")
+    good.run(3, good.machine.replayable(shuffled()))
+    loop = Loop(groups, tmp_path / "left")
+    loop.run(3, loop.machine.replayable(shuffled()), left_in=left_in, bad=(0, 0))
+    assert same(good, loop)
+    fresh = Loop(groups, tmp_path / "fresh")
+    for _ in fresh.machine.attempts(0):
+        fresh.machine.validate("norm", math.nan, NotFinite())
+        break
+    assert not fresh.lines
+    fresh.run(1, fresh.machine.replayable(shuffled()))
+    assert "'norm' on rank 0 was rejected" in "".join(fresh.lines)
+
+
+@pytest.mark.parametrize("is_rewound", [False, True])
+def test_a_rerun_from_a_checkpoint_that_was_left_loses_no_batch(
+    groups: ProcessGroups, tmp_path: Path, is_rewound: bool
+) -> None:
+    """D9: what the source repeats is passed over once, however often the step starts."""
+    faults = with_fault(groups, tmp_path, is_rewound=is_rewound)
+    loop = Loop(groups, tmp_path, device="B")
+    loop.load(faults)
+    source = numbered(2 if is_rewound else 4)
+    loop.run(3, loop.machine.replayable(source, is_rewound=is_rewound), left_in=0)
+    assert loop.first_numbers == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("is_rewound", [False, True])
+def test_the_batches_of_a_fault_are_used_in_every_mode(
+    groups: ProcessGroups, tmp_path: Path, is_rewound: bool
+) -> None:
+    """D21: also if a save comes between the load and the step."""
+    faults = with_fault(groups, tmp_path, is_rewound=is_rewound)
+    first = 2 if is_rewound else 4
+    for mode in ("validate_results", "disabled", "report_determinism_stats"):
+        loaded = Loop(groups, tmp_path, mode=mode)
+        loaded.load(faults)
+        again = tmp_path / mode
+        if mode != "report_determinism_stats":
+            loaded.machine.replayable(numbered(first), is_rewound=is_rewound)
+        loaded.save(again)
+        with Checkpointer(again, groups=groups) as checkpointer:
+            plain = loaded.state(has_machine=False)
+            if is_rewound:
+                checkpointer.load(plain)
+            else:
+                with pytest.raises(MismatchError, match=r"'rerun'.*batches of that step"):
+                    checkpointer.load(plain)
+        loop = Loop(groups, tmp_path, mode=mode)
+        loop.load(again)
+        loop.run(3, loop.machine.replayable(numbered(first), is_rewound=is_rewound))
+        assert loop.first_numbers == [2, 3, 4, 5], mode
+
+
+def test_an_iterator_of_an_evaluation_is_not_that_of_the_step(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D21: whichever was wrapped last, the batches of the fault are those that steps take."""
+    loop = Loop(groups, tmp_path)
+    batches = loop.machine.replayable(numbered())
+    loop.machine.replayable(numbered(), is_rewound=True)
+    loop.run(2, batches, bad=(1, 0), num_bad=2)
+    loop.save(loop.machine.checkpoints)
+    with (
+        Checkpointer(loop.machine.checkpoints, groups=groups) as checkpointer,
+        pytest.raises(MismatchError, match=r"'rerun'.*batches of that step"),
+    ):
+        checkpointer.load(loop.state(has_machine=False))
+
+
+def test_two_compared_runs_are_of_one_state_and_hide_nothing(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D13: an update between them is refused; what is rejected or observed is passed on."""
+    loop = Loop(groups, tmp_path, mode="report_determinism_stats")
+    batches = loop.machine.replayable(numbered())
+    loop.run(2, batches, bad=(1, 1), num_bad=2)
+    assert "'loss' on rank 0" in loop.lines[-1]
+    loop.machine.observe("update", math.nan, NotFinite())
+    loop.run(3, batches)
+    (event,) = read_report(tmp_path / "rerun")
+    assert (event["event"], event["values"][0]["call"]) == ("observed", "update")
+    loop.machine.observe("update", math.inf, NotFinite())
+    loop.machine.close()
+    assert "after step 2: 'update' on rank 0" in loop.lines[-1]
+
+    def steps_inside() -> None:
+        for _ in loop.machine.attempts(3, batches):
+            loop.model(next(batches)).mean().backward()
+            loop.optimizer.step()
+
+    with pytest.raises(ConfigError, match=r"inside the loop.*0.weight"):
+        steps_inside()
+
+
+def test_a_disabled_machine_takes_a_veto_in_each_step(groups: ProcessGroups) -> None:
+    """D4: a loop whose optimizer asks it runs as with any other machine."""
+    machine = RerunMachine(groups, mode="disabled")
+    for step in range(2):
+        for _ in machine.attempts(step):
+            machine.validate("loss", 1.0, NotFinite())
+            assert not machine.vetoes()
+            machine.take_decision(False)  # what `step(veto=machine)` does
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_an_entry_that_one_rank_cannot_read_stops_no_other(tmp_path: Path, broken: int) -> None:
+    """D3: the fault is dropped on all ranks, which would wait for one another otherwise."""
+
+    def body(groups: ThreadGroups) -> tuple[list[int], list[str]]:
+        lines: list[str] = []
+
+        def start(device: str) -> RerunMachine:
+            return RerunMachine(
+                groups,  # type: ignore[arg-type]
+                directory=tmp_path,
+                replayed=Replayed(rng=False),
+                device=DeviceIdentity(host="h", uuid=f"{device}{groups.rank}"),
+                note=lines.append,
+            )
+
+        first = start("A")
+        batches = first.replayable(range(9))
+        for _ in first.attempts(0, batches):
+            value = math.nan if groups.rank == 0 else float(next(batches))
+            first.validate("loss", value, NotFinite(), local=True)
+        entry = save_entry(first)
+        if groups.rank == broken:
+            entry["version"] = 99
+        second = start("B")
+        load_entry(second, entry)
+        batches, taken = second.replayable(range(1, 9)), []
+        for step in range(2):
+            for _ in second.attempts(step, batches):
+                taken.append(next(batches))
+                second.validate("loss", 1.0, NotFinite(), local=True)
+        assert second.state is State.NOT_RUNNING_YET
+        return taken, lines
+
+    rows = run_threads(2, body)
+    assert rows[broken][0] == [1, 2]
+    assert rows[1][1] == []
+    unread, dropped = rows[0][1][-2:]
+    assert "cannot be read" in unread
+    assert "is dropped: the ranks have loaded different faults" in dropped
