@@ -426,6 +426,9 @@ class ShardedModel(MicrobatchTaker):
                 "an error ended the last microbatch of the sharded model; call drop_gradients() "
                 "of it on all ranks first"
             )
+        changed = next((text for guard in self._guards if (text := guard.changed())), None)
+        if changed is not None:
+            return f"{changed}; put back what was there, or write its values in place"
         lost = next((text for guard in self._guards if (text := guard.lost_write())), None)
         if lost is not None:
             return f"{lost}; call drop_gradients() of the sharded model, and write again"
@@ -519,6 +522,7 @@ class ShardedModel(MicrobatchTaker):
         self.check_ended()
         self._check_writes()  # whatever else is wrong: nothing tells of a lost write later
         for guard in self._guards:  # a loop may have no microbatch(), and code in one changes it
+            guard.check_places()  # a change before it a forward has refused
             guard.check_settings()
         # They may have been forgotten, as by `zero_grad`.
         if self._is_pending and any(guard.has_gradients() for guard in self._guards):
