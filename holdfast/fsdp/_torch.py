@@ -997,10 +997,10 @@ class Places:
         """
         there = [*map(dict.get, self._tables, self._keys)]
         if not all(map(is_, there, map(_SHARD, self._held))):
-            for (module, key, member), found in zip(self._owners, there, strict=True):
-                if found is not member.sharded_param and found is not _whole_of(member):
-                    what = "is not there any more" if found is None else "is another one"
-                    return f"parameter '{self._name(module, key)}' {what} since fully_shard_model"
+            for (module, key, member), now in zip(self._owners, there, strict=True):
+                if now is not member.sharded_param and now is not _whole_of(member):
+                    state = "is not there any more" if now is None else "is another one"
+                    return f"parameter '{self._name(module, key)}' {state} since fully_shard_model"
         inner, outsides = self._look(), self._look_outside()
         if inner == self._inner and outsides == self._outsides:
             return None

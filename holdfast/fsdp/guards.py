@@ -95,8 +95,8 @@ class UnitGuard:
 
     def changed(self) -> str | None:
         """Return which parameter of this unit was replaced since the model was sharded."""
-        found = next((text for each in self._places if (text := each.changed())), None)
-        return None if found is None else f"unit '{self._name}': {found}"
+        changed = next((text for each in self._places if (text := each.changed())), None)
+        return None if changed is None else f"unit '{self._name}': {changed}"
 
     def check_weights(self, group: Any) -> None:
         """Raise ConfigError if shards were written while whole weights of them are kept.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -204,6 +205,16 @@ class ReducedOptimizer(PlainStepper):
         )
         # What is saved is the torch optimizer, which does not know of this one.
         set_worker(self, on=optimizer)
+        optimizer.register_step_pre_hook(_Reduction(self))
+
+    def check_reduced(self) -> None:
+        """Raise ConfigError if gradients that `reduce` makes equal are those of this rank alone."""
+        if self._reduce is not None and not self._is_reduced and self.groups.layout.world_size > 1:
+            raise ConfigError(
+                f"the torch optimizer of ReducedOptimizer '{self.name}' was stepped by itself, "
+                f"before reduce= has made its gradients equal on all ranks, which would part; call "
+                f"step() of the ReducedOptimizer"
+            )
 
     def _entries(self) -> list[Compared]:
         """Return what ranks compare of each plain parameter."""
@@ -256,12 +267,13 @@ class ReducedOptimizer(PlainStepper):
         Cost: an all-reduce of a number per parameter, and one of each gradient.
         """
         group = self.groups.group(over) if self.groups.size(over) > 1 else None
-        trained = [p for p in self.parameters() if p.requires_grad]
+        # What is frozen may have a gradient from before, which the optimizer uses.
+        members = self.parameters()
         counts = collectives.count_ranks(
-            [p.grad is not None for p in trained], group, what="the exchange of used parameters"
+            [p.grad is not None for p in members], group, what="the exchange of used parameters"
         )
         sums: list[tuple[Tensor, Tensor, collectives.Pending | None]] = []
-        for parameter, count in zip(trained, counts, strict=True):
+        for parameter, count in zip(members, counts, strict=True):
             if not count:
                 continue
             if parameter.grad is None:
@@ -350,6 +362,18 @@ class ReducedOptimizer(PlainStepper):
             "ReducedOptimizer holds gradients that are reduced and that no step has used; call "
             "step() first, or forget them with drop_gradients() on all ranks"
         )
+
+
+class _Reduction:
+    """A hook of a torch optimizer, which asks the `ReducedOptimizer` around it before a step."""
+
+    def __init__(self, around: ReducedOptimizer) -> None:
+        self._around = weakref.ref(around)
+
+    def __call__(self, *_: object) -> None:
+        around = self._around()
+        if around is not None:
+            around.check_reduced()
 
 
 def check_plain(optimizer: object, *, where: str) -> None:
