@@ -338,6 +338,10 @@ class ShardedModel(MicrobatchTaker):
     ) -> StepOutcome:
         """Measure gradients, clip, update; collective. Gradients are forgotten in every case.
 
+        These are all gradients of the model, also those of parameters that `optimizer` does not
+        have: so several optimizers that use the same backward are passed together, and one step of
+        one of them is followed by another backward.
+
         The norm is exact: the sum over all ranks of squares, each divided by the number of ranks
         that hold the element. If any rank's gradients or loss are not finite nothing is updated
         anywhere. A parameter that no rank used keeps its value and its state, as in one process.

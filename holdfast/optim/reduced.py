@@ -57,12 +57,6 @@ class JoinedOptimizer(TorchInterface):
                         f"'{owners[parameter]}' and '{name}'; it belongs to one of them"
                     )
         super().__init__(list(self._by_name.values()))
-        self._members = [
-            replace(member, group=member.group + sum(len(o.param_groups) for o in before))
-            for number, optimizer in enumerate(self.inners)
-            for before in [self.inners[:number]]
-            for member in whole_parameters(optimizer)
-        ]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step all optimizers."""
@@ -70,14 +64,18 @@ class JoinedOptimizer(TorchInterface):
         for optimizer in self.inners:
             optimizer.step()
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, or set them to zeros, as each of the optimizers does."""
         for optimizer in self.inners:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def drop_gradients(self) -> None:
+        self.zero_grad()
 
     # ---- state (see `holdfast.state.OptimizerState`) ----
 
     def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
-        return self._members
+        return in_one_numbering(self.inners, [*map(whole_parameters, self.inners)])
 
     def num_groups(self) -> dict[str, int]:
         return {name: len(each.param_groups) for name, each in self._by_name.items()}
@@ -388,6 +386,21 @@ def check_plain(optimizer: object, *, where: str) -> None:
 def whole_parameters(optimizer: torch.optim.Optimizer) -> list[OptimizerParameter]:
     """Return each parameter of a plain optimizer, held whole."""
     return list(UnshardedOptimizer(optimizer).optimizer_parameters())
+
+
+def in_one_numbering(
+    optimizers: Sequence[torch.optim.Optimizer], members: Sequence[Sequence[OptimizerParameter]]
+) -> list[OptimizerParameter]:
+    """Return the members of several optimizers, with groups numbered from the first one's on.
+
+    Made when it is needed: a plain optimizer may get another group at any time.
+    """
+    numbered: list[OptimizerParameter] = []
+    first = 0
+    for optimizer, own in zip(optimizers, members, strict=True):
+        numbered += [replace(member, group=member.group + first) for member in own]
+        first += len(optimizer.param_groups)
+    return numbered
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
