@@ -7,11 +7,12 @@ if a unit has several groups. Its pieces do all of that, so units are made of th
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain, repeat
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -958,6 +959,90 @@ def sharded_all(members: Iterable[Any]) -> list[nn.Parameter]:
 def whole_parameters(group: Any) -> list[nn.Parameter]:
     """Return whole parameters; FSDP2 makes them once, at the first use, and then all of a group."""
     return [each._unsharded_param for each in group.fsdp_params]
+
+
+_LOCAL = attrgetter("sharded_param._local_tensor")
+_DTYPE = attrgetter("dtype")
+_STORAGE: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+
+
+class Places:
+    """Where modules have the parameters of a group, which FSDP2 only writes to after it is set up.
+
+    It puts parameters of its own there, so one that is assigned, or removed, would be gone in the
+    next forward. An assignment to `.data` of a DTensor torch ignores: only the storage of its empty
+    outside changes, which nothing reads.
+    """
+
+    def __init__(self, unit: nn.Module, group: Any) -> None:
+        self._members: list[Any] = group.fsdp_params
+        self._owners: list[tuple[nn.Module, str, Any]] = []
+        for member in self._members:
+            info = member._module_info
+            modules = (info.module, *info.shared_modules)
+            names = (info.param_name, *info.shared_param_names)
+            self._owners += [(m, n, member) for m, n in zip(modules, names, strict=True)]
+        self._tables = [module._parameters for module, _, _ in self._owners]
+        self._keys = [key for _, key, _ in self._owners]
+        self._held = [member for _, _, member in self._owners]
+        self._names = {module: name for name, module in unit.named_modules()}
+        self._inner = self._look()
+        self._shards = self._refer()
+        self._outsides = self._look_outside()
+
+    def changed(self) -> str | None:
+        """Return which parameter is not that of FSDP2 any more, and what was done to it.
+
+        Cost: 0.5 microseconds a parameter.
+        """
+        there = [*map(dict.get, self._tables, self._keys)]
+        if not all(map(is_, there, map(_SHARD, self._held))):
+            for (module, key, member), now in zip(self._owners, there, strict=True):
+                if now is not member.sharded_param and now is not _whole_of(member):
+                    state = "is not there any more" if now is None else "is another one"
+                    return f"parameter '{self._name(module, key)}' {state} since fully_shard_model"
+        inner, outsides = self._look(), self._look_outside()
+        if inner == self._inner and outsides == self._outsides:
+            return None
+        for i, member in enumerate(self._members):
+            what: str | None = None
+            shard = member.sharded_param._local_tensor
+            # FSDP2 looks at the dtype for the last time in the first forward.
+            known = getattr(member, "orig_dtype", shard.dtype)
+            if shard.dtype != known:
+                what = f"was converted from {known} to {shard.dtype} after the first forward"
+            # A conversion of the model gives it another shard, too.
+            elif outsides[i] != self._outsides[i] and self._shards[i]() is shard:
+                what = "was assigned to through .data, which torch ignores for a DTensor"
+            if what is not None:
+                info = member._module_info
+                return f"parameter '{self._name(info.module, info.param_name)}' {what}"
+        self._inner, self._outsides, self._shards = inner, outsides, self._refer()
+        return None
+
+    def accept_ignored(self) -> None:
+        """Forget assignments to `.data`, which have changed nothing."""
+        self._outsides = self._look_outside()
+
+    def _look(self) -> list[object]:
+        shards = [*map(_LOCAL, self._members)]
+        return [*map(id, shards), *map(_DTYPE, shards)]
+
+    def _refer(self) -> list[weakref.ref[torch.Tensor]]:
+        return [*map(weakref.ref, map(_LOCAL, self._members))]
+
+    def _look_outside(self) -> list[int]:
+        return [*map(_STORAGE, map(_SHARD, self._members))]
+
+    def _name(self, module: nn.Module, key: str) -> str:
+        place = self._names.get(module, "")
+        return f"{place}.{key}" if place else key
+
+
+def _whole_of(member: Any) -> nn.Parameter | None:
+    """Return the whole parameter; FSDP2 makes it at its first use."""
+    whole: nn.Parameter | None = getattr(member, "_unsharded_param", None)
+    return whole
 
 
 def is_whole(group: Any) -> bool:

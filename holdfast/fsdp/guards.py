@@ -39,6 +39,7 @@ class UnitGuard:
         self.groups: list[Any] = _torch.param_groups(self.state)
         self._hooks = hooks
         self._prefetch = prefetch
+        self._places = [_torch.Places(unit, group) for group in self.groups]
         self._reductions = [_torch.reduction_of(group) for group in self.groups]
         self._gathers = [_torch.gather_of(group) for group in self.groups]
         self.units: Sequence[UnitGuard] = (self,)
@@ -78,6 +79,24 @@ class UnitGuard:
         for group in self.groups:
             for parameter in _torch.with_hooks(group):
                 check_hooks(parameter, where=self._place)
+
+    def check_places(self) -> None:
+        """Raise ConfigError if the model has another parameter now, or one of another dtype."""
+        changed = self.changed()
+        if changed is not None:
+            for unit in self.units:  # one refusal tells of all that was ignored so far
+                for each in unit._places:
+                    each.accept_ignored()
+            raise ConfigError(
+                f"{changed}; training would not use it. Change the model before fully_shard_model, "
+                f"and choose the dtype of the computation by precision=; after it write values in "
+                f"place (parameter.copy_(...)) or by load_state_dict"
+            )
+
+    def changed(self) -> str | None:
+        """Return which parameter of this unit was replaced since the model was sharded."""
+        changed = next((text for each in self._places if (text := each.changed())), None)
+        return None if changed is None else f"unit '{self._name}': {changed}"
 
     def check_weights(self, group: Any) -> None:
         """Raise ConfigError if shards were written while whole weights of them are kept.
@@ -208,6 +227,7 @@ class UnitGuard:
     def _before_gather(self, module: nn.Module, args: Any) -> None:
         """Check whole weights before their first use in a forward."""
         del module, args
+        self.check_places()
         if _torch.versions(self._wholes) != self._whole_versions:
             self.check_writes()
         for group in self.groups:

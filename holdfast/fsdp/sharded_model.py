@@ -338,6 +338,10 @@ class ShardedModel(MicrobatchTaker):
     ) -> StepOutcome:
         """Measure gradients, clip, update; collective. Gradients are forgotten in every case.
 
+        These are all gradients of the model, also those of parameters that `optimizer` does not
+        have: so several optimizers that use the same backward are passed together, and one step of
+        one of them is followed by another backward.
+
         The norm is exact: the sum over all ranks of squares, each divided by the number of ranks
         that hold the element. If any rank's gradients or loss are not finite nothing is updated
         anywhere. A parameter that no rank used keeps its value and its state, as in one process.
@@ -426,6 +430,9 @@ class ShardedModel(MicrobatchTaker):
                 "an error ended the last microbatch of the sharded model; call drop_gradients() "
                 "of it on all ranks first"
             )
+        changed = next((text for guard in self._guards if (text := guard.changed())), None)
+        if changed is not None:
+            return f"{changed}; put back what was there, or write its values in place"
         lost = next((text for guard in self._guards if (text := guard.lost_write())), None)
         if lost is not None:
             return f"{lost}; call drop_gradients() of the sharded model, and write again"
@@ -519,6 +526,7 @@ class ShardedModel(MicrobatchTaker):
         self.check_ended()
         self._check_writes()  # whatever else is wrong: nothing tells of a lost write later
         for guard in self._guards:  # a loop may have no microbatch(), and code in one changes it
+            guard.check_places()  # a change before it a forward has refused
             guard.check_settings()
         # They may have been forgotten, as by `zero_grad`.
         if self._is_pending and any(guard.has_gradients() for guard in self._guards):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 from torch import nn
@@ -14,7 +13,7 @@ from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import Stepper
 from holdfast.optim.microbatches import Launched
 from holdfast.optim.norms import GradientPart
-from holdfast.optim.reduced import ReducedOptimizer
+from holdfast.optim.reduced import ReducedOptimizer, in_one_numbering
 from holdfast.optim.scalars import Border
 from holdfast.optim.sharded import ShardedOptimizer
 from holdfast.optim.torch_interface import TorchInterface
@@ -60,8 +59,6 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                 )
         self._groups = next(iter(self._optimizers.values())).groups
         names: dict[nn.Parameter, str] = {}
-        self._parameters: list[OptimizerParameter] = []
-        num_groups = 0
         for name, optimizer in self._optimizers.items():
             if optimizer.name != name:
                 raise ConfigError(f"optimizer '{optimizer.name}' is chained under name '{name}'")
@@ -74,8 +71,6 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                         f"'{names[member.parameter]}' and '{name}'"
                     )
                 names[member.parameter] = name
-                self._parameters.append(replace(member, group=member.group + num_groups))
-            num_groups += len(optimizer.optimizer.param_groups)
         super().__init__(
             [
                 each.inner if isinstance(each, ShardedOptimizer) else each.optimizer
@@ -111,7 +106,7 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         return next(iter(divisors.values()))
 
     def parameters(self) -> list[nn.Parameter]:
-        return [member.parameter for member in self._parameters]
+        return [p for each in self._optimizers.values() for p in each.parameters()]
 
     @contextlib.contextmanager
     def take_microbatch(self, *, is_last: bool) -> Iterator[None]:
@@ -179,7 +174,10 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         return super().unfinished_work() or unfinished_on(*self._optimizers.values())
 
     def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
-        return self._parameters
+        each = self._optimizers.values()
+        return in_one_numbering(
+            [one.optimizer for one in each], [one.optimizer_parameters() for one in each]
+        )
 
     def num_groups(self) -> dict[str, int]:
         """Return the number of parameter groups of each optimizer, by its name."""

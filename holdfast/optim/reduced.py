@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -56,12 +57,6 @@ class JoinedOptimizer(TorchInterface):
                         f"'{owners[parameter]}' and '{name}'; it belongs to one of them"
                     )
         super().__init__(list(self._by_name.values()))
-        self._members = [
-            replace(member, group=member.group + sum(len(o.param_groups) for o in before))
-            for number, optimizer in enumerate(self.inners)
-            for before in [self.inners[:number]]
-            for member in whole_parameters(optimizer)
-        ]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step all optimizers."""
@@ -69,14 +64,18 @@ class JoinedOptimizer(TorchInterface):
         for optimizer in self.inners:
             optimizer.step()
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, or set them to zeros, as each of the optimizers does."""
         for optimizer in self.inners:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def drop_gradients(self) -> None:
+        self.zero_grad()
 
     # ---- state (see `holdfast.state.OptimizerState`) ----
 
     def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
-        return self._members
+        return in_one_numbering(self.inners, [*map(whole_parameters, self.inners)])
 
     def num_groups(self) -> dict[str, int]:
         return {name: len(each.param_groups) for name, each in self._by_name.items()}
@@ -204,6 +203,16 @@ class ReducedOptimizer(PlainStepper):
         )
         # What is saved is the torch optimizer, which does not know of this one.
         set_worker(self, on=optimizer)
+        optimizer.register_step_pre_hook(_Reduction(self))
+
+    def check_reduced(self) -> None:
+        """Raise ConfigError if gradients that `reduce` makes equal are those of this rank alone."""
+        if self._reduce is not None and not self._is_reduced and self.groups.layout.world_size > 1:
+            raise ConfigError(
+                f"the torch optimizer of ReducedOptimizer '{self.name}' was stepped by itself, "
+                f"before reduce= has made its gradients equal on all ranks, which would part; call "
+                f"step() of the ReducedOptimizer"
+            )
 
     def _entries(self) -> list[Compared]:
         """Return what ranks compare of each plain parameter."""
@@ -256,12 +265,13 @@ class ReducedOptimizer(PlainStepper):
         Cost: an all-reduce of a number per parameter, and one of each gradient.
         """
         group = self.groups.group(over) if self.groups.size(over) > 1 else None
-        trained = [p for p in self.parameters() if p.requires_grad]
+        # What is frozen may have a gradient from before, which the optimizer uses.
+        members = self.parameters()
         counts = collectives.count_ranks(
-            [p.grad is not None for p in trained], group, what="the exchange of used parameters"
+            [p.grad is not None for p in members], group, what="the exchange of used parameters"
         )
         sums: list[tuple[Tensor, Tensor, collectives.Pending | None]] = []
-        for parameter, count in zip(trained, counts, strict=True):
+        for parameter, count in zip(members, counts, strict=True):
             if not count:
                 continue
             if parameter.grad is None:
@@ -352,6 +362,18 @@ class ReducedOptimizer(PlainStepper):
         )
 
 
+class _Reduction:
+    """A hook of a torch optimizer, which asks the `ReducedOptimizer` around it before a step."""
+
+    def __init__(self, around: ReducedOptimizer) -> None:
+        self._around = weakref.ref(around)
+
+    def __call__(self, *_: object) -> None:
+        around = self._around()
+        if around is not None:
+            around.check_reduced()
+
+
 def check_plain(optimizer: object, *, where: str) -> None:
     """Raise ConfigError unless it is a torch optimizer that leaves gradients to others."""
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, TorchInterface):
@@ -364,6 +386,21 @@ def check_plain(optimizer: object, *, where: str) -> None:
 def whole_parameters(optimizer: torch.optim.Optimizer) -> list[OptimizerParameter]:
     """Return each parameter of a plain optimizer, held whole."""
     return list(UnshardedOptimizer(optimizer).optimizer_parameters())
+
+
+def in_one_numbering(
+    optimizers: Sequence[torch.optim.Optimizer], members: Sequence[Sequence[OptimizerParameter]]
+) -> list[OptimizerParameter]:
+    """Return the members of several optimizers, with groups numbered from the first one's on.
+
+    Made when it is needed: a plain optimizer may get another group at any time.
+    """
+    numbered: list[OptimizerParameter] = []
+    first = 0
+    for optimizer, own in zip(optimizers, members, strict=True):
+        numbered += [replace(member, group=member.group + first) for member in own]
+        first += len(optimizer.param_groups)
+    return numbered
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

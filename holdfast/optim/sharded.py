@@ -154,6 +154,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self._updated = self._updated_views()
         self.inner = self._make_inner(param_groups, make, is_elementwise=elementwise)
         super().__init__([self.inner])
+        self._members = [[*map(id, group["params"])] for group in self.inner.param_groups]
         self._parameters = self._make_parameters()
         self._markers = self._bucket_markers()
         self._reducer = GradientReducer(
@@ -253,6 +254,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self._check_open()
         self.synchronize()
         self._watch.check()
+        self._check_groups()
         for bucket in self._buckets:
             bucket.check_views(self._names)
         for parameter in self._frozen:
@@ -264,6 +266,18 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                     f"built and {'is trained' if is_trained else 'has a gradient'} now; build "
                     f"another optimizer"
                 )
+
+    def _check_groups(self) -> None:
+        """Raise ConfigError if groups have other tensors than those that this rank updates."""
+        groups = self.inner.param_groups
+        if [[*map(id, group["params"])] for group in groups] == self._members:
+            return
+        raise ConfigError(
+            f"optimizer '{self.name}': the tensors in its param_groups are not those that it was "
+            f"built with (params were replaced, taken out or moved, or a group was). They are this "
+            f"rank's shares of parameters, and others would not be updated; to train less set "
+            f"requires_grad_(False), else close() this optimizer and build another one"
+        )
 
     def gradient_parts(self) -> list[GradientPart]:
         self.finish_gradients()

@@ -49,6 +49,8 @@ class Way:
     """True if dense parameters are DTensors on the mesh of their layout."""
     has_contexts: bool = True
     """False if backwards run without `microbatch` around them."""
+    has_two: bool = False
+    """True if each parameter group of a sharded model has an optimizer of its own."""
     actions: tuple[Action, ...] = ()
 
 
@@ -145,6 +147,7 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
                 modes=tuple(mode for mode in MODES if kind != "fsdp" or mode != "copy"),
             ),
         ),
+        has_two=kind == "fsdp" and chance.random() < 0.3,
     )
     return Program(
         seed=seed,

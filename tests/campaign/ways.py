@@ -111,6 +111,8 @@ class Trained:
         self.model = case.model
         self._experts = _placed(case, way, groups)
         self.sharded: ShardedModel | None = None
+        self._stepped: Any = None
+        """The optimizer of a sharded model, or several by name."""
         self.optimizer: Any = self._optimizer(case)
         self._trainable = {p: p.requires_grad for p in self.model.parameters()}
         self._checkpointer = Checkpointer(root, groups=groups)
@@ -217,7 +219,7 @@ class Trained:
     def _step(self, max_norm: float) -> Values:
         options: dict[str, Any] = {"max_norm": max_norm, "count_zeros": True}
         if self.sharded is not None:
-            outcome = self.sharded.step(self.optimizer, **options)
+            outcome = self.sharded.step(self._stepped, **options)
         else:
             outcome = self.optimizer.step(**options)
         assert isinstance(outcome, StepOutcome)
@@ -274,7 +276,12 @@ class Trained:
                 experts=case.experts if self._experts is not None else (),
                 **way.options,
             )
-            return make(param_groups(list(model.parameters()), decays=decays))
+            divided = param_groups(list(model.parameters()), decays=decays)
+            if not way.has_two:
+                self._stepped = make(divided)
+                return self._stepped
+            self._stepped = {f"of group {i}": make([group]) for i, group in enumerate(divided)}
+            return self.sharded.stepper(self._stepped).optimizer
         experts = self._experts or set()
         dense = [p for p in model.parameters() if p not in experts]
         special = [p for p in model.parameters() if p in experts]

@@ -1,8 +1,10 @@
-"""What users have put on parameters, attributes and hooks, is kept or refused (I4)."""
+"""What users have put on parameters, attributes and hooks, is kept or refused (I4, F19)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from holdfast import ConfigError, Layout, ProcessGroups
+from holdfast import Checkpointer, ConfigError, Layout, ProcessGroups
 from holdfast.fsdp import fully_shard_model
 from tests.fsdp.common import STRATEGIES, build, difference, place, sgd, shard
 from tests.harness import RankContext, run_ranks
@@ -174,3 +176,79 @@ def refused(context: RankContext) -> None:
 def test_hooks_that_would_never_be_called_are_refused() -> None:
     """I4"""
     run_ranks(2, refused)
+
+
+def assign(net: Any) -> None:
+    net.layers[1].bias = nn.Parameter(torch.ones(WIDTH))
+
+
+def remove(net: Any) -> None:
+    net.layers[1].bias = None
+
+
+def tie(net: Any) -> None:
+    net.layers[1].bias = net.layers[0].bias
+
+
+def give_memory(net: Any) -> None:
+    net.layers[1].bias.data = net.layers[1].bias.data * 2
+
+
+def convert(net: Any) -> None:
+    net.layers[1].to(torch.float64)
+
+
+REPLACED = {
+    assign: "is another one since",
+    remove: "is not there any more since",
+    tie: "is another one since",
+    give_memory: "was assigned to through .data",
+    convert: "was converted from torch.float32 to torch.float64",
+}
+
+
+def replaced(context: RankContext, directory: str) -> None:
+    with (
+        ProcessGroups.create(Layout(dp=2)) as groups,
+        Checkpointer(directory, groups=groups) as saver,
+    ):
+        for change, what in REPLACED.items():
+            net: Any = Tied()
+            sharded = fully_shard_model(net, groups, experts=(), units=list(net.layers))
+            optimizer = sgd(net.parameters())
+
+            def backward(net: Any = net, sharded: Any = sharded) -> None:
+                with sharded.microbatch(is_last=True):
+                    net(rows(0)).backward()
+
+            backward()
+            before = net.layers[1].bias
+            change(net)
+            match = rf"unit 'layers\.1': parameter '\w+' {re.escape(what)}"
+            with pytest.raises(ConfigError, match=match):
+                saver.save(1, {"model": net})
+            with pytest.raises(ConfigError, match=match):
+                sharded.step(optimizer)
+            if change is give_memory:  # it has changed nothing, and one refusal tells that
+                backward()
+                assert sharded.step(optimizer).norm > 0
+                change(net)
+            with torch.no_grad(), pytest.raises(ConfigError, match=match):
+                net(rows(0))
+            if change is not convert:
+                net.layers[1].bias = before
+                sharded.drop_gradients()
+                backward()
+                assert sharded.step(optimizer).norm > 0
+        # What FSDP2 follows: a conversion that ends as it began, and one before the first forward.
+        net = Tied()
+        sharded = fully_shard_model(net, groups, experts=(), units=list(net.layers))
+        net.to(torch.float64)
+        for _ in range(3):
+            net(rows(0).double())
+            net.to(torch.float32).to(torch.float64)
+
+
+def test_a_parameter_that_is_replaced_after_sharding_is_refused(tmp_path: Path) -> None:
+    """F19: the next forward would put back what was there, and a step train that."""
+    run_ranks(2, replaced, str(tmp_path))

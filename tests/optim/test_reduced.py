@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from holdfast import Layout, ProcessGroups
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.optim import ReducedOptimizer
 from tests.harness import RankContext, run_ranks
 
@@ -82,3 +82,32 @@ def test_a_gradient_of_an_expert_that_only_some_of_its_ranks_have_is_refused(
         assert expected in message
     assert not results[1][1]
     assert not results[3][1]
+
+
+def averaged(context: RankContext) -> None:
+    def one(value: float) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        parameter = nn.Parameter(torch.full((3,), value))
+        return parameter, torch.optim.SGD([parameter], lr=0.5)
+
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        parameter, inner = one(1.0)
+        optimizer = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
+        # Frozen after its backward: in one process the optimizer uses its gradient all the same.
+        (parameter * (1 + context.rank)).sum().backward()
+        parameter.requires_grad_(False)
+        assert optimizer.step().norm == pytest.approx(3**0.5 * 1.5)
+        assert torch.equal(parameter, torch.full((3,), 1 - 0.5 * 1.5))
+        parameter.requires_grad_(True)
+        (parameter * (1 + context.rank)).sum().backward()
+        with pytest.raises(ConfigError, match="stepped by itself, before reduce= has made its"):
+            inner.step()
+        assert optimizer.step().norm > 0
+        parameter, inner = one(2.0)
+        ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)  # gone at once
+        parameter.sum().backward()
+        inner.step()
+
+
+def test_an_optimizer_never_steps_with_the_gradients_of_one_rank() -> None:
+    """I1: ranks would part, silently."""
+    run_ranks(2, averaged)

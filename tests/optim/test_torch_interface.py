@@ -319,6 +319,34 @@ def test_parameters_that_are_not_the_models_any_more_are_found() -> None:
         assert name
 
 
+def test_groups_of_other_tensors_are_refused() -> None:
+    """S4: what was taken out is in the buckets still; what was put in has no gradient."""
+
+    def clear(optimizer: Any, net: Any) -> None:
+        optimizer.param_groups[0]["params"] = list(net.parameters())
+
+    def take_out(optimizer: Any, net: Any) -> None:
+        del optimizer.param_groups[0]["params"][1:]
+
+    def remove(optimizer: Any, net: Any) -> None:
+        optimizer.param_groups.pop()
+
+    for change in (clear, take_out, remove):
+        net = net_of()
+        optimizer = sharded(net)
+        before = [[*group["params"]] for group in optimizer.param_groups]
+        groups = [*optimizer.param_groups]
+        backward(net, optimizer)
+        change(optimizer, net)
+        with pytest.raises(ConfigError, match="tensors in its param_groups are not those"):
+            optimizer.step()
+        optimizer.param_groups[:] = groups
+        for group, members in zip(groups, before, strict=True):
+            group["params"] = members
+        backward(net, optimizer)
+        assert optimizer.step().norm > 0
+
+
 def test_a_gradient_of_what_was_trained_for_a_while_is_not_lost() -> None:
     """S4: frozen when the optimizer was built, and again at the step."""
     net = net_of()

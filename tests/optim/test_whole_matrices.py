@@ -117,6 +117,59 @@ def test_matrices_are_whole_and_the_rest_is_sharded_in_one_step(tmp_path: Path) 
     run_ranks(2, chained, str(tmp_path))
 
 
+def extended(context: RankContext, directory: str) -> None:
+    with (
+        ProcessGroups.create(Layout(dp=2)) as groups,
+        Checkpointer(directory, groups=groups) as saver,
+    ):
+
+        def build(*, is_extended: bool) -> tuple[Net, Any]:
+            net = Net()
+            plain = {
+                "matrices": muon(matrices(net)[:2]),
+                "rest": adamw([net.scale]),
+            }
+            optimizer = ChainedOptimizer(
+                {
+                    name: ReducedOptimizer(each, groups, reduce="dp_cp", divisor=2, name=name)
+                    for name, each in plain.items()
+                }
+            )
+            if is_extended:
+                plain["matrices"].add_param_group({"params": [net.rare], "lr": 0.01})
+            return net, optimizer
+
+        net, optimizer = build(is_extended=True)
+        step_chain(net, optimizer, 0, context.rank)
+        assert not torch.equal(net.rare, Net().rare)
+        saver.save(1, {"model": net, "optimizer": OptimizerState(optimizer, net)})
+        again, other = build(is_extended=True)
+        saver.load({"model": again, "optimizer": OptimizerState(other, again)})
+        assert [group["lr"] for group in other.param_groups] == [0.05, 0.01, 0.02]
+        for step in (1, 2):
+            step_chain(net, optimizer, step, context.rank)
+            step_chain(again, other, step, context.rank)
+        for one, two in zip(again.parameters(), net.parameters(), strict=True):
+            assert torch.equal(one, two)
+        less, fewer = build(is_extended=False)
+        with pytest.raises(HoldfastError, match="'matrices' has 1 parameter groups"):
+            saver.load({"model": less, "optimizer": OptimizerState(fewer, less)})
+
+        net = Net()
+        sharded = fully_shard_model(net, groups, experts=())
+        by_name = {"matrices": muon(matrices(net)), "rest": adamw([net.scale])}
+        joined = sharded.stepper(by_name).optimizer
+        with sharded.microbatch(is_last=True):
+            net(rows_of(0, context.rank)).mean().backward()
+        joined.zero_grad(set_to_none=False)
+        assert sharded.step(by_name).norm == 0
+
+
+def test_groups_that_are_added_to_one_of_several_optimizers_are_kept(tmp_path: Path) -> None:
+    """I1, M3: before, a save was refused, as if the state were of no parameter."""
+    run_ranks(2, extended, str(tmp_path))
+
+
 class ByItem(Lion):
     """Takes a number out of a DTensor: the norm of one rank's shard."""
 
