@@ -140,6 +140,8 @@ class ReducedOptimizer(PlainStepper):
             if that has happened by then. It leaves parameters that no rank used without a gradient,
             or gives them zeros. Or the name of a group (`dp_cp`, `expt_dp`): gradients are added up
             over it, in float32 or wider, and divided by `divisor`.
+            `step` calls it: what other code does to `.grad` before that (`clip_grad_norm_`), it
+            does to the gradient of this rank alone; clip with `step(max_norm=...)`.
         divisor: the sum of gradients over data ranks is divided by it. Of modules on other layouts
             it is compared.
         shards: by axis, plain parameters of which each rank along the axis holds another shard:
