@@ -78,6 +78,10 @@ class RetentionPlan:
     after: int | None = None
     """The steps above this one are given up."""
 
+    def gives_up(self, step: int) -> bool:
+        """Return True for a step that goes because it is above `after`."""
+        return self.after is not None and step > self.after
+
 
 @dataclass(slots=True, kw_only=True)
 class RetentionResult:
@@ -262,8 +266,8 @@ def _read_step(storage: Storage, step: int, tags: tuple[str, ...]) -> tuple[Cand
 def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | None:
     """Remove one checkpoint, or return why it must not be removed."""
     directory = removal.directory
-    is_given_up = plan.after is not None and removal.step > plan.after
-    if plan.newest is None or (removal.step >= plan.newest and not is_given_up):
+    is_old = plan.newest is not None and removal.step < plan.newest
+    if plan.newest is None or not (is_old or plan.gives_up(removal.step)):
         return "not older than the newest sound checkpoint"
     # Everything is checked after the announcement: a reader that comes later sees it and waits.
     with announce_removal(storage, directory) as readers:

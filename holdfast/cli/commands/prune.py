@@ -188,10 +188,9 @@ def _print_plan(root: str, plan: RetentionPlan) -> None:
     for step in sorted({*plan.keep, *removals}):
         if step in removals:
             tags = removals[step].tags
-            is_given_up = plan.after is not None and step > plan.after
-            why = (
-                f"above step {plan.after}" if is_given_up else "no policy keeps it" if tags else ""
-            )
+            why = "no policy keeps it" if tags else ""
+            if plan.gives_up(step):
+                why = f"above step {plan.after}"
             why += f", though tagged {', '.join(tags)}" if tags else ""
             size = in_bytes(removals[step].stored_nbytes)
             table.add_row(f"{step}", "goes", clean(why), size, style="yellow")
