@@ -48,9 +48,11 @@ def clean(text: str) -> str:
     )
 
 
-def counted(number: int, noun: str, nouns: str | None = None) -> str:
-    """Return a number and its noun: "1 file", "2,000 files"; `nouns` if the plural adds no s."""
-    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun: "1 file", "2,000 files", "2 entries"."""
+    ends_in_ies = noun.endswith("y") and noun[-2] not in "aeiou"
+    nouns = f"{noun[:-1]}ies" if ends_in_ies else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else nouns}"
 
 
 def some_of(names: Sequence[str], *, most: int = 10) -> str:

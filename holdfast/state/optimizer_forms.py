@@ -167,7 +167,7 @@ def load_form(
         named = [each._replace(path=_named(each.path, where, names or {})) for each in wrong]
         raise MismatchError(
             f"{kind}.load_state_dict() did not take what was stored "
-            f"({counted(len(wrong), 'entry', 'entries')}): {listed(named)}; mend its "
+            f"({counted(len(wrong), 'entry')}): {listed(named)}; mend its "
             f"load_state_dict or its hooks, so that state_dict() after a load states what "
             f"was loaded"
         )

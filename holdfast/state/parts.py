@@ -135,7 +135,7 @@ class StatefulPart:
         if wrong:
             raise MismatchError(
                 f"{kind}.load_state_dict() did not take what was stored "
-                f"({counted(len(wrong), 'entry', 'entries')}): {listed(wrong)}; build "
+                f"({counted(len(wrong), 'entry')}): {listed(wrong)}; build "
                 f"the object as the saved run did, or mend its load_state_dict, so that "
                 f"state_dict() after a load states what was loaded. An object that applies its "
                 f"state only later, such as a data loader, is declared: "

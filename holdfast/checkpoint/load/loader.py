@@ -482,7 +482,7 @@ def _refuse_left_over(written: set[str], result: MatchResult, step: int) -> None
     left = sorted(written - {each.path for each in result.tensors}) if written else []
     if left:
         raise CorruptionError(
-            f"step {step} lacks {_entries(left)} that a damaged newer checkpoint has "
+            f"step {step} lacks {counted(len(left), 'entry')} that a damaged newer checkpoint has "
             f"already written to: {some_of(left)}; load step {step} into a fresh state"
         )
 
@@ -516,10 +516,6 @@ def _not_requested(
     return tuple(sorted(set(parts) - requested))
 
 
-def _entries(paths: Sequence[str]) -> str:
-    return counted(len(paths), "entry", "entries")
-
-
 def warn_of_kept(result: MatchResult, rank: int) -> None:
     """Say once that values of this rank's coordinates are not stored and stay as they are."""
     if result.kept:
@@ -541,8 +537,8 @@ def raise_mismatch(result: MatchResult, step: int) -> None:
     sentences = []
     if result.missing:
         sentences.append(
-            f"the checkpoint lacks {_entries(result.missing)} that the state asks for: "
-            f"{some_of(result.missing)} (allow_missing=[patterns] lets them be)"
+            f"the checkpoint lacks {counted(len(result.missing), 'entry')} that the state asks "
+            f"for: {some_of(result.missing)} (allow_missing=[patterns] lets them be)"
         )
         if any(path.endswith("]") for path in result.missing):
             sentences[-1] += (
@@ -552,12 +548,14 @@ def raise_mismatch(result: MatchResult, step: int) -> None:
     if result.mismatched:
         verb = "does" if len(result.mismatched) == 1 else "do"
         sentences.append(
-            f"{_entries(result.mismatched)} {verb} not fit: {some_of(result.mismatched)}"
+            f"{counted(len(result.mismatched), 'entry')} {verb} not fit: "
+            f"{some_of(result.mismatched)}"
         )
     if result.unagreed:
         sentences.append(
-            f"{_entries(result.unagreed)} would start fresh: {some_of(result.unagreed)} "
-            f"(allow_missing=[patterns] agrees to that, as in {_patterns(result.unagreed)})"
+            f"{counted(len(result.unagreed), 'entry')} would start fresh: "
+            f"{some_of(result.unagreed)} (allow_missing=[patterns] agrees to that, as in "
+            f"{_patterns(result.unagreed)})"
         )
     if sentences:
         raise MismatchError(

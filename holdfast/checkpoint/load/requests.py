@@ -199,7 +199,7 @@ def find_unexpected(
     refused = [path for path in unexpected if not matches(path, patterns)]
     if refused:
         raise MismatchError(
-            f"the checkpoint holds {counted(len(refused), 'entry', 'entries')} that the state does "
+            f"the checkpoint holds {counted(len(refused), 'entry')} that the state does "
             f"not ask for: {some_of(refused)}; pass "
             f"ignore_unexpected=[patterns], or True for all, to leave them"
         )
