@@ -266,8 +266,8 @@ def _read_step(storage: Storage, step: int, tags: tuple[str, ...]) -> tuple[Cand
 def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | None:
     """Remove one checkpoint, or return why it must not be removed."""
     directory = removal.directory
-    is_old = plan.newest is not None and removal.step < plan.newest
-    if plan.newest is None or not (is_old or plan.gives_up(removal.step)):
+    newest = plan.newest
+    if newest is None or (removal.step >= newest and not plan.gives_up(removal.step)):
         return "not older than the newest sound checkpoint"
     # Everything is checked after the announcement: a reader that comes later sees it and waits.
     with announce_removal(storage, directory) as readers:
@@ -282,8 +282,8 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
         tags = set(_tags_of_steps(storage).get(removal.step, ())) - set(removal.tags)
         if tags:
             return f"tagged {', '.join(sorted(tags))} since the plan was made"
-        if _stamp(storage, step_dir(plan.newest)) != plan.newest_stamp:
-            return f"step {plan.newest}, from which a run would restart, has changed since"
+        if _stamp(storage, step_dir(newest)) != plan.newest_stamp:
+            return f"step {newest}, from which a run would restart, has changed since"
 
         # Checked once more after it has lost its name: from here on no save can replace it and no
         # reader find it. A version saved between the check above and the renaming must not be
