@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from holdfast import RNG, OptimizerState
 from holdfast.rerun import (
     DeviceIdentity,
     Limits,
@@ -32,6 +34,24 @@ NUM_STEPS = 5
 NUM_MICROBATCHES = 2
 SPIKE = 1e6
 RULE = RejectsAny(NotFinite(), Rejects(lambda value: value > SPIKE / 2, "is a spike"))
+
+
+class SavedLoop:
+    """What a loop with a machine saves, and loads."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    machine: RerunMachine
+    step: int
+
+    def state(self, *, has_machine: bool = True) -> dict[str, object]:
+        state: dict[str, object] = {
+            "model": self.model,
+            "optimizer": OptimizerState(self.optimizer, self.model),
+            "rng": RNG(),
+            "progress": {"step": self.step},
+        }
+        return state | {"rerun": self.machine} if has_machine else state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import RNG, Checkpointer, Layout, OptimizerState, ProcessGroups
+from holdfast import Checkpointer, Layout, ProcessGroups
 from holdfast.errors import ConfigError, FaultError, MismatchError
 from holdfast.rerun import (
     DeviceIdentity,
@@ -25,9 +25,10 @@ from holdfast.rerun import (
     read_report,
 )
 from tests.harness import RankContext, run_ranks
+from tests.rerun.job import SavedLoop
 
 
-class Loop:
+class Loop(SavedLoop):
     """A loop over numbered batches that can be told what goes wrong."""
 
     def __init__(
@@ -49,15 +50,6 @@ class Loop:
         )
         self.step = 0
         self.taken: list[int] = []
-
-    def state(self, *, has_machine: bool = True) -> dict[str, object]:
-        state: dict[str, object] = {
-            "model": self.model,
-            "optimizer": OptimizerState(self.optimizer, self.model),
-            "rng": RNG(),
-            "progress": {"step": self.step},
-        }
-        return state | {"rerun": self.machine} if has_machine else state
 
     def source(self, first: int = 0) -> Iterator[torch.Tensor]:
         for number in itertools.count(first):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from holdfast import RNG, Checkpointer, OptimizerState, ProcessGroups
+from holdfast import Checkpointer, ProcessGroups
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.rerun import (
     DeviceIdentity,
@@ -26,7 +26,7 @@ from holdfast.rerun import (
     State,
     read_report,
 )
-from tests.rerun.job import load_entry, save_entry
+from tests.rerun.job import SavedLoop, load_entry, save_entry
 from tests.rerun.threads import ThreadGroups, run_threads
 
 
@@ -52,7 +52,7 @@ def numbered(first: int = 0) -> Iterator[torch.Tensor]:
         yield torch.full((2, 4), float(number))
 
 
-class Loop:
+class Loop(SavedLoop):
     """A loop whose model has dropout and running statistics."""
 
     def __init__(
@@ -81,15 +81,6 @@ class Loop:
     @property
     def first_numbers(self) -> list[int]:
         return [int(each[0, 0]) for each in self.taken]
-
-    def state(self, *, has_machine: bool = True) -> dict[str, object]:
-        state: dict[str, object] = {
-            "model": self.model,
-            "optimizer": OptimizerState(self.optimizer, self.model),
-            "rng": RNG(),
-            "progress": {"step": self.step},
-        }
-        return state | {"rerun": self.machine} if has_machine else state
 
     def run(
         self,
