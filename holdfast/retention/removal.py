@@ -9,7 +9,7 @@ renamed before it is removed, so that it is either whole or gone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
@@ -120,7 +120,7 @@ def plan_retention(
     policy: ChoosesKept,
     *,
     now: datetime | None = None,
-    saved: int | None = None,
+    saved: Callable[[], Collection[int]] = tuple,
     after: int | None = None,
 ) -> RetentionPlan:
     """Decide what stays and what goes; change nothing.
@@ -129,8 +129,9 @@ def plan_retention(
         storage: The directory of checkpoints.
         policy: Policy that chooses among the newest sound step and older ones.
         now: The present time, for ages; by default this machine's.
-        saved: The step that was saved just now, which stays whatever the policy chooses: a run that
-            has gone back to an older step saves steps that are not among the newest.
+        saved: Returns the steps that were saved just now, which stay whatever the policy chooses:
+            a run that has gone back to an older step saves steps that are not among the newest.
+            Called when the checkpoints have been listed, so that it knows of each save of them.
         after: Give up all steps above this one, tagged ones too, as a run that goes back does. If
             no checkpoint up to this step proves sound, nothing is removed.
 
@@ -161,8 +162,9 @@ def plan_retention(
     old = [both for step, both in judged.items() if step <= newest]
     keep = policy.keep([candidate for candidate, _ in old], now=now or datetime.now(UTC))
     always = {newest: "the newest sound checkpoint"}
-    if saved is not None and saved in judged and saved != newest:
-        always[saved] = "saved just now"
+    for step in saved():
+        if step in judged:
+            always.setdefault(step, "saved just now")
     for step, reason in always.items():
         keep[step] = f"{reason}; {keep[step]}" if step in keep else reason
     return RetentionPlan(

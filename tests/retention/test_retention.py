@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import Checkpointer
+from holdfast.checkpoint.save import saver
 from holdfast.errors import CorruptionError, StorageError
 from holdfast.format.names import step_dir
 from holdfast.format.versions import read_lease
@@ -21,7 +24,13 @@ from holdfast.policies.keep import (
     KeepPolicy,
     KeepTagged,
 )
-from holdfast.retention.removal import Removal, RetentionResult, apply_retention, plan_retention
+from holdfast.retention.removal import (
+    Removal,
+    RetentionPlan,
+    RetentionResult,
+    apply_retention,
+    plan_retention,
+)
 from holdfast.retention.tags import set_tag
 from holdfast.storage import PosixStorage
 from tests.retention.common import DAMAGES, LATEST, damage, fill, is_whole, put, steps_of
@@ -136,6 +145,30 @@ def test_an_older_step_that_was_saved_just_now_stays(tmp_path: Path, in_backgrou
                 checkpointer.save(step, {"values": {"step": step}})
             remain.append(checkpointer.steps())
     assert remain == [[7], [7, 8], [8, 9], [3, 8, 9], [4, 8, 9]]
+
+
+def test_a_late_retention_leaves_what_was_saved_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E14: the retention of an asynchronous save runs when a later, lower step is committed."""
+    lower_step = threading.Event()
+    plan_of = saver.plan_retention
+
+    def plan_late(*args: Any, **arguments: Any) -> RetentionPlan:
+        if threading.current_thread() is not threading.main_thread():
+            assert lower_step.wait(60)
+        return plan_of(*args, **arguments)
+
+    monkeypatch.setattr(saver, "plan_retention", plan_late)
+    with Checkpointer(tmp_path, retention=KeepLast(1)) as checkpointer:
+        checkpointer.save_async(9, {"values": {"step": 9}}).result()
+        checkpointer.save(3, {"values": {"step": 3}})
+        lower_step.set()
+        checkpointer.close()
+        assert checkpointer.steps() == [3, 9]
+        checkpointer.save_async(10, {"values": {"step": 10}}).result()
+        checkpointer.close()
+        assert checkpointer.steps() == [10]
 
 
 def test_a_checkpoint_being_read_stays(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import dropwhile
 
 from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.rank_plan import RankPlan
@@ -77,6 +78,8 @@ class Saver:
                 options.keep_image_s,
             )
         self._submitted: InFlightSave | None = None
+        # The steps of the last saves, in the order of their calls; all that can be in flight fit.
+        self._last_steps: deque[int] = deque(maxlen=2 + len(self._buffers))
         self._counts: Counter[str] = Counter()
         # Appended to by the thread that learns outcomes. No lock: an interrupt in the wrong place
         # would leave it held, and the next save would wait for it without end.
@@ -149,6 +152,7 @@ class Saver:
             plan = agreed.plan_or_raise()
             report = agreed.report(request.step, self._storage, phases)
             self._counts["planned" if agreed.planned else "reused"] += 1
+            self._last_steps.append(request.step)
             self._executor.write(agreed, request, phases)
             if writer is not None:
                 self._executor.keep_image(writer, self._buffers[0], agreed, request)
@@ -199,6 +203,7 @@ class Saver:
             self._counts["planned" if agreed.planned else "reused"] += 1
             buffer = next(buffer for buffer in self._buffers if buffer.is_free())
             self._submitted = buffer.pending = pending
+            self._last_steps.append(request.step)
             after = partial(self._after_outcome, plan=plan, step=request.step)
             pending.ticket, late = self._executor.submit(
                 writer, buffer, agreed, request, phases, state=state, lazy=self._lazy, after=after
@@ -294,6 +299,15 @@ class Saver:
             self._handshake.planner.keep(plan)
         self._retain(step)
 
+    def _saved_since(self, step: int) -> set[int]:
+        """The step and those of later saves.
+
+        The outcome of an asynchronous save can arrive when a later save of a lower step, by a run
+        that has gone back, is committed.
+        """
+        later = dropwhile(lambda other: other != step, tuple(self._last_steps))
+        return {step, *later}
+
     def _retain(self, saved: int) -> None:
         """Remove what the retention policy lets go of; a failure is logged, never raised."""
         policy = self._options.retention
@@ -301,7 +315,7 @@ class Saver:
             return
         log = logging.getLogger("holdfast")
         try:
-            plan = plan_retention(self._storage, policy, saved=saved)
+            plan = plan_retention(self._storage, policy, saved=partial(self._saved_since, saved))
             result = apply_retention(self._storage, plan)
         except HoldfastError as error:
             log.warning("retention: nothing was removed: %s", error)
