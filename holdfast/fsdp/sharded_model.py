@@ -20,6 +20,7 @@ from holdfast.fsdp import _torch
 from holdfast.fsdp.data_axes import WHOLE, DataAxis
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.joins import check_joins
+from holdfast.fsdp.launch_log import LaunchLog, UnitLaunch, can_watch
 from holdfast.fsdp.originals import Originals
 from holdfast.fsdp.plan import Kind
 from holdfast.fsdp.prefetch import Prefetch
@@ -90,9 +91,9 @@ class Programs:
 
     def __init__(self, *, gathers_apart: bool) -> None:
         self._gathers_apart = gathers_apart
-        self._known: dict[MicrobatchKind, list[list[_torch.UnitLaunch]]] = {}
+        self._known: dict[MicrobatchKind, list[list[UnitLaunch]]] = {}
 
-    def remember(self, kind: MicrobatchKind, launches: list[_torch.UnitLaunch]) -> None:
+    def remember(self, kind: MicrobatchKind, launches: list[UnitLaunch]) -> None:
         """Keep the collectives of a microbatch that has ended on all ranks.
 
         All ranks know the same programs then, and choose the same one.
@@ -101,9 +102,7 @@ class Programs:
         if not known or known[0] != launches:
             known[:] = [launches, *(each for each in known if each != launches)][: self._MOST]
 
-    def rest(
-        self, kind: MicrobatchKind, done: Sequence[_torch.UnitLaunch]
-    ) -> Sequence[_torch.UnitLaunch]:
+    def rest(self, kind: MicrobatchKind, done: Sequence[UnitLaunch]) -> Sequence[UnitLaunch]:
         """Return what follows in the newest microbatch that started the same; else nothing.
 
         If none of this kind did, that is what follows in all that differ in `order` alone.
@@ -127,11 +126,11 @@ class Programs:
 
 
 def _rest_by_communicator(
-    launches: Sequence[_torch.UnitLaunch], done: Sequence[_torch.UnitLaunch]
-) -> list[_torch.UnitLaunch] | None:
+    launches: Sequence[UnitLaunch], done: Sequence[UnitLaunch]
+) -> list[UnitLaunch] | None:
     """Return what is not done; None if some communicator started differently."""
     left = _by_communicator(done)
-    rest: list[_torch.UnitLaunch] = []
+    rest: list[UnitLaunch] = []
     for each in launches:
         before = left.get(each.group)
         if not before:
@@ -142,9 +141,9 @@ def _rest_by_communicator(
 
 
 def _by_communicator(
-    launches: Sequence[_torch.UnitLaunch],
-) -> dict[dist.ProcessGroup, list[_torch.UnitLaunch]]:
-    result: dict[dist.ProcessGroup, list[_torch.UnitLaunch]] = {}
+    launches: Sequence[UnitLaunch],
+) -> dict[dist.ProcessGroup, list[UnitLaunch]]:
+    result: dict[dist.ProcessGroup, list[UnitLaunch]] = {}
     for each in launches:
         result.setdefault(each.group, []).append(each)
     return result
@@ -172,7 +171,7 @@ class ShardedModel(MicrobatchTaker):
         groups: ProcessGroups,
         *,
         guards: Sequence[UnitGuard],
-        log: _torch.LaunchLog,
+        log: LaunchLog,
         originals: Originals,
         prefetch: Prefetch,
         axes: Mapping[Kind, DataAxis],
@@ -190,9 +189,7 @@ class ShardedModel(MicrobatchTaker):
         self.axes = axes
         self._log = log
         self._device = next((axis.device for axis in axes.values()), torch.device("cpu"))
-        self._predicts = not all(
-            _torch.can_watch(group, self._device) for group in self._log.counts()
-        )
+        self._predicts = not all(can_watch(group, self._device) for group in self._log.counts())
         """True if this rank makes the rest of a microbatch that failed here by those before it.
 
         Others may wait for their devices, and then cannot look whether a rank has failed.
@@ -321,7 +318,7 @@ class ShardedModel(MicrobatchTaker):
     def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:
         groups = {str(group.group_name): group for group in self._log.counts()}
         launches = [
-            _torch.UnitLaunch.of(each, groups[name], self._device)
+            UnitLaunch.of(each, groups[name], self._device)
             for name, rest in missing.items()
             for each in rest
         ]
