@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Literal
 
@@ -34,6 +35,7 @@ from holdfast.parallel import ProcessGroups
 from holdfast.state.module_tree import parameter_names
 from holdfast.state.unfinished import set_worker
 
+_IS_TRAINED = attrgetter("requires_grad")
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 """Nothing is sharded, or what ZeRO 1, 2 or 3 shards (Rajbhandari et al. 2020)."""
 OuterReduction = Literal["microbatch", "step"]
@@ -183,7 +185,10 @@ class ShardedModel(MicrobatchTaker):
         self._guards = guards
         for guard in guards:
             guard.units = guards
-        self._groups = [group for guard in guards for group in guard.groups]
+        self._units = _torch.AllUnits(
+            [guard.state for guard in guards], [guard.places for guard in guards]
+        )
+        self._groups = self._units.groups
         self._originals = originals
         self._prefetch = prefetch
         self.axes = axes
@@ -260,8 +265,7 @@ class ShardedModel(MicrobatchTaker):
     def take_microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Set up what the backward of a microbatch does; `microbatch` without other ranks."""
         self._originals.check_writes()
-        for guard in self._guards:
-            guard.check_settings()
+        self._check_settings()
         if self._is_pending and any(map(_torch.has_other_sum, self._groups)):
             raise ConfigError(
                 "parameters were thawed while gradients of others are summed over a part of the "
@@ -283,13 +287,13 @@ class ShardedModel(MicrobatchTaker):
         try:
             yield
             # Without a backward in the last one, gradients of those before it are not reduced.
-            self._is_pending = not is_last or any(map(_torch.has_unreduced, self._groups))
+            self._is_pending = not is_last or self._units.has_unreduced()
         except RuntimeError as error:
             _torch.explain(error)
             raise
         finally:
             self._log.stop()
-            _torch.leave(self._groups)  # after an error, too
+            self._units.leave()  # after an error, too
             self._set(reduces=True, reduces_outer=True, reshards=True)
 
     def close_microbatch(self) -> None:
@@ -408,16 +412,16 @@ class ShardedModel(MicrobatchTaker):
             if self._is_interrupted or interrupted:
                 _torch.reset(self.model)
             self._is_pending = self._is_interrupted = False
-            for guard in self._guards:
-                guard.forget_used()
+            for group in self._groups:
+                group.drop_gradients()
             # After an error some ranks have whole parameters and others not: all gather again.
             # After a step that was refused, too, writes go to shards.
             _torch.reshard_idle(self._groups)
-            for group in self._groups:
-                _torch.drop_gradients(group)
 
     def _interrupted(self) -> list[UnitGuard]:
         """Return the units that an error has left in the middle of a forward or a backward."""
+        if self._units.is_idle():
+            return []
         return [guard for guard in self._guards if _torch.is_interrupted(guard.state)]
 
     def unfinished_work(self) -> str | None:
@@ -485,18 +489,18 @@ class ShardedModel(MicrobatchTaker):
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, or were in this step: the same on all ranks."""
         parameters = self._parameters()
-        if all(p.requires_grad for p in parameters):
+        if all(map(_IS_TRAINED, parameters)):
             return parameters
         before = self._trained_before()
         return [p for p in parameters if p.requires_grad or p in before]
 
     def used(self) -> set[nn.Parameter]:
         """Return the parameters that got a gradient from this rank."""
-        return {p for guard in self._guards for p in guard.used()}
+        return {*_torch.sharded_all(self._units.used())}
 
     def num_used(self) -> int:
         """Count the parameters that got a gradient from this rank."""
-        return sum(guard.num_used() for guard in self._guards)
+        return len(self._units.used())
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ConfigError if an optimizer has parameters that are not the sharded model's."""
@@ -522,22 +526,28 @@ class ShardedModel(MicrobatchTaker):
         """
         self.check_ended()
         self._check_writes()  # whatever else is wrong: nothing tells of a lost write later
-        for guard in self._guards:  # a loop may have no microbatch(), and code in one changes it
-            guard.check_places()  # a change before it a forward has refused
-            guard.check_settings()
+        # A loop may have no microbatch(), and code in one changes it.
+        if not self._units.is_in_place():  # a change before it a forward has refused
+            for guard in self._guards:
+                guard.check_places()
+            self._units.note_places()
+        self._check_settings()
         # They may have been forgotten, as by `zero_grad`.
         if self._is_pending and any(guard.has_gradients() for guard in self._guards):
             raise ConfigError(
                 "step: gradients of the last microbatch are not reduced; run the last one of each "
                 "step, with its backward, in microbatch(is_last=True)"
             )
-        frozen = [p for p in self._parameters() if not p.requires_grad]
+        parameters = self._parameters()
+        frozen = [p for p in parameters if not p.requires_grad]
         kept = self._trained_before() | self.used() if frozen else ()
         for parameter in frozen:
             if parameter not in kept:
                 # FSDP2 knows what is frozen from the last forward of a unit, and reduces zeros for
                 # one that has not run since: momentum and decay would move frozen values.
                 parameter.grad = None
+        if "experts" not in self.axes:
+            return gradient_parts(parameters, copies=self._copies)
         by_num_parts: dict[int, list[nn.Parameter]] = {}
         for member, kind in self._members:
             parameter = _torch.sharded(member)
@@ -555,15 +565,22 @@ class ShardedModel(MicrobatchTaker):
 
     def _parameters(self) -> list[nn.Parameter]:
         # Not kept: moving or materializing a model may replace them.
-        return [p for group in self._groups for p in _torch.sharded_parameters(group)]
+        return _torch.sharded_all(self._units.members)
 
     def _trained_before(self) -> set[nn.Parameter]:
         """Return the parameters that some backward since the last step was to train."""
         return {p for group in self._groups for p in _torch.sharded_all(group.trained)}
 
     def _check_writes(self) -> None:
-        for guard in self._guards:
-            guard.check_writes()
+        if self._units.is_written():
+            for guard in self._guards:
+                guard.check_writes()
+            self._units.note_writes()
+
+    def _check_settings(self) -> None:
+        if not self._units.is_as_set_up():
+            for guard in self._guards:
+                guard.check_settings()
 
     @mark_eager
     def _before_forward(self, module: nn.Module, args: object) -> None:
