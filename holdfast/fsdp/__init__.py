@@ -14,7 +14,9 @@ FSDP2 divides by its factor once, twice or three times, depending on the dtype, 
 a hook divides. The four strategies are settings of this one mechanism (`SCHEDULES`). Checkpoints
 need nothing special: state is DTensors.
 
-Which unit runs next is known to the model alone, so `prefetch.py` records it in each forward.
+Which unit runs next is known to the model alone, so `prefetch.py` records it in each forward. Every
+gather and reduction goes through `launch_log.py`, so that ranks can complete after an error what
+others have launched.
 
 Read first: `model.py`, `plan.py`, `sharded_model.py`.
 """

@@ -8,13 +8,12 @@ if a unit has several groups. Its pieces do all of that, so units are made of th
 from __future__ import annotations
 
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, is_not
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -25,12 +24,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from holdfast._torch import mark_launch
 from holdfast.errors import ConfigError
+from holdfast.fsdp.launch_log import (
+    GatherOn,
+    LaunchLog,
+    LoggedGather,
+    LoggedReduction,
+    LoggedSums,
+    can_watch,
+)
 from holdfast.optim.in_flight import BUCKETED, GradientHook, HeldHook, change_class, gradient_of
 
 try:
-    from torch._C._distributed_c10d import AllgatherOptions
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
         DDPMeshInfo,
         FSDPMeshInfo,
@@ -79,290 +84,6 @@ def mesh_info(mesh: DeviceMesh, *, shards: bool) -> Any:
     return FSDPMeshInfo(mesh, shard_mesh_dim=0)
 
 
-class GatherOn:
-    """All-gathers on a second communicator of the same ranks, so that none waits for a reduction.
-
-    On the CPU it is always asynchronous, whatever FSDP2 requests: without streams, only that makes
-    it run concurrently with the computation. FSDP2 waits before it reads.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, *, is_on_host: bool) -> None:
-        self.group = group
-        self._is_on_host = is_on_host
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return memory for the gathered tensor."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Launch it; `group` is the main communicator, which is not used."""
-        del group
-        work: dist.Work | None = dist.all_gather_single(
-            output_tensor, input_tensor, group=self.group, async_op=async_op or self._is_on_host
-        )
-        return work
-
-
-class UnitLaunch(NamedTuple):
-    """A collective of a unit; a tuple, since each launch makes one."""
-
-    operation: Literal["all-gather", "reduce-scatter", "all-reduce"]
-    group: dist.ProcessGroup
-    numel: int
-    """Elements that this rank gives."""
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(
-        cls, described: Sequence[Any], group: dist.ProcessGroup, device: torch.device
-    ) -> UnitLaunch:
-        """Return the collective that `describe` was called on, on a rank of this group."""
-        operation, numel, dtype = described
-        return cls(
-            operation=operation,
-            group=group,
-            numel=numel,
-            dtype=getattr(torch, dtype),
-            device=device,
-        )
-
-    def repeat(self) -> dist.Work | None:
-        """Make such a collective, from zeros."""
-        given = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
-        size = self.group.size()
-        work: dist.Work | None
-        if self.operation == "all-gather":
-            out = given.new_empty(self.numel * size)
-            work = dist.all_gather_single(out, given, group=self.group, async_op=True)
-        elif self.operation == "reduce-scatter" and not can_watch(self.group, self.device):
-            out = given.new_empty(self.numel // size)
-            work = dist.reduce_scatter_single(out, given, group=self.group, async_op=True)
-        else:
-            work = dist.all_reduce(given, group=self.group, async_op=True)
-        return work
-
-    def describe(self) -> tuple[str, int, str]:
-        """Return what ranks compare."""
-        return self.operation, self.numel, str(self.dtype).removeprefix("torch.")
-
-
-_GROUP = itemgetter(1)
-"""Of what `LaunchLog` notes of a launch."""
-_LOOK_AFTER = tuple(timedelta(seconds=each) for each in (0.1, 0.2, 0.5))
-"""A wait looks after these times whether another rank has failed, and then every last of them.
-
-A look is one request to the store, some 0.1 ms.
-"""
-
-
-class LaunchLog:
-    """The collectives that all units of a model launch on this rank, in their order.
-
-    On the host this rank waits for them here, and looks meanwhile, if `look` is set, whether
-    another rank has failed, which will never come. A device waits by itself.
-    """
-
-    def __init__(self) -> None:
-        self._noted: list[tuple[Any, ...]] = []
-        """The fields of each `UnitLaunch` from the last `start` to the last `stop`."""
-        self.look: Callable[[], None] | None = None
-        """Raises if another rank has failed."""
-        self.note: Callable[[tuple[Any, ...]], None] = self._count
-        """Takes the fields of the `UnitLaunch` that this rank makes; a method in C if possible."""
-        self._counts: dict[dist.ProcessGroup, int] = {}
-        """Launches but for those noted."""
-        self._pending: dict[dist.Work, None] = {}
-        """Those on the host that nothing has waited for to the end."""
-
-    @property
-    def launches(self) -> list[UnitLaunch]:
-        """From the last `start` to the last `stop`."""
-        return [UnitLaunch(*fields) for fields in self._noted]
-
-    def start(self) -> None:
-        """Forget the launches, and note those that follow; counts stay."""
-        self._counts = dict(self.counts())
-        self._noted = []
-        self.note = self._noted.append
-
-    def stop(self) -> None:
-        """Only count the launches that follow: an evaluation may be long."""
-        self.note = self._count
-
-    def counts(self) -> Mapping[dist.ProcessGroup, int]:
-        """Return the number of launches on each communicator since the model was sharded."""
-        counts = Counter(self._counts)
-        counts.update(map(_GROUP, self._noted))
-        return counts
-
-    def expect(self, group: dist.ProcessGroup) -> None:
-        """Count the launches on a communicator, also while there are none."""
-        self._counts.setdefault(group, 0)
-
-    def _count(self, fields: tuple[Any, ...]) -> None:
-        self._counts[fields[1]] += 1
-
-    def watched(self, work: dist.Work) -> WatchedWork:
-        """Return work on the host that is waited for here."""
-        self._pending[work] = None
-        return WatchedWork(work, self)
-
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a collective on the host, and look meanwhile."""
-        look = self.look
-        if look is not None and not work.is_completed():
-            for limit in chain(_LOOK_AFTER, repeat(_LOOK_AFTER[-1])):
-                try:
-                    work.wait(limit)
-                except RuntimeError:
-                    if not work.is_completed():
-                        self._pending[work] = None
-                        look()
-                        continue
-                break
-        self._pending.pop(work, None)
-        work.wait()  # raises if it has failed
-
-    def repeat(self, launches: Sequence[UnitLaunch]) -> list[dist.Work]:
-        """Make collectives like these, from zeros, without waiting for them."""
-        self._noted += launches
-        return [work for each in launches if (work := each.repeat()) is not None]
-
-    def take_pending(self) -> list[dist.Work]:
-        """Return the collectives on the host that nothing has waited for, and forget them."""
-        pending = [*self._pending]
-        self._pending.clear()
-        return pending
-
-
-class WatchedWork(dist.Work):
-    """A collective on the host; a wait for it ends if another rank has failed."""
-
-    def __init__(self, work: dist.Work, log: LaunchLog) -> None:
-        super().__init__()
-        self._work = work
-        self._log = log
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for it, see `LaunchLog.wait`."""
-        del timeout  # that of the communicator counts
-        self._log.wait(self._work)
-        return True
-
-
-class Logged:
-    """Makes a collective in the place of another object of FSDP2, and notes it."""
-
-    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
-        self._inner = inner
-        self._log = log
-        self._is_watched = is_watched
-        self.allocate = inner.allocate
-
-
-class LoggedGather(Logged):
-    """Gathers as another object of FSDP2 does, and notes it.
-
-    On the host the communicator is called without torch.distributed's functions around it, which
-    cost as much as the launch.
-    """
-
-    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
-        super().__init__(inner, log, is_watched=is_watched)
-        self._apart: dist.ProcessGroup | None = inner.group if isinstance(inner, GatherOn) else None
-        self._options = AllgatherOptions()
-        self._options.asyncOp = True
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Note it and launch it."""
-        over = self._apart or group
-        self._log.note(
-            ("all-gather", over, input_tensor.numel(), input_tensor.dtype, input_tensor.device)
-        )
-        work: dist.Work | None
-        if not self._is_watched:
-            work = self._inner(output_tensor, input_tensor, group, async_op=async_op)
-            return work
-        work = over.all_gather_single(output_tensor, input_tensor, self._options)
-        if async_op or self._apart is not None:
-            return self._log.watched(work)
-        self._log.wait(work)
-        return None
-
-
-class LoggedReduction(Logged):
-    """Reduces and scatters as another object of FSDP2 does, and notes it.
-
-    Gloo makes a reduce-scatter of a copy, an all-reduce and another copy, and a wait for it cannot
-    be given up. So where waits are watched it is the all-reduce, in place: FSDP2 does not need what
-    it gave any more.
-    """
-
-    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
-        super().__init__(inner, log, is_watched=is_watched)
-        self._options = dist.AllreduceOptions()
-        self._options.asyncOp = True
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Note it and launch it."""
-        self._log.note(
-            ("reduce-scatter", group, input_tensor.numel(), input_tensor.dtype, input_tensor.device)
-        )
-        if not self._is_watched:
-            work: dist.Work | None = self._inner(
-                output_tensor, input_tensor, group, op, async_op=async_op
-            )
-            return work
-        mark_launch(input_tensor, "reduce_scatter")
-        self._options.reduceOp = op
-        self._log.wait(group.allreduce([input_tensor], self._options))
-        numel = output_tensor.numel()
-        output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
-        return None
-
-
-class LoggedSums:
-    """A communicator on which FSDP2 makes its all-reduces, which are noted."""
-
-    def __init__(self, group: dist.ProcessGroup, log: LaunchLog, *, is_watched: bool) -> None:
-        self._group = group
-        self._log = log
-        self._is_watched = is_watched
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._group.size()
-
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work | None:
-        """Note an all-reduce and launch it; torch's `all_reduce` calls it and waits."""
-        given = tensors[0]
-        self._log.note(("all-reduce", self._group, given.numel(), given.dtype, given.device))
-        work: dist.Work | None = self._group.allreduce(tensors, options)
-        return work if work is None or not self._is_watched else self._log.watched(work)
-
-
 def log_launches(group: Any, log: LaunchLog) -> None:
     """Note all collectives of a group of parameters from now on."""
     if isinstance(group.mesh_info, FSDPMeshInfo):
@@ -378,11 +99,6 @@ def log_launches(group: Any, log: LaunchLog) -> None:
         between = group.mesh_info.replicate_process_group
         log.expect(between)
         group.sums = LoggedSums(between, log, is_watched=can_watch(between, group.device))
-
-
-def can_watch(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return True if a wait for a collective can be given up: on the host, over gloo."""
-    return device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
 class PendingGradient(GradientHook):
@@ -452,7 +168,6 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Members whose shards have a class that notices `zero_grad`."""
         self._unwatched = {True, False}
         """Whether the first forward with gradients, and that without, are still to be watched."""
-        self.post_forward = self._watch_forward
 
     @property
     def _all_reduce_process_group(self) -> Any:
@@ -468,9 +183,14 @@ class ParameterGroup(_Base):  # type: ignore[misc]
                 member.to_unsharded()
             self.is_aside = False
 
-    def note_writes(self) -> None:
-        """Note that a forward gathers the shards as they are now."""
-        self._versions = versions_of_shards(self)
+    def enter_forward(self) -> bool:
+        """Return True if whole parameters are kept; else a forward gathers the shards of now."""
+        if self._unwatched and torch.is_grad_enabled() in self._unwatched:
+            self.post_forward = self._watch_forward
+        if self._sharded_state is _UNSHARDED:
+            return True
+        self._versions = [*map(_SHARD_VERSIONS, self.fsdp_params)]
+        return False
 
     def is_written(self) -> bool:
         """Return True if shards were written since, but for writes that count no version."""
@@ -507,7 +227,9 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         )
 
     def _watch_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Compare whole parameters with the shards after the first forwards: `post_forward`.
+        """Compare whole parameters with the shards after the first forwards.
+
+        It is `post_forward` of this object only then: a frame less in all other forwards.
 
         What code of the model writes through `.data` is lost, and counts no version. A model that
         does that mostly does it always, so the first forward shows it.
@@ -515,8 +237,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         is_in_forward = self._training_state is TrainingState.FORWARD
         if is_in_forward and torch.is_grad_enabled() in self._unwatched:
             self._unwatched.discard(torch.is_grad_enabled())
-            if not self._unwatched:
-                del self.post_forward  # a frame less in all that follow
+            del self.post_forward
             if is_whole(self) and not self.is_written() and is_stale(self):
                 raise ConfigError(
                     "parameters were written by code of the model in a forward, maybe through "
@@ -531,70 +252,88 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         Raises:
             ConfigError: Shards were written since the forward, which autograd cannot see.
         """
-        if not self.is_unsharded and self.is_written():
+        # As `is_written`, without its frames.
+        if (
+            self._sharded_state is not _UNSHARDED
+            and self._versions is not None
+            and [*map(_SHARD_VERSIONS, self.fsdp_params)] != self._versions
+        ):
             raise ConfigError(
                 "parameters of the sharded model were written between a forward and its backward, "
                 "which would use other weights than the forward: write before the forward, or "
                 "after the backward"
             )
-        self.forget_cleared()
-        self.unmark()
+        if self.used:
+            self.forget_cleared()
+        if self._pending:
+            self.unmark()
         super().pre_backward(default_prefetch, *unused)
 
     def post_backward(self, *unused: Any) -> None:
         """FSDP2 calls it to reduce gradients, also of units without a backward."""
-        self.forget_cleared()
-        self.unmark()
-        self._note_used()
-        self._note_trained()
+        if self.used:
+            self.forget_cleared()
+        if self._pending:
+            self.unmark()
+        # Cheaper than a hook at each parameter that autograd has given a gradient.
+        for member in self.fsdp_params:
+            whole = getattr(member, "_unsharded_param", None)
+            if whole is not None and whole.grad is not None:
+                self.used[member] = _SHARD_VERSIONS(member)
+        if self._owed and self.reduce_grads:
+            self._take_part()
+        self.trained.update(filter(_IS_TRAINED, self.fsdp_params))
+        if self.reduce_grads and self.all_reduce_grads:
+            self._owed.clear()
+        else:
+            self._owed.update(filter(_IS_TRAINED, self.fsdp_params))
         super().post_backward(*unused)
 
     def finalize_backward(self) -> None:
         """FSDP2 calls it at the end of a backward."""
         super().finalize_backward()
-        self._note_used()  # what came after the reduction
-        self.leave()
-
-    def leave(self) -> None:
-        """Put shards into the parameters' places: code outside of the model runs next."""
-        if self._sharded_state is _UNSHARDED:
-            self.put_aside()
-        if has_unreduced(self):
-            self.mark()
-
-    def _note_used(self) -> None:
-        """Note which parameters autograd has given a gradient: cheaper than a hook at each."""
+        waits = self._partial_reduce_output is not None
         for member in self.fsdp_params:
             whole = getattr(member, "_unsharded_param", None)
-            if whole is not None and whole.grad is not None:
+            if whole is not None and whole.grad is not None:  # came after the reduction
                 self.used[member] = _SHARD_VERSIONS(member)
+                waits = True
+            elif member.unsharded_accumulated_grad is not None:
+                waits = True
+        if self._sharded_state is _UNSHARDED:
+            self.put_aside()
+        if waits:
+            self.mark()
 
-    def _note_trained(self) -> None:
-        """Note what is trained, and take part in reductions of what was and is frozen since.
+    def _take_part(self) -> None:
+        """Take part in reductions of what was trained and is frozen since.
 
         FSDP2 reduces what this rank has a gradient for, and zeros only for what is trained now:
         ranks without a gradient for what was frozen, as those whose rows reached no such expert,
         would reduce less than the others.
         """
-        if self.reduce_grads and self._owed:
-            waiting = [each.unsharded_accumulated_grad for each in self.fsdp_params]
-            dtype = next((each.dtype for each in waiting if each is not None), None)
-            for member in self.fsdp_params:
-                is_owed = member in self._owed and not member.sharded_param.requires_grad
-                if is_owed and _whole_gradient(member) is None:
-                    zeros = torch.zeros_like(member._unsharded_param, dtype=dtype)
-                    member.unsharded_accumulated_grad = zeros.detach()
-        trained = [each for each in self.fsdp_params if each.sharded_param.requires_grad]
-        self.trained.update(trained)
-        if self.reduce_grads and self.all_reduce_grads:
-            self._owed.clear()
-        else:
-            self._owed.update(trained)
+        waiting = [each.unsharded_accumulated_grad for each in self.fsdp_params]
+        dtype = next((each.dtype for each in waiting if each is not None), None)
+        for member in self.fsdp_params:
+            is_owed = member in self._owed and not member.sharded_param.requires_grad
+            if is_owed and _whole_gradient(member) is None:
+                zeros = torch.zeros_like(member._unsharded_param, dtype=dtype)
+                member.unsharded_accumulated_grad = zeros.detach()
 
-    def forget_trained(self) -> None:
-        """Forget what was trained: its gradients are forgotten."""
+    def drop_gradients(self) -> None:
+        """Forget gradients: reduced ones, whole ones, and sums within a slice; and their owners."""
+        if self._pending:
+            self.unmark()
+        self.used.clear()
         self.trained.clear()
         self._owed.clear()
+        self._partial_reduce_output = None
+        for each in self.fsdp_params:
+            each.sharded_param.grad = None
+            each.unsharded_accumulated_grad = None
+            whole = getattr(each, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
 
     def is_summed(self, member: Any) -> bool:
         """Return True if the sum in a slice, if there is any, has a part of this parameter."""
@@ -860,7 +599,7 @@ def add_parameters(
         OffloadPolicy(),
     )
     state._fsdp_param_groups.append(group)
-    for old, new in zip(parameters, sharded_parameters(group), strict=True):
+    for old, new in zip(parameters, sharded_all(group.fsdp_params), strict=True):
         _add_attributes(vars(old), new)
     return group
 
@@ -944,11 +683,7 @@ def sharded(member: Any) -> nn.Parameter:
 
 
 _SHARD = attrgetter("sharded_param")
-
-
-def sharded_parameters(group: Any) -> list[nn.Parameter]:
-    """Return the parameters of a group as the optimizer sees them."""
-    return sharded_all(group.fsdp_params)
+_IS_TRAINED = attrgetter("sharded_param.requires_grad")
 
 
 def sharded_all(members: Iterable[Any]) -> list[nn.Parameter]:
@@ -966,26 +701,26 @@ _STORAGE: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ign
 
 
 class Places:
-    """Where modules have the parameters of a group, which FSDP2 only writes to after it is set up.
+    """Where modules have the parameters of a unit, which FSDP2 only writes to after it is set up.
 
     It puts parameters of its own there, so one that is assigned, or removed, would be gone in the
     next forward. An assignment to `.data` of a DTensor torch ignores: only the storage of its empty
     outside changes, which nothing reads.
     """
 
-    def __init__(self, unit: nn.Module, group: Any) -> None:
-        self._members: list[Any] = group.fsdp_params
+    def __init__(self, unit: nn.Module, groups: Iterable[Any]) -> None:
+        self._members: list[Any] = [each for group in groups for each in group.fsdp_params]
         self._owners: list[tuple[nn.Module, str, Any]] = []
         for member in self._members:
             info = member._module_info
             modules = (info.module, *info.shared_modules)
             names = (info.param_name, *info.shared_param_names)
             self._owners += [(m, n, member) for m, n in zip(modules, names, strict=True)]
-        self._tables = [module._parameters for module, _, _ in self._owners]
-        self._keys = [key for _, key, _ in self._owners]
-        self._held = [member for _, _, member in self._owners]
+        self.tables = [module._parameters for module, _, _ in self._owners]
+        self.keys = [key for _, key, _ in self._owners]
+        self.held = [member for _, _, member in self._owners]
         self._names = {module: name for name, module in unit.named_modules()}
-        self._inner = self._look()
+        self._inner = [*map(id, map(_LOCAL, self._members))]
         self._shards = self._refer()
         self._outsides = self._look_outside()
 
@@ -994,15 +729,16 @@ class Places:
 
         Cost: 0.5 microseconds a parameter.
         """
-        # By loops in C first, as every forward and step asks.
-        there = map(dict.get, self._tables, self._keys)
-        if not all(map(is_, there, map(_SHARD, self._held))):
+        # By loops in C first, as every forward asks.
+        there = map(dict.get, self.tables, self.keys)
+        if not all(map(is_, there, map(_SHARD, self.held))):
             for module, key, member in self._owners:
                 now = module._parameters.get(key)
                 if now is not member.sharded_param and now is not _whole_of(member):
                     state = "is not there any more" if now is None else "is another one"
                     return f"parameter '{self._name(module, key)}' {state} since fully_shard_model"
-        inner, outsides = self._look(), self._look_outside()
+        inner = [*map(id, map(_LOCAL, self._members))]
+        outsides = [*map(_STORAGE, map(_SHARD, self._members))]
         if inner == self._inner and outsides == self._outsides:
             return None
         for i, member in enumerate(self._members):
@@ -1024,9 +760,6 @@ class Places:
     def accept_ignored(self) -> None:
         """Forget assignments to `.data`, which have changed nothing."""
         self._outsides = self._look_outside()
-
-    def _look(self) -> list[int]:
-        return [*map(id, map(_LOCAL, self._members))]
 
     def _refer(self) -> list[weakref.ref[torch.Tensor]]:
         return [*map(weakref.ref, map(_LOCAL, self._members))]
@@ -1050,13 +783,14 @@ def is_whole(group: Any) -> bool:
     return bool(group._sharded_state is _UNSHARDED)
 
 
-_VERSION = attrgetter("_version")
+VERSION = attrgetter("_version")
+"""Returns the count of writes to a tensor, but for those through `.data`."""
 _SHARD_VERSIONS = attrgetter("sharded_param._version", "sharded_param._local_tensor._version")
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Count the writes to each tensor, but for those through `.data`."""
-    return [*map(_VERSION, tensors)]
+    return [*map(VERSION, tensors)]
 
 
 def version_of(member: Any) -> tuple[int, int]:
@@ -1095,12 +829,6 @@ def reshard_idle(groups: Iterable[Any]) -> None:
     for group in groups:
         if group._sharded_state is not _SHARDED and group._training_state is _IDLE:
             group.reshard()
-
-
-def leave(groups: Iterable[Any]) -> None:
-    """Put shards in the parameters' places: code outside of the model runs next."""
-    for group in groups:
-        group.leave()
 
 
 def is_in_backward(group: Any) -> bool:
@@ -1142,12 +870,129 @@ def has_unreduced(group: Any) -> bool:
     return False
 
 
+_STATE = attrgetter("_training_state")
+_CALLBACK = attrgetter("_state_ctx.post_backward_final_callback_queued")
+_SETTINGS = attrgetter(
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "_all_reduce_hook",
+    "reduce_scatter_unused_params",
+    "_all_gather_comm",
+)
+_HOOKS = attrgetter("sharded_param._backward_hooks")
+_HOOKS_AFTER = attrgetter("sharded_param._post_accumulate_grad_hooks")
+_SUMMED = attrgetter("_partial_reduce_output")
+_ACCUMULATED = attrgetter("unsharded_accumulated_grad")
+_WHOLE_GRADIENT = attrgetter("_unsharded_param.grad")
+_WHOLE_VERSION = attrgetter("_unsharded_param._version")
+
+
+class AllUnits:
+    """All units of a model, about which a step asks some times: by a few loops in C.
+
+    A call for each unit costs more than what it asks. Where an answer is not that all is as it was
+    when each unit was asked by itself, each has to be asked again.
+
+    Args:
+        states: FSDP2's, of all units.
+        places: of the same units.
+    """
+
+    def __init__(self, states: Sequence[Any], places: Sequence[Places]) -> None:
+        self.groups: list[Any] = [group for each in states for group in each._fsdp_param_groups]
+        self.members: list[Any] = [each for group in self.groups for each in group.fsdp_params]
+        self._states = states
+        self._working = [*states, *self.groups]
+        self._used = [*{id(group.used): group.used for group in self.groups}.values()]
+        self._settings = [*map(_SETTINGS, self.groups)]
+        self._tables = [table for each in places for table in each.tables]
+        self._keys = [key for each in places for key in each.keys]
+        self._held = [member for each in places for member in each.held]
+        self._inner: list[int] = []
+        self._outsides: list[int] = []
+        self._whole_versions: list[int] = []
+
+    def is_idle(self) -> bool:
+        """Return True if no unit is in a forward or a backward, or was left in one by an error."""
+        is_idle = all(map(is_, map(_STATE, self._working), repeat(_IDLE)))
+        return is_idle and not any(map(_CALLBACK, self._states))
+
+    def is_as_set_up(self) -> bool:
+        """Return True if reductions and gathers are, and no shard has a hook of whatever kind."""
+        return (
+            [*map(_SETTINGS, self.groups)] == self._settings
+            and not any(map(_HOOKS, self.members))
+            and not any(map(_HOOKS_AFTER, self.members))
+        )
+
+    def is_in_place(self) -> bool:
+        """Return True if all parameters are those that `note_places` has noted; see `Places`."""
+        there = map(dict.get, self._tables, self._keys)
+        return (
+            all(map(is_, there, map(_SHARD, self._held)))
+            and [*map(id, map(_LOCAL, self.members))] == self._inner
+            and [*map(_STORAGE, map(_SHARD, self.members))] == self._outsides
+        )
+
+    def note_places(self) -> None:
+        """Note where parameters are: each unit was asked."""
+        self._inner = [*map(id, map(_LOCAL, self.members))]
+        self._outsides = [*map(_STORAGE, map(_SHARD, self.members))]
+
+    def is_written(self) -> bool:
+        """Return True unless whole parameters are known to be as `note_writes` has noted."""
+        try:
+            return [*map(_WHOLE_VERSION, self.members)] != self._whole_versions
+        except AttributeError:  # some unit has not run yet
+            return True
+
+    def note_writes(self) -> None:
+        """Note the versions of whole parameters: each unit was asked."""
+        wholes = [_whole_of(member) for member in self.members]
+        self._whole_versions = [each._version for each in wholes if each is not None]
+
+    def has_unreduced(self) -> bool:
+        """Return True if gradients, whole or summed in a slice, wait for a reduction."""
+        is_none = all(map(is_, map(_SUMMED, self.groups), repeat(None))) and all(
+            map(is_, map(_ACCUMULATED, self.members), repeat(None))
+        )
+        try:
+            return not is_none or not all(
+                map(is_, map(_WHOLE_GRADIENT, self.members), repeat(None))
+            )
+        except AttributeError:  # some unit has not run yet
+            return any(map(has_unreduced, self.groups))
+
+    def used(self) -> list[Any]:
+        """Return the members that got a gradient which was not cleared since."""
+        used = [*chain.from_iterable(self._used)]
+        if not all(map(is_not, map(gradient_of, map(_SHARD, used)), repeat(None))):
+            for group in self.groups:
+                group.forget_cleared()
+            used = [*chain.from_iterable(self._used)]
+        return used
+
+    def leave(self) -> None:
+        """Put shards in the parameters' places: code outside of the model runs next."""
+        for group in self.groups:
+            if group._sharded_state is _UNSHARDED:
+                group.put_aside()
+        if self.has_unreduced():
+            for group in self.groups:
+                if has_unreduced(group):
+                    group.mark()
+
+
 def has_other_sum(group: Any) -> bool:
     """Return True if the sum in a slice has no part of what would be added to it now."""
     summed = group._partial_reduce_output
     if summed is None:
         return False
     return bool(sum(group.summed_sizes().values()) != summed.numel())
+
+
+AHEAD = attrgetter("_states_to_forward_prefetch")
+"""Returns the units that are gathered while one computes its forward: see `set_ahead`."""
 
 
 def set_ahead(state: Any, ahead: list[Any]) -> None:
@@ -1238,17 +1083,6 @@ def prepare_for_inference(root: nn.Module, states: Iterable[Any]) -> None:
                     )
                     member.init_unsharded_param()
                     member.free_unsharded_param()
-
-
-def drop_gradients(group: Any) -> None:
-    """Forget the gradients of a group: reduced ones, whole ones, and sums within a slice."""
-    group.unmark()
-    group._partial_reduce_output = None
-    for each in group.fsdp_params:
-        each.sharded_param.grad = None
-        each.unsharded_accumulated_grad = None
-        if hasattr(each, "_unsharded_param"):
-            each._unsharded_param.grad = None
 
 
 def is_meta(state: Any) -> bool:

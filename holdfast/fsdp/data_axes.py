@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from holdfast._torch import local_tensor, parameter_table
 from holdfast.errors import ConfigError, GroupError
 from holdfast.fsdp import _torch
+from holdfast.fsdp.launch_log import GatherOn
 from holdfast.fsdp.plan import Kind, PlannedParameter
 from holdfast.optim.shard_groups import gather_group
 from holdfast.parallel import ProcessGroups
@@ -36,7 +37,7 @@ class DataAxis:
     """Data axis alone."""
     info: Any
     """FSDP2's description of the mesh."""
-    gather: _torch.GatherOn | None
+    gather: GatherOn | None
     """Gathers on its own communicator; None gathers on the one that reduces."""
     divisor: int
     """Number of ranks whose losses are averaged, dp * cp: divides the sum of gradients."""
@@ -85,7 +86,7 @@ def make_axis(
     if overlaps and groups.size(names[-1]) > 1:
         group = gather_group(groups, over=names[-1], name=f"{names[-1]}_ag")
         is_on_host = groups.mesh(names[-1]).device_type == "cpu"
-        gather = _torch.GatherOn(group, is_on_host=is_on_host)
+        gather = GatherOn(group, is_on_host=is_on_host)
     root = _mesh(kind, planned, names=names, groups=groups)
     mesh = _slice(root, names)
     _check_mesh(mesh, names, groups)

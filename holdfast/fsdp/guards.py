@@ -39,7 +39,7 @@ class UnitGuard:
         self.groups: list[Any] = _torch.param_groups(self.state)
         self._hooks = hooks
         self._prefetch = prefetch
-        self._places = [_torch.Places(unit, group) for group in self.groups]
+        self.places = _torch.Places(unit, self.groups)
         self._reductions = [_torch.reduction_of(group) for group in self.groups]
         self._gathers = [_torch.gather_of(group) for group in self.groups]
         self.units: Sequence[UnitGuard] = (self,)
@@ -85,8 +85,7 @@ class UnitGuard:
         changed = self.changed()
         if changed is not None:
             for unit in self.units:  # one refusal tells of all that was ignored so far
-                for each in unit._places:
-                    each.accept_ignored()
+                unit.places.accept_ignored()
             raise ConfigError(
                 f"{changed}; training would not use it. Change the model before fully_shard_model, "
                 f"and choose the dtype of the computation by precision=; after it write values in "
@@ -95,7 +94,7 @@ class UnitGuard:
 
     def changed(self) -> str | None:
         """Return which parameter of this unit was replaced since the model was sharded."""
-        changed = next((text for each in self._places if (text := each.changed())), None)
+        changed = self.places.changed()
         return None if changed is None else f"unit '{self._name}': {changed}"
 
     def check_weights(self, group: Any) -> None:
@@ -171,16 +170,6 @@ class UnitGuard:
         """Return True if gradients of this unit wait for a reduction."""
         return any(map(_torch.has_unreduced, self.groups))
 
-    def used(self) -> set[nn.Parameter]:
-        """Return the parameters, as the optimizer sees them, that got a gradient in this unit."""
-        return {*_torch.sharded_all(self._used)} if self.num_used() else set()
-
-    def num_used(self) -> int:
-        """Count the parameters that got a gradient in this unit."""
-        for group in self.groups:
-            group.forget_cleared()
-        return len(self._used)
-
     def has_gradients(self) -> bool:
         """Return True if there are gradients of this unit, reduced or not."""
         return any(
@@ -193,12 +182,6 @@ class UnitGuard:
         """Return True if the unit has gradients, and no shard was written since they came."""
         pending = [each for each in self._used if _torch.has_reduced_gradient(each)]
         return bool(pending) and all(_torch.version_of(m) == self._used[m] for m in pending)
-
-    def forget_used(self) -> None:
-        """Forget which parameters got a gradient."""
-        self._used.clear()
-        for group in self.groups:
-            group.forget_trained()
 
     @mark_eager
     def _check_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -227,14 +210,13 @@ class UnitGuard:
     def _before_gather(self, module: nn.Module, args: Any) -> None:
         """Check whole weights before their first use in a forward."""
         del module, args
-        self.check_places()
-        if _torch.versions(self._wholes) != self._whole_versions:
+        if self.places.changed() is not None:
+            self.check_places()
+        if [*map(_torch.VERSION, self._wholes)] != self._whole_versions:
             self.check_writes()
         for group in self.groups:
-            if _torch.is_whole(group):
+            if group.enter_forward():
                 self.check_weights(group)
-            else:
-                group.note_writes()
         self._prefetch.before(self.state)
 
     @mark_eager

@@ -21,6 +21,7 @@ from holdfast.fsdp.data_axes import (
     put_on_mesh,
 )
 from holdfast.fsdp.guards import UnitGuard
+from holdfast.fsdp.launch_log import LaunchLog
 from holdfast.fsdp.originals import Originals
 from holdfast.fsdp.plan import Kind, UnitPlan, plan_units
 from holdfast.fsdp.prefetch import Prefetch
@@ -141,7 +142,7 @@ def _shard(
         plan,
         parameters=tuple(put_on_mesh(each, axes[each.kind]) for each in plan.parameters),
     )
-    log = _torch.LaunchLog()
+    log = LaunchLog()
     hooks = _make_units(plan, axes, precision=policy, regathers=schedule.regathers, log=log)
     names = plan.units if axes else {}
     refuse_copies(model, units=names)
@@ -186,7 +187,7 @@ def _make_units(
     *,
     precision: MixedPrecisionPolicy,
     regathers: bool,
-    log: _torch.LaunchLog,
+    log: LaunchLog,
 ) -> dict[Any, Any]:
     """Make every unit, innermost first, and give it its parameters.
 

@@ -73,14 +73,17 @@ class Prefetch:
         # Outside of a forward of the model (recomputed, or called alone) nothing is known.
         if self._now is not None:
             self._now.append(state)
-            place = self._find(state)
+            place: int | None = self._place
+            if self._place >= len(self._order) or self._order[self._place] is not state:
+                place = self._find(state)
             if place is not None:
                 self._place, ahead = place + 1, self._ahead[place]
             for each in self._requested:
                 if each is not state and each not in ahead:
                     _torch.drop_ahead(each)
             self._requested = ahead
-        _torch.set_ahead(state, ahead)
+        if _torch.AHEAD(state) is not ahead:
+            _torch.set_ahead(state, ahead)
 
     def end(self) -> None:
         """Note that a forward of the model has ended, and choose for its backward and the next."""
@@ -100,10 +103,8 @@ class Prefetch:
             self._choose_behind(_torch.ran(self._root, first=self._num_ran))
 
     def _find(self, state: Any) -> int | None:
-        """Return the place of a unit in the order: where it is expected, later, or anywhere."""
+        """Return the place of a unit that is not where it is expected: a later one, or any."""
         order = self._order
-        if self._place < len(order) and order[self._place] is state:
-            return self._place
         for first in (self._place, 0):
             if state in order[first:]:
                 return order.index(state, first)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Literal
 
@@ -20,6 +21,7 @@ from holdfast.fsdp import _torch
 from holdfast.fsdp.data_axes import WHOLE, DataAxis
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.joins import check_joins
+from holdfast.fsdp.launch_log import LaunchLog, UnitLaunch, can_watch
 from holdfast.fsdp.originals import Originals
 from holdfast.fsdp.plan import Kind
 from holdfast.fsdp.prefetch import Prefetch
@@ -33,6 +35,7 @@ from holdfast.parallel import ProcessGroups
 from holdfast.state.module_tree import parameter_names
 from holdfast.state.unfinished import set_worker
 
+_IS_TRAINED = attrgetter("requires_grad")
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 """Nothing is sharded, or what ZeRO 1, 2 or 3 shards (Rajbhandari et al. 2020)."""
 OuterReduction = Literal["microbatch", "step"]
@@ -90,9 +93,9 @@ class Programs:
 
     def __init__(self, *, gathers_apart: bool) -> None:
         self._gathers_apart = gathers_apart
-        self._known: dict[MicrobatchKind, list[list[_torch.UnitLaunch]]] = {}
+        self._known: dict[MicrobatchKind, list[list[UnitLaunch]]] = {}
 
-    def remember(self, kind: MicrobatchKind, launches: list[_torch.UnitLaunch]) -> None:
+    def remember(self, kind: MicrobatchKind, launches: list[UnitLaunch]) -> None:
         """Keep the collectives of a microbatch that has ended on all ranks.
 
         All ranks know the same programs then, and choose the same one.
@@ -101,9 +104,7 @@ class Programs:
         if not known or known[0] != launches:
             known[:] = [launches, *(each for each in known if each != launches)][: self._MOST]
 
-    def rest(
-        self, kind: MicrobatchKind, done: Sequence[_torch.UnitLaunch]
-    ) -> Sequence[_torch.UnitLaunch]:
+    def rest(self, kind: MicrobatchKind, done: Sequence[UnitLaunch]) -> Sequence[UnitLaunch]:
         """Return what follows in the newest microbatch that started the same; else nothing.
 
         If none of this kind did, that is what follows in all that differ in `order` alone.
@@ -127,11 +128,11 @@ class Programs:
 
 
 def _rest_by_communicator(
-    launches: Sequence[_torch.UnitLaunch], done: Sequence[_torch.UnitLaunch]
-) -> list[_torch.UnitLaunch] | None:
+    launches: Sequence[UnitLaunch], done: Sequence[UnitLaunch]
+) -> list[UnitLaunch] | None:
     """Return what is not done; None if some communicator started differently."""
     left = _by_communicator(done)
-    rest: list[_torch.UnitLaunch] = []
+    rest: list[UnitLaunch] = []
     for each in launches:
         before = left.get(each.group)
         if not before:
@@ -142,9 +143,9 @@ def _rest_by_communicator(
 
 
 def _by_communicator(
-    launches: Sequence[_torch.UnitLaunch],
-) -> dict[dist.ProcessGroup, list[_torch.UnitLaunch]]:
-    result: dict[dist.ProcessGroup, list[_torch.UnitLaunch]] = {}
+    launches: Sequence[UnitLaunch],
+) -> dict[dist.ProcessGroup, list[UnitLaunch]]:
+    result: dict[dist.ProcessGroup, list[UnitLaunch]] = {}
     for each in launches:
         result.setdefault(each.group, []).append(each)
     return result
@@ -172,7 +173,7 @@ class ShardedModel(MicrobatchTaker):
         groups: ProcessGroups,
         *,
         guards: Sequence[UnitGuard],
-        log: _torch.LaunchLog,
+        log: LaunchLog,
         originals: Originals,
         prefetch: Prefetch,
         axes: Mapping[Kind, DataAxis],
@@ -184,15 +185,16 @@ class ShardedModel(MicrobatchTaker):
         self._guards = guards
         for guard in guards:
             guard.units = guards
-        self._groups = [group for guard in guards for group in guard.groups]
+        self._units = _torch.AllUnits(
+            [guard.state for guard in guards], [guard.places for guard in guards]
+        )
+        self._groups = self._units.groups
         self._originals = originals
         self._prefetch = prefetch
         self.axes = axes
         self._log = log
         self._device = next((axis.device for axis in axes.values()), torch.device("cpu"))
-        self._predicts = not all(
-            _torch.can_watch(group, self._device) for group in self._log.counts()
-        )
+        self._predicts = not all(can_watch(group, self._device) for group in self._log.counts())
         """True if this rank makes the rest of a microbatch that failed here by those before it.
 
         Others may wait for their devices, and then cannot look whether a rank has failed.
@@ -263,8 +265,7 @@ class ShardedModel(MicrobatchTaker):
     def take_microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Set up what the backward of a microbatch does; `microbatch` without other ranks."""
         self._originals.check_writes()
-        for guard in self._guards:
-            guard.check_settings()
+        self._check_settings()
         if self._is_pending and any(map(_torch.has_other_sum, self._groups)):
             raise ConfigError(
                 "parameters were thawed while gradients of others are summed over a part of the "
@@ -286,13 +287,13 @@ class ShardedModel(MicrobatchTaker):
         try:
             yield
             # Without a backward in the last one, gradients of those before it are not reduced.
-            self._is_pending = not is_last or any(map(_torch.has_unreduced, self._groups))
+            self._is_pending = not is_last or self._units.has_unreduced()
         except RuntimeError as error:
             _torch.explain(error)
             raise
         finally:
             self._log.stop()
-            _torch.leave(self._groups)  # after an error, too
+            self._units.leave()  # after an error, too
             self._set(reduces=True, reduces_outer=True, reshards=True)
 
     def close_microbatch(self) -> None:
@@ -321,7 +322,7 @@ class ShardedModel(MicrobatchTaker):
     def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:
         groups = {str(group.group_name): group for group in self._log.counts()}
         launches = [
-            _torch.UnitLaunch.of(each, groups[name], self._device)
+            UnitLaunch.of(each, groups[name], self._device)
             for name, rest in missing.items()
             for each in rest
         ]
@@ -411,16 +412,16 @@ class ShardedModel(MicrobatchTaker):
             if self._is_interrupted or interrupted:
                 _torch.reset(self.model)
             self._is_pending = self._is_interrupted = False
-            for guard in self._guards:
-                guard.forget_used()
+            for group in self._groups:
+                group.drop_gradients()
             # After an error some ranks have whole parameters and others not: all gather again.
             # After a step that was refused, too, writes go to shards.
             _torch.reshard_idle(self._groups)
-            for group in self._groups:
-                _torch.drop_gradients(group)
 
     def _interrupted(self) -> list[UnitGuard]:
         """Return the units that an error has left in the middle of a forward or a backward."""
+        if self._units.is_idle():
+            return []
         return [guard for guard in self._guards if _torch.is_interrupted(guard.state)]
 
     def unfinished_work(self) -> str | None:
@@ -488,18 +489,18 @@ class ShardedModel(MicrobatchTaker):
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, or were in this step: the same on all ranks."""
         parameters = self._parameters()
-        if all(p.requires_grad for p in parameters):
+        if all(map(_IS_TRAINED, parameters)):
             return parameters
         before = self._trained_before()
         return [p for p in parameters if p.requires_grad or p in before]
 
     def used(self) -> set[nn.Parameter]:
         """Return the parameters that got a gradient from this rank."""
-        return {p for guard in self._guards for p in guard.used()}
+        return {*_torch.sharded_all(self._units.used())}
 
     def num_used(self) -> int:
         """Count the parameters that got a gradient from this rank."""
-        return sum(guard.num_used() for guard in self._guards)
+        return len(self._units.used())
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ConfigError if an optimizer has parameters that are not the sharded model's."""
@@ -525,22 +526,28 @@ class ShardedModel(MicrobatchTaker):
         """
         self.check_ended()
         self._check_writes()  # whatever else is wrong: nothing tells of a lost write later
-        for guard in self._guards:  # a loop may have no microbatch(), and code in one changes it
-            guard.check_places()  # a change before it a forward has refused
-            guard.check_settings()
+        # A loop may have no microbatch(), and code in one changes it.
+        if not self._units.is_in_place():  # a change before it a forward has refused
+            for guard in self._guards:
+                guard.check_places()
+            self._units.note_places()
+        self._check_settings()
         # They may have been forgotten, as by `zero_grad`.
         if self._is_pending and any(guard.has_gradients() for guard in self._guards):
             raise ConfigError(
                 "step: gradients of the last microbatch are not reduced; run the last one of each "
                 "step, with its backward, in microbatch(is_last=True)"
             )
-        frozen = [p for p in self._parameters() if not p.requires_grad]
+        parameters = self._parameters()
+        frozen = [p for p in parameters if not p.requires_grad]
         kept = self._trained_before() | self.used() if frozen else ()
         for parameter in frozen:
             if parameter not in kept:
                 # FSDP2 knows what is frozen from the last forward of a unit, and reduces zeros for
                 # one that has not run since: momentum and decay would move frozen values.
                 parameter.grad = None
+        if "experts" not in self.axes:
+            return gradient_parts(parameters, copies=self._copies)
         by_num_parts: dict[int, list[nn.Parameter]] = {}
         for member, kind in self._members:
             parameter = _torch.sharded(member)
@@ -558,15 +565,22 @@ class ShardedModel(MicrobatchTaker):
 
     def _parameters(self) -> list[nn.Parameter]:
         # Not kept: moving or materializing a model may replace them.
-        return [p for group in self._groups for p in _torch.sharded_parameters(group)]
+        return _torch.sharded_all(self._units.members)
 
     def _trained_before(self) -> set[nn.Parameter]:
         """Return the parameters that some backward since the last step was to train."""
         return {p for group in self._groups for p in _torch.sharded_all(group.trained)}
 
     def _check_writes(self) -> None:
-        for guard in self._guards:
-            guard.check_writes()
+        if self._units.is_written():
+            for guard in self._guards:
+                guard.check_writes()
+            self._units.note_writes()
+
+    def _check_settings(self) -> None:
+        if not self._units.is_as_set_up():
+            for guard in self._guards:
+                guard.check_settings()
 
     @mark_eager
     def _before_forward(self, module: nn.Module, args: object) -> None:

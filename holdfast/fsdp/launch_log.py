@@ -1,0 +1,310 @@
+"""The collectives of a sharded model on one rank: launched here in FSDP2's place, and noted.
+
+After an error on some ranks all compare what they have launched, and complete it; so every gather
+and reduction of every unit goes through the objects of this file. FSDP2 takes them where it has
+hooks for them (`_torch.log_launches`), but for `LoggedSums`, which stands for a communicator.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from itertools import chain, repeat
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from holdfast._torch import mark_launch
+
+
+class GatherOn:
+    """All-gathers on a second communicator of the same ranks, so that none waits for a reduction.
+
+    On the CPU it is always asynchronous, whatever FSDP2 requests: without streams, only that makes
+    it run concurrently with the computation. FSDP2 waits before it reads.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, is_on_host: bool) -> None:
+        self.group = group
+        self._is_on_host = is_on_host
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory for the gathered tensor."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Launch it; `group` is the main communicator, which is not used."""
+        del group
+        work: dist.Work | None = dist.all_gather_single(
+            output_tensor, input_tensor, group=self.group, async_op=async_op or self._is_on_host
+        )
+        return work
+
+
+class UnitLaunch(NamedTuple):
+    """A collective of a unit; a tuple, since each launch makes one."""
+
+    operation: Literal["all-gather", "reduce-scatter", "all-reduce"]
+    group: dist.ProcessGroup
+    numel: int
+    """Elements that this rank gives."""
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, described: Sequence[Any], group: dist.ProcessGroup, device: torch.device
+    ) -> UnitLaunch:
+        """Return the collective that `describe` was called on, on a rank of this group."""
+        operation, numel, dtype = described
+        return cls(
+            operation=operation,
+            group=group,
+            numel=numel,
+            dtype=getattr(torch, dtype),
+            device=device,
+        )
+
+    def repeat(self) -> dist.Work | None:
+        """Make such a collective, from zeros."""
+        given = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        size = self.group.size()
+        work: dist.Work | None
+        if self.operation == "all-gather":
+            out = given.new_empty(self.numel * size)
+            work = dist.all_gather_single(out, given, group=self.group, async_op=True)
+        elif self.operation == "reduce-scatter" and not can_watch(self.group, self.device):
+            out = given.new_empty(self.numel // size)
+            work = dist.reduce_scatter_single(out, given, group=self.group, async_op=True)
+        else:
+            work = dist.all_reduce(given, group=self.group, async_op=True)
+        return work
+
+    def describe(self) -> tuple[str, int, str]:
+        """Return what ranks compare."""
+        return self.operation, self.numel, str(self.dtype).removeprefix("torch.")
+
+
+_GROUP = itemgetter(1)
+"""Of what `LaunchLog` notes of a launch."""
+_LOOK_AFTER = tuple(timedelta(seconds=each) for each in (0.1, 0.2, 0.5))
+"""A wait looks after these times whether another rank has failed, and then every last of them.
+
+A look is one request to the store, some 0.1 ms.
+"""
+
+
+class LaunchLog:
+    """The collectives that all units of a model launch on this rank, in their order.
+
+    On the host this rank waits for them here, and looks meanwhile, if `look` is set, whether
+    another rank has failed, which will never come. A device waits by itself.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Any, ...]] = []
+        """The fields of each `UnitLaunch` from the last `start` to the last `stop`."""
+        self.look: Callable[[], None] | None = None
+        """Raises if another rank has failed."""
+        self.note: Callable[[tuple[Any, ...]], None] = self._count
+        """Takes the fields of the `UnitLaunch` that this rank makes; a method in C if possible."""
+        self._counts: dict[dist.ProcessGroup, int] = {}
+        """Launches but for those noted."""
+        self._pending: dict[dist.Work, None] = {}
+        """Those on the host that nothing has waited for to the end."""
+
+    @property
+    def launches(self) -> list[UnitLaunch]:
+        """From the last `start` to the last `stop`."""
+        return [UnitLaunch(*fields) for fields in self._noted]
+
+    def start(self) -> None:
+        """Forget the launches, and note those that follow; counts stay."""
+        self._counts = dict(self.counts())
+        self._noted = []
+        self.note = self._noted.append
+
+    def stop(self) -> None:
+        """Only count the launches that follow: an evaluation may be long."""
+        self.note = self._count
+
+    def counts(self) -> Mapping[dist.ProcessGroup, int]:
+        """Return the number of launches on each communicator since the model was sharded."""
+        counts = Counter(self._counts)
+        counts.update(map(_GROUP, self._noted))
+        return counts
+
+    def expect(self, group: dist.ProcessGroup) -> None:
+        """Count the launches on a communicator, also while there are none."""
+        self._counts.setdefault(group, 0)
+
+    def _count(self, fields: tuple[Any, ...]) -> None:
+        self._counts[fields[1]] += 1
+
+    def watched(self, work: dist.Work) -> WatchedWork:
+        """Return work on the host that is waited for here."""
+        self._pending[work] = None
+        return WatchedWork(work, self)
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective on the host, and look meanwhile."""
+        look = self.look
+        if look is not None and not work.is_completed():
+            for limit in chain(_LOOK_AFTER, repeat(_LOOK_AFTER[-1])):
+                try:
+                    work.wait(limit)
+                except RuntimeError:
+                    if not work.is_completed():
+                        self._pending[work] = None
+                        look()
+                        continue
+                break
+        self._pending.pop(work, None)
+        work.wait()  # raises if it has failed
+
+    def repeat(self, launches: Sequence[UnitLaunch]) -> list[dist.Work]:
+        """Make collectives like these, from zeros, without waiting for them."""
+        self._noted += launches
+        return [work for each in launches if (work := each.repeat()) is not None]
+
+    def take_pending(self) -> list[dist.Work]:
+        """Return the collectives on the host that nothing has waited for, and forget them."""
+        pending = [*self._pending]
+        self._pending.clear()
+        return pending
+
+
+class WatchedWork(dist.Work):
+    """A collective on the host; a wait for it ends if another rank has failed."""
+
+    def __init__(self, work: dist.Work, log: LaunchLog) -> None:
+        super().__init__()
+        self._work = work
+        self._log = log
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for it, see `LaunchLog.wait`."""
+        del timeout  # that of the communicator counts
+        self._log.wait(self._work)
+        return True
+
+
+class Logged:
+    """Makes a collective in the place of another object of FSDP2, and notes it."""
+
+    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
+        self._inner = inner
+        self._log = log
+        self._is_watched = is_watched
+        self.allocate = inner.allocate
+
+
+class LoggedGather(Logged):
+    """Gathers as another object of FSDP2 does, and notes it.
+
+    On the host the communicator is called without torch.distributed's functions around it, which
+    cost as much as the launch.
+    """
+
+    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
+        super().__init__(inner, log, is_watched=is_watched)
+        self._apart: dist.ProcessGroup | None = inner.group if isinstance(inner, GatherOn) else None
+        self._options = AllgatherOptions()
+        self._options.asyncOp = True
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Note it and launch it."""
+        over = self._apart or group
+        self._log.note(
+            ("all-gather", over, input_tensor.numel(), input_tensor.dtype, input_tensor.device)
+        )
+        work: dist.Work | None
+        if not self._is_watched:
+            work = self._inner(output_tensor, input_tensor, group, async_op=async_op)
+            return work
+        work = over.all_gather_single(output_tensor, input_tensor, self._options)
+        if async_op or self._apart is not None:
+            return self._log.watched(work)
+        self._log.wait(work)
+        return None
+
+
+class LoggedReduction(Logged):
+    """Reduces and scatters as another object of FSDP2 does, and notes it.
+
+    Gloo makes a reduce-scatter of a copy, an all-reduce and another copy, and a wait for it cannot
+    be given up. So where waits are watched it is the all-reduce, in place: FSDP2 does not need what
+    it gave any more.
+    """
+
+    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
+        super().__init__(inner, log, is_watched=is_watched)
+        self._options = dist.AllreduceOptions()
+        self._options.asyncOp = True
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Note it and launch it."""
+        self._log.note(
+            ("reduce-scatter", group, input_tensor.numel(), input_tensor.dtype, input_tensor.device)
+        )
+        if not self._is_watched:
+            work: dist.Work | None = self._inner(
+                output_tensor, input_tensor, group, op, async_op=async_op
+            )
+            return work
+        mark_launch(input_tensor, "reduce_scatter")
+        self._options.reduceOp = op
+        self._log.wait(group.allreduce([input_tensor], self._options))
+        numel = output_tensor.numel()
+        output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
+        return None
+
+
+class LoggedSums:
+    """A communicator on which FSDP2 makes its all-reduces, which are noted."""
+
+    def __init__(self, group: dist.ProcessGroup, log: LaunchLog, *, is_watched: bool) -> None:
+        self._group = group
+        self._log = log
+        self._is_watched = is_watched
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._group.size()
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work | None:
+        """Note an all-reduce and launch it; torch's `all_reduce` calls it and waits."""
+        given = tensors[0]
+        self._log.note(("all-reduce", self._group, given.numel(), given.dtype, given.device))
+        work: dist.Work | None = self._group.allreduce(tensors, options)
+        return work if work is None or not self._is_watched else self._log.watched(work)
+
+
+def can_watch(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return True if a wait for a collective can be given up: on the host, over gloo."""
+    return device.type == "cpu" and dist.get_backend(group) == "gloo"
