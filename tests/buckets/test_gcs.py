@@ -66,8 +66,9 @@ def test_of_many_that_are_deleted_some_may_be_absent(gcs: tuple[Server, str]) ->
     assert bucket.list_all("") == {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.nightly), pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_sequences_on_google_through_a_bad_network(gcs: tuple[Server, str], seed: int) -> None:
     server, direct = gcs
     url = new_url(server)

@@ -96,12 +96,20 @@ def test_the_writer_is_killed_at_its_commit(s3: str) -> None:
     writer_killed_at(s3, 9, overwrite=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_the_writer_is_killed_at_every_request(s3: str, overwrite: bool) -> None:
+NOT_ALL = [
+    pytest.param(False, 3, marks=pytest.mark.slow),
+    pytest.param(True, 5, marks=pytest.mark.slow),
+    *(pytest.param(overwrite, 1, marks=pytest.mark.nightly) for overwrite in (False, True)),
+]
+"""Whether a step is replaced, and how far apart are the requests to kill at."""
+
+
+@pytest.mark.parametrize(("overwrite", "every"), NOT_ALL)
+def test_the_writer_is_killed_at_every_request(s3: str, overwrite: bool, every: int) -> None:
     num_requests = writer_killed_at(s3, NEVER, overwrite=overwrite)
     assert num_requests > 12
-    for at in range(1, num_requests + 1):
+    # From the last one back: the commit, and what comes after it.
+    for at in range(num_requests, 0, -every):
         writer_killed_at(s3, at, overwrite=overwrite)
 
 
@@ -157,9 +165,10 @@ def trainer_killed_at(s3: str, at: int, *, overwrite: bool) -> int:
     return seen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_the_trainer_is_killed_at_requests_of_its_writer(s3: str, overwrite: bool) -> None:
+@pytest.mark.parametrize(("overwrite", "every"), NOT_ALL)
+def test_the_trainer_is_killed_at_requests_of_its_writer(
+    s3: str, overwrite: bool, every: int
+) -> None:
     num_requests = trainer_killed_at(s3, NEVER, overwrite=overwrite)
-    for at in range(1, num_requests + 1, 4):
+    for at in range(1, num_requests + 1, 3 * every):
         trainer_killed_at(s3, at, overwrite=overwrite)

@@ -301,8 +301,13 @@ def test_programs_through_a_bad_network(
     run_program(s3, seed, monkeypatch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6, 206))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 54)),
+        *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(54, 206)),
+    ],
+)
 def test_more_programs_through_a_bad_network(
     s3: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,5 +160,6 @@ def _judge(program: Program, traces: list[Trace], verdict: Verdict) -> None:
         ranks = Layout(**way.layout).ranks
         answers = [traces[rank].answers[number] for rank in ranks]
         judge(twin, way, answers, where=f"way {number} ({way.kind})", verdict=found)
-        twin.end_way()
+        if number + 1 < len(program.ways):
+            twin.end_way()
     verdict.wrong += [f"program {program.seed}: {each}" for each in found.wrong]

@@ -48,12 +48,12 @@ def test_any_actions_equal_one_process_or_raise_by_name(
 @pytest.mark.parametrize(
     ("num_ranks", "first", "count"),
     [
+        *[pytest.param(1, first, 300, marks=pytest.mark.slow) for first in range(1000, 2800, 300)],
         *[pytest.param(*each, marks=pytest.mark.slow)
-          for each in ((1, 1000, 300), (2, 1000, 75), (3, 1000, 40))],
+          for each in ((2, 1000, 150), (3, 1000, 20), (4, 1000, 30))],
         *[pytest.param(*each, marks=pytest.mark.nightly)
-          for each in ((1, 1300, 300), (1, 1600, 300), (1, 1900, 300), (2, 1075, 75),
-                       (2, 1150, 150), (2, 1300, 150), (2, 1450, 150),
-                       (4, 1000, 90), (4, 1090, 90))],
+          for each in ((2, 1150, 150), (2, 1300, 150), (2, 1450, 150), (3, 1020, 80),
+                       (4, 1030, 75), (4, 1105, 75), (4, 1180, 75))],
     ],
 )  # fmt: skip
 def test_two_thousand_programs_of_actions(

@@ -28,12 +28,19 @@ def test_any_way_trains_as_one_process_and_loads_any_other(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [100])
 def test_many_ways_train_as_one_process(tmp_path: Path, first: int) -> None:
-    check(tmp_path, range(first, first + 12), num_ranks=4)
+    check(tmp_path, range(first, first + 6), num_ranks=4)
 
 
-@pytest.mark.slow
-def test_ways_on_eight_ranks_train_as_one_process(tmp_path: Path) -> None:
-    check(tmp_path, range(4), num_ranks=8)
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(2), marks=pytest.mark.slow),
+        pytest.param(range(2, 12), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_ways_on_eight_ranks_train_as_one_process(tmp_path: Path, seeds: range) -> None:
+    check(tmp_path, seeds, num_ranks=8)
 
 
 @pytest.mark.nightly

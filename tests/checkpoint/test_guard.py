@@ -280,8 +280,8 @@ def test_an_interrupt_reaches_all_of_three_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("operation", "step"),
     [
-        # Every third on each rank, so that the ranks have other functions.
-        *(pytest.param(each, 3, marks=pytest.mark.slow) for each in ("async", "load")),
+        # Every seventh on each rank, so that the ranks have other functions.
+        *(pytest.param(each, 7, marks=pytest.mark.slow) for each in ("async", "load")),
         *(pytest.param(each, 1, marks=pytest.mark.nightly) for each in ALL),
     ],
 )

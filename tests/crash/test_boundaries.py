@@ -141,14 +141,14 @@ def _sweep(
 @pytest.mark.parametrize(
     "killed",
     [
-        pytest.param(Killed("sync", "first"), marks=pytest.mark.slow),
+        pytest.param(Killed("sync", "first"), marks=pytest.mark.nightly),
         pytest.param(Killed("async", "overwrite"), marks=pytest.mark.slow),
         pytest.param(Killed("sync", "next"), marks=pytest.mark.nightly),
         pytest.param(Killed("sync", "overwrite"), marks=pytest.mark.nightly),
         pytest.param(Killed("async", "first"), marks=pytest.mark.nightly),
-        pytest.param(Killed("async", "next"), marks=pytest.mark.slow),
+        pytest.param(Killed("async", "next"), marks=pytest.mark.nightly),
         pytest.param(Killed("sync", "overwrite", "torch_dist"), marks=pytest.mark.slow),
-        pytest.param(Killed("async", "first", "torch_dist"), marks=pytest.mark.slow),
+        pytest.param(Killed("async", "first", "torch_dist"), marks=pytest.mark.nightly),
         pytest.param(Killed("sync", "first", "torch_dist"), marks=pytest.mark.nightly),
         pytest.param(Killed("async", "overwrite", "torch_dist"), marks=pytest.mark.nightly),
     ],

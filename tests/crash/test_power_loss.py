@@ -109,7 +109,8 @@ def test_power_loss_at_every_boundary(disk: Disk, overwrite: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_cuts", [8, pytest.param(25, marks=pytest.mark.nightly)])
+# Four: on a storage that is shared or not, sync and async.
+@pytest.mark.parametrize("num_cuts", [4, pytest.param(25, marks=pytest.mark.nightly)])
 def test_power_loss_at_random_instants(disk: Disk, num_cuts: int) -> None:
     """Saves one after another until the power goes; those that had returned are all there."""
     generator = random.Random(5)

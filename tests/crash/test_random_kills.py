@@ -88,22 +88,16 @@ def _sweep(root: Path, *, seed: int, num_instants: int) -> None:
 
 @pytest.mark.timeout(300)
 def test_killed_at_a_few_random_instants(fast_dir: Path) -> None:
-    """E1, P6: whatever has been committed is whole, and the next save works."""
+    """E1, P6: whatever has been committed is whole, and the next save works.
+
+    Every boundary has its turn in `test_boundaries`.
+    """
     _sweep(fast_dir, seed=1, num_instants=6)
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.nightly)],
-)
-def test_killed_at_many_random_instants(fast_dir: Path, seed: int) -> None:
-    """E1, P6: many instants. Every boundary has its turn in `test_boundaries`."""
-    _sweep(fast_dir, seed=seed, num_instants=12)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(4, 12))
+@pytest.mark.parametrize("seed", range(2, 10))
 def test_killed_at_hundreds_of_random_instants(fast_dir: Path, seed: int) -> None:
     """E1, P6: four hundred instants in all."""
     _sweep(fast_dir, seed=seed, num_instants=50)

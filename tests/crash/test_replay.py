@@ -301,12 +301,21 @@ def search(
     "name",
     [
         "saves, a sixth",
-        pytest.param("saves", marks=pytest.mark.slow),
-        pytest.param("killed", marks=pytest.mark.nightly),
-        pytest.param("no exchange", marks=pytest.mark.slow),
-        pytest.param("killed, no exchange", marks=pytest.mark.nightly),
-        pytest.param("torch_dist", marks=pytest.mark.slow),
-        pytest.param("torch_dist, killed", marks=pytest.mark.nightly),
+        *(
+            pytest.param(f"{name}, a sixth", marks=pytest.mark.slow)
+            for name in ("no exchange", "torch_dist", "killed")
+        ),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in (
+                "saves",
+                "killed",
+                "no exchange",
+                "killed, no exchange",
+                "torch_dist",
+                "torch_dist, killed",
+            )
+        ),
     ],
 )
 def test_no_legal_loss_does_harm(
@@ -371,7 +380,7 @@ def _judged(
     "name",
     [
         "saves",
-        pytest.param("no exchange", marks=pytest.mark.slow),
+        pytest.param("no exchange", marks=pytest.mark.nightly),
         pytest.param("torch_dist", marks=pytest.mark.slow),
     ],
 )

@@ -190,10 +190,20 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor], where: object) -
         assert torch.equal(value, expected[name]), (where, name)
 
 
+Cases = list[tuple[int, int]]
+"""Numbers of a client's layout and of a strategy."""
+
+
+def in_turn(num_layouts: int, num_strategies: int) -> Cases:
+    """Return each layout and each strategy at least once."""
+    count = max(num_layouts, num_strategies)
+    return [(number % num_layouts, number % num_strategies) for number in range(count)]
+
+
 def trained_and_kept(
-    context: RankContext, root: str, name: str, strategies: tuple[str, ...]
+    context: RankContext, root: str, name: str, strategies: tuple[str, ...], cases: Cases
 ) -> dict[str, float]:
-    """Train under each strategy, save, load under the next one and into the bare model."""
+    """Train in each case, save, load under the next strategy and into the bare model."""
     client = CLIENTS[name]
     expected = truth(client)
     found: dict[str, float] = {}
@@ -201,7 +211,8 @@ def trained_and_kept(
     for number, sizes in enumerate(client.layouts):
         with ProcessGroups.create(Layout(**sizes)) as groups:
             checkpointer = Checkpointer(f"{root}/{number}", groups=groups)
-            for index, strategy in enumerate(strategies):
+            for index in [index for layout, index in cases if layout == number]:
+                strategy = strategies[index]
                 case = f"{name} {sizes} {strategy}"
                 held = sharded(client, groups, seed=1, strategy=strategy)
                 plain = sgd(held.model.parameters())
@@ -234,11 +245,14 @@ def into_bare(client: Client, root: str, step: int, kept: dict[str, Tensor]) -> 
     assert keys(f"{root}/bare", step) == keys(root, step)
 
 
-def check_client(tmp_path: Path, name: str, strategies: tuple[str, ...]) -> None:
-    for found in run_ranks(
-        4, trained_and_kept, str(tmp_path), name, strategies, timeout_s=280
-    ).results:
-        assert len(found) == len(strategies) * len(CLIENTS[name].layouts)
+def check_client(
+    tmp_path: Path, name: str, strategies: tuple[str, ...], *, is_whole: bool = True
+) -> None:
+    sizes = len(CLIENTS[name].layouts), len(strategies)
+    cases = list(itertools.product(*map(range, sizes))) if is_whole else in_turn(*sizes)
+    arguments = str(tmp_path), name, strategies, cases
+    for found in run_ranks(4, trained_and_kept, *arguments, timeout_s=280).results:
+        assert len(found) == len(cases)
         for case, off in found.items():
             assert off < 1e-6, (case, off)
 
@@ -251,18 +265,26 @@ def test_a_llama_with_fused_projections(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_llama_under_every_strategy(tmp_path: Path) -> None:
     """F14: those that the test above does not use; `no_shard` is in the two tests below."""
-    check_client(tmp_path, "llama", STRATEGIES[1:3])
+    check_client(tmp_path, "llama", STRATEGIES[1:3], is_whole=False)
 
 
 @pytest.mark.slow
 def test_gpt2_of_transformers(tmp_path: Path) -> None:
     """F14: its head and its embedding are one weight."""
     pytest.importorskip("transformers")
-    check_client(tmp_path, "gpt2", STRATEGIES)
+    check_client(tmp_path, "gpt2", STRATEGIES, is_whole=False)
 
 
 @pytest.mark.slow
 def test_mixtral_of_transformers(tmp_path: Path) -> None:
     """F2, F14: experts are what is declared, fused into one tensor for each layer."""
     pytest.importorskip("transformers")
-    check_client(tmp_path, "mixtral", STRATEGIES)
+    check_client(tmp_path, "mixtral", STRATEGIES, is_whole=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CLIENTS)
+def test_every_client_on_each_layout_under_every_strategy(tmp_path: Path, name: str) -> None:
+    """F2, F14: all pairs."""
+    pytest.importorskip("transformers")
+    check_client(tmp_path, name, STRATEGIES)

@@ -89,7 +89,8 @@ def counted(
     ("layouts", "microbatches"),
     [
         (LAYOUTS[:3], [1, 2]),
-        pytest.param(LAYOUTS, [2, 8, 1], marks=pytest.mark.slow),
+        pytest.param(LAYOUTS[3:], [2, 8, 1], marks=pytest.mark.slow),
+        pytest.param(LAYOUTS[:3], [2, 8, 1], marks=pytest.mark.nightly),
     ],
 )
 def test_launches_of_a_step_are_those_of_the_formula(

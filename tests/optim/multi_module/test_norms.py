@@ -124,8 +124,8 @@ def random_spec(dice: random.Random, span: list[int]) -> Spec:
     "seeds",
     [
         range(6),
-        pytest.param(range(6, 30), marks=pytest.mark.slow),
-        pytest.param(range(30, 70), marks=pytest.mark.nightly),
+        pytest.param(range(6, 18), marks=pytest.mark.slow),
+        pytest.param(range(18, 70), marks=pytest.mark.nightly),
     ],
     ids=str,
 )

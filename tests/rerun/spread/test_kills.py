@@ -40,8 +40,8 @@ def test_a_few_kills_between_detection_and_replay(fast_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "num_kills"),
     [
-        pytest.param("alone", 20, marks=pytest.mark.slow),
-        pytest.param("DP2", 5, marks=pytest.mark.slow),
+        pytest.param("alone", 8, marks=pytest.mark.slow),
+        pytest.param("DP2", 3, marks=pytest.mark.slow),
         pytest.param("alone", 170, marks=pytest.mark.nightly),
         pytest.param("TP2", 15, marks=pytest.mark.nightly),
         pytest.param("DP2", 15, marks=pytest.mark.nightly),

@@ -57,8 +57,8 @@ def test_a_sample_of_spreading_faults(fast_dir: Path) -> None:
 @pytest.mark.parametrize(
     "seeds",
     [
-        pytest.param(range(1000, 1030), marks=pytest.mark.slow, id="30"),
-        pytest.param(range(1030, 1460), marks=pytest.mark.nightly, id="430"),
+        pytest.param(range(1000, 1015), marks=pytest.mark.slow, id="15"),
+        pytest.param(range(1015, 1460), marks=pytest.mark.nightly, id="445"),
     ],
 )
 def test_many_spreading_faults(fast_dir: Path, seeds: range) -> None:
