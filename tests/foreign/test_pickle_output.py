@@ -73,6 +73,16 @@ def test_our_own_reader_reads_it(value: Any) -> None:
     read_pickle(pickled([value]), place="here")
 
 
+def test_versions_of_modules_are_written_as_torch_does() -> None:
+    state = OrderedDict(w=1)
+    state._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
+    data = pickled([state])
+    for result in (pickle.loads(data)[0], restricted.load(io.BytesIO(data))[0]):
+        assert result == state
+        assert result._metadata == state._metadata  # type: ignore[attr-defined]
+    read_pickle(data, place="here")
+
+
 def test_nan_keeps_its_bits() -> None:
     (odd,) = struct.unpack(">d", bytes.fromhex("7ff8000000000123"))
     assert struct.pack(">d", pickle.loads(pickled(odd))).hex() == "7ff8000000000123"

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, Flag, IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -183,7 +183,7 @@ def test_sets_are_stored_in_one_order(members: set[object]) -> None:
         slice(None), slice(1, -2, 3), range(0), deque(maxlen=0), deque([1]),
         defaultdict(None, {"a": 1}), [1, True, 1.0, -0.0], {"$": 1}, {"$": {"$": "tuple"}},
         {"z": 1, "a": 2}, [float("inf"), float("-inf"), 5e-324, 1e16, 1.7976931348623157e308],
-        (1, [2, (3, {"x": (4,)})]), -(10**5000),
+        (1, [2, (3, {"x": (4,)})]), -(10**5000), np.str_("a\0"), np.bytes_(b"a\0"),
     ],
     ids=lambda v: str(v)[:30] if not isinstance(v, int) else "huge",
 )  # fmt: skip
@@ -240,6 +240,56 @@ def test_attributes_that_are_no_fields_are_not_dropped() -> None:
     partial = object.__new__(Position)
     with pytest.raises(PlacementError, match="epoch"):
         encode_tree(partial, codecs=CODECS)
+
+
+class Slotted:
+    __slots__ = ("cached",)
+
+
+@dataclass(slots=True)
+class Counted(Slotted):
+    n: int
+
+
+@dataclass
+class Fields(dict[str, int]):
+    a: int = 1
+
+
+def test_what_a_dataclass_or_a_mapping_holds_besides_is_not_dropped() -> None:
+    """O11: slots of a base, contents of a built-in base, attributes of an instance."""
+    counted, codecs = Counted(1), Codecs(dataclasses=[Counted])
+    assert decode_tree(encode_tree(counted, codecs=codecs), codecs=codecs) == counted
+    counted.cached = 2
+    with pytest.raises(PlacementError, match="cached"):
+        encode_tree(counted, codecs=codecs)
+    with pytest.raises(ConfigError, match=r"Fields in `dataclasses` is a dict, too.*Codec"):
+        Codecs(dataclasses=[Fields])
+    for mapping in (OrderedDict(a=1), Counter("a")):
+        mapping.unit = "m"  # type: ignore[union-attr]
+        with pytest.raises(PlacementError, match=r"^x\.0: this .* has attributes \(unit\)"):
+            encode_tree([mapping], path="x")
+
+
+def versioned(**versions: int) -> OrderedDict[str, int]:
+    """What `state_dict` of modules with these versions returns."""
+    made = OrderedDict.fromkeys(versions, 0)
+    made._metadata = OrderedDict((n, {"version": v}) for n, v in versions.items())  # type: ignore[attr-defined]
+    return made
+
+
+def test_versions_of_modules_stay_with_their_state_dict() -> None:
+    """O11: of ranks that hold different members, each has noted its own."""
+    one, two = versioned(a=1, b=2), versioned(b=2, c=3)
+    back: Any = round_trip([one])
+    assert back[0]._metadata == one._metadata  # type: ignore[attr-defined]
+    joined: Any = decode_tree(merged(*(union(encode_tree(each)) for each in (one, two))))
+    assert joined._metadata == {n: {"version": v} for n, v in zip("abc", (1, 2, 3), strict=True)}
+    without = OrderedDict(one)
+    for other in (without, versioned(a=1, b=3)):
+        with pytest.raises(PlanError):
+            merged(encode_tree(one), encode_tree(other))
+    assert decode_tree(encode_tree(without)) == without
 
 
 def test_cycles_and_depth_are_refused_and_twins_are_not() -> None:

@@ -109,7 +109,8 @@ def same(a: Any, b: Any) -> bool:
         return same(a.real, b.real) and same(a.imag, b.imag)
     if isinstance(a, dict):
         factory = getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
-        return factory and len(a) == len(b) and all(
+        noted = getattr(a, "_metadata", None) == getattr(b, "_metadata", None)
+        return factory and noted and len(a) == len(b) and all(
             same(k, m) and same(v, w) for (k, v), (m, w) in zip(a.items(), b.items(), strict=True)
         )  # fmt: skip
     if isinstance(a, list | tuple | deque):
@@ -191,6 +192,8 @@ TREES: dict[str, Callable[[], Any]] = {
     "defaultdict": lambda: defaultdict(list, a=T + 0, b=[T + 1]),
     "defaultdict without": lambda: defaultdict(None, {1: T + 0}),
     "ordered": lambda: OrderedDict(b=T + 0, a=OrderedDict(z=T + 1, y=3)),
+    "state dict": lambda: {"s": torch.nn.BatchNorm1d(2).state_dict(),
+                           "t": OrderedDict(torch.nn.Linear(2, 1).state_dict())},
     "counter": lambda: Counter({"a": 3, 7: 2}),
     "counter of tensors": lambda: Counter({"a": T + 0}),
     "deque": lambda: deque([T + 0, {"x": T + 1}, 3], maxlen=4),

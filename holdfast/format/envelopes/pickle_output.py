@@ -235,6 +235,9 @@ class _Emitter:
         self._call(Global("collections", "OrderedDict"))
         if value:
             self._items(value.items())
+        if vars(value):  # the versions of modules, which torch pickles with a state dict
+            self._dict(vars(value))
+            self._code(b"b")
 
     def _defaultdict(self, value: defaultdict[Any, Any]) -> None:
         factory: Any = value.default_factory

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from types import MappingProxyType
+from types import BuiltinFunctionType, MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +29,7 @@ from holdfast.errors import (
 )
 from holdfast.format.values.value_nodes import (
     MAPPINGS,
+    METADATA_MEMBER,
     SEQUENCES,
     SETS,
     TAG,
@@ -46,6 +47,8 @@ T = TypeVar("T")
 EncodeLeaf = Callable[[str, object], Node]
 DecodeLeaf = Callable[[str, dict[str, Node]], object]
 
+METADATA = "_metadata"
+"""Attribute at which `Module.state_dict()` notes the versions of the modules."""
 MAX_DEPTH = 100
 MAX_PLAIN_INT = 2**53
 
@@ -123,6 +126,12 @@ class Codecs:
         for cls in self._dataclasses.values():
             if not is_dataclass(cls):
                 raise ConfigError(f"Codecs: {cls.__qualname__} in `dataclasses` is not a dataclass")
+            native = _native_base(cls)
+            if native is not None:
+                raise ConfigError(
+                    f"Codecs: {cls.__qualname__} in `dataclasses` is a {native.__qualname__}, too, "
+                    f"whose contents are not fields and would be lost; register a Codec for it"
+                )
         if len(self._codec_types) != len(self._codecs):
             raise ConfigError(f"Codecs: two of {sorted(self._codecs)} are for one type")
 
@@ -149,6 +158,25 @@ class Codecs:
     def codec_for(self, cls: type[Any]) -> Codec | None:
         """Return the codec of exactly that type, or None."""
         return self._codec_types.get(cls)
+
+
+def _native_base(cls: type[Any]) -> type[Any] | None:
+    """Return the base of a class that is implemented in C and has contents; None if none is."""
+    bases = (base for base in cls.__mro__ if base is not object)
+    return next((b for b in bases if isinstance(vars(b).get("__new__"), BuiltinFunctionType)), None)
+
+
+def _attributes_of(value: object) -> set[str]:
+    """Return the names of the attributes that an object holds, in its dict and in slots."""
+    names = set(getattr(value, "__dict__", {}))
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            own = f"_{base.__name__.lstrip('_')}{name}" if is_private else name
+            if name not in ("__dict__", "__weakref__") and hasattr(value, own):
+                names.add(own)
+    return names
 
 
 def _by_name(kind: str, named: list[tuple[str, T]]) -> Mapping[str, T]:
@@ -241,8 +269,9 @@ class _Encoder:
             case tuple() if type(value) is tuple:
                 return {TAG: "tuple", "v": self._items(value, path)}
             case OrderedDict() if type(value) is OrderedDict:
-                return {TAG: "odict", "v": self._pairs(value, path)}
+                return {TAG: "odict", "v": self._pairs(value, path), **_metadata_node(value, path)}
             case Counter() if type(value) is Counter:
+                _refuse_attributes(value, path)
                 return {TAG: "counter", "v": self._pairs(value, path)}
             case defaultdict() if type(value) is defaultdict:
                 return self._defaultdict(value, path)
@@ -325,7 +354,8 @@ class _Encoder:
 
     def _numpy_scalar(self, value: np.generic, path: str) -> Node:
         if type(value) is np.str_:
-            return {TAG: "numpy", "d": "str", "v": _encode_str(str(value))}
+            # Not `str(value)`: NumPy's own drops characters of zero at the end.
+            return {TAG: "numpy", "d": "str", "v": _encode_str(str.__str__(value))}
         if type(value) is np.bytes_:
             return {TAG: "numpy", "d": "bytes", "v": base64.b64encode(bytes(value)).decode()}
         dtype = value.dtype.newbyteorder("<")
@@ -337,7 +367,7 @@ class _Encoder:
     def _dataclass(self, value: Any, path: str) -> Node:
         names = [field.name for field in fields(value)]
         missing = [name for name in names if not hasattr(value, name)]
-        extra = sorted(set(getattr(value, "__dict__", {})) - set(names))
+        extra = sorted(_attributes_of(value) - set(names))
         if missing or extra:
             raise PlacementError(
                 f"{path}: {type(value).__qualname__} has attributes that are not fields {extra} or "
@@ -361,6 +391,29 @@ class _Encoder:
             f"({shorten(value)}) cannot be stored without pickle; {hint}"
         )
         return PlacementError(text + marker, details={"without_markers": text})
+
+
+def _metadata_node(value: OrderedDict[Any, Any], path: str) -> dict[str, Node]:
+    """Return what `Module.state_dict()` notes at its dict: the versions of the modules.
+
+    A module that loads the dict may convert the entries of an earlier version, so that without the
+    note it would convert what is right.
+    """
+    if not vars(value):
+        return {}
+    _refuse_attributes(value, path, but_for=METADATA)
+    return {METADATA_MEMBER: encode_tree(vars(value)[METADATA], path=join_path(path, METADATA))}
+
+
+def _refuse_attributes(value: object, path: str, *, but_for: str = "") -> None:
+    """Raise PlacementError for a container with attributes, which no stored form has."""
+    own = sorted(vars(value).keys() - {but_for})
+    if own:
+        raise PlacementError(
+            f"{path or 'value'}: this {type(value).__name__} has attributes ({', '.join(own)}), "
+            f"which would be lost; store them as values of their own, or register a Codec for its "
+            f"type"
+        )
 
 
 def _is_plain_key(key: str) -> bool:
@@ -490,7 +543,12 @@ class _Decoder:
         return range(start, stop, step)
 
     def _mapping(self, tag: str, node: dict[str, Node], path: str, depth: int) -> object:
-        _expect(node, *(("f", "v") if tag == "defaultdict" else ("v",)))
+        has_metadata = tag == "odict" and METADATA_MEMBER in node
+        _expect(
+            node,
+            *(("f", "v") if tag == "defaultdict" else ("v",)),
+            *((METADATA_MEMBER,) if has_metadata else ()),
+        )
         raw = node["v"]
         if not isinstance(raw, list):
             raise TypeError("a list of pairs is expected")
@@ -559,8 +617,11 @@ def mapping_of(node: Node, table: dict[Any, Any]) -> Any:
     Raises KeyError or TypeError for a defaultdict with an unknown factory.
     """
     tag = tag_of(node)
-    if tag == "odict":
-        return OrderedDict(table)
+    if tag == "odict" and isinstance(node, dict):
+        ordered = OrderedDict(table)
+        if METADATA_MEMBER in node:
+            setattr(ordered, METADATA, decode_tree(node[METADATA_MEMBER]))
+        return ordered
     if tag == "counter":
         return Counter(table)
     if tag == "defaultdict" and isinstance(node, dict):

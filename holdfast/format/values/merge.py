@@ -14,6 +14,7 @@ from holdfast.errors import CorruptionError, HoldfastError, PlanError, some_of
 from holdfast.format.values.codecs import decode_tree
 from holdfast.format.values.value_nodes import (
     MAPPINGS,
+    METADATA_MEMBER,
     SEQUENCES,
     TAG,
     UNION,
@@ -132,8 +133,8 @@ def _kind(node: Any) -> str | None:
     return None
 
 
-def _frame(node: Any) -> bytes:
-    return node_bytes({name: item for name, item in node.items() if name != "v"})
+def _frame(node: Any, *, but_for: str = "") -> bytes:
+    return node_bytes({name: item for name, item in node.items() if name not in ("v", but_for)})
 
 
 def _merge_members(groups: _Groups, path: str, place: str) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def _merge_union(groups: _Groups, path: str) -> Any:
 
 
 def _merge_mappings(groups: _Groups, kind: str | None, path: str) -> Any:
-    if not _is_one_kind(groups):
+    if not _is_one_kind(groups) or (kind == "odict" and len({_frame(n) for _, n in groups}) > 1):
         _raise_conflict(groups, path)
     tables = [(labels, _table(node, path)) for labels, node in groups]
     for labels, table in tables[1:]:
@@ -185,7 +186,11 @@ def _merge_mappings(groups: _Groups, kind: str | None, path: str) -> Any:
 
 def _is_one_kind(groups: _Groups) -> bool:
     """Return True if mappings are of one type; the two stored forms of a dict are one."""
-    return len({_PLAIN if is_plain_dict(node) else _frame(node) for _, node in groups}) == 1
+    frames = (
+        _PLAIN if is_plain_dict(node) else _frame(node, but_for=METADATA_MEMBER)
+        for _, node in groups
+    )
+    return len(set(frames)) == 1
 
 
 _PLAIN = node_bytes({TAG: "dict"})
@@ -219,7 +224,17 @@ def _joined(
     tagged = next((node for _, node in groups if TAG in node), None)
     if tagged is None:
         return {key: item for key, item in merged if isinstance(key, str)}
-    return {**tagged, "v": merged}
+    return {**tagged, "v": merged, **_joined_metadata(groups, path)}
+
+
+def _joined_metadata(groups: _Groups, path: str) -> dict[str, Any]:
+    """Return what modules have noted at one state dict on all ranks, each of its own members."""
+    noted = [
+        (labels, {TAG: UNION, "v": node[METADATA_MEMBER]})
+        for labels, node in groups
+        if METADATA_MEMBER in node
+    ]
+    return {METADATA_MEMBER: _merge(noted, join_path(path, "_metadata"))} if noted else {}
 
 
 def _refuse_equal_keys(

@@ -28,6 +28,8 @@ SEQUENCES = ("tuple", "deque")
 SETS = ("set", "frozenset")
 TENSORS = ("tensor", "array")
 SCALARS = ("int", "float", "str", "bytes", "bytearray", "complex", "numpy", "enum")
+METADATA_MEMBER = "m"
+"""Member of an OrderedDict's node: what a module has noted at the state dict that it made."""
 _KEY = "k"
 _TABLES = ("per_rank", "dataclass")
 _WRAPPERS = ("codec", UNION)
