@@ -69,7 +69,7 @@ test-integrations: setup
 	@test -x $(TORCHFT_VENV)/bin/python || $(PYTHON) -m venv $(TORCHFT_VENV)
 	@readlink -f $(VENV)/lib/python*/site-packages > $$(echo $(TORCHFT_VENV)/lib/python*/site-packages)/base.pth
 	@$(TORCHFT_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torchft
-	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not nightly" tests/integrations
+	@$(BIN)/pytest -n $(PYTEST_WORKERS) tests/integrations
 
 test-all: setup lint
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "not nightly and not gpu"

@@ -43,8 +43,17 @@ def test_a_recipe_goes_on_after_a_stop_as_if_there_had_been_none(name: str, tmp_
     assert launch(name, 2, tmp_path / "stopped", STEPS) == straight
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "loader"])
+FIRST = ("fsdp2", "ema", "two_modules")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in FIRST else pytest.mark.nightly)
+        for name in PROGRAMS
+        if name != "loader"
+    ],
+)
 def test_a_recipe_goes_on_with_another_number_of_ranks(name: str, tmp_path: Path) -> None:
     for num_ranks, steps in ((2, 4), (3, 8), (2, 12)):
         lines = launch(name, num_ranks, tmp_path, steps)

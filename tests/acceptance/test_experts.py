@@ -149,13 +149,13 @@ def save(context: RankContext, root: str, chosen: tuple[str, ...]) -> None:
 
 
 def load(
-    context: RankContext, root: str, chosen: tuple[str, ...]
+    context: RankContext, root: str, chosen: tuple[str, ...], strides: tuple[int, ...]
 ) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
     found = {}
     for way in chosen_of(context.num_ranks, chosen):
         with groups_of(way) as groups:
             number = chosen.index(way)
-            for saver in [chosen[(number - stride) % len(chosen)] for stride in STRIDES]:
+            for saver in [chosen[(number - stride) % len(chosen)] for stride in strides]:
                 run = Run.make(groups, true=False)
                 Checkpointer(f"{root}/{saver}", groups=groups).load(run.state())
                 assert run.optimizer.param_groups[0]["lr"] == 0.125
@@ -163,18 +163,25 @@ def load(
     return found
 
 
-STRIDES = (1, 3)
-"""How far apart in the list are those who save and who load: two rings of all ways."""
 FEW = ("one process", "dp4 x ep2", "tp2 x ep2", "pp2 x ep2")
 
 
 @pytest.mark.parametrize(
-    "chosen", [FEW, pytest.param(tuple(WAYS), marks=pytest.mark.slow)], ids=("few", "all")
+    ("chosen", "strides"),
+    [
+        (FEW, (1, 3)),
+        pytest.param(tuple(WAYS), (3,), marks=pytest.mark.slow),
+        pytest.param(tuple(WAYS), (1, 2, 4, 5), marks=pytest.mark.nightly),
+    ],
+    ids=("few", "all", "all, more"),
 )
-def test_every_layout_loads_what_every_other_saved(tmp_path: Path, chosen: tuple[str, ...]) -> None:
+def test_every_layout_loads_what_every_other_saved(
+    tmp_path: Path, chosen: tuple[str, ...], strides: tuple[int, ...]
+) -> None:
     """K1: FSDP2 x EP into EP1, other data sizes, TP2, PP2, one process; and all of these back.
 
-    In two rings: what is loaded is compared with the truth, whoever saved it.
+    In rings, in which those who save and who load are so far apart in the list: what is loaded is
+    compared with the truth, whoever saved it.
     """
     sizes = sorted({Layout(**WAYS[way]).world_size for way in chosen})
     for num_ranks in sizes:
@@ -188,7 +195,8 @@ def test_every_layout_loads_what_every_other_saved(tmp_path: Path, chosen: tuple
             assert {info.key for info in snapshot.manifest.tensors} == keys, way
     seen = 0
     for num_ranks in sizes:
-        results = run_ranks(num_ranks, load, str(tmp_path), chosen, init=num_ranks > 1).results
+        arguments = str(tmp_path), chosen, strides
+        results = run_ranks(num_ranks, load, *arguments, init=num_ranks > 1).results
         for pair in results[0]:
             together: dict[str, torch.Tensor] = {}
             for found in results:
@@ -197,7 +205,7 @@ def test_every_layout_loads_what_every_other_saved(tmp_path: Path, chosen: tuple
                     assert torch.equal(value, truth[name]), (pair, name)
             assert together.keys() == truth.keys(), pair
             seen += 1
-    assert seen == len(chosen) * len(STRIDES)
+    assert seen == len(chosen) * len(strides)
 
 
 def norms(context: RankContext) -> dict[str, tuple[float, float, dict[str, torch.Tensor]]]:

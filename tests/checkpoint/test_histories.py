@@ -25,9 +25,17 @@ def test_a_directory_is_what_its_history_says(tmp_path: Path, seed: int) -> None
     follow(tmp_path / "history", seed, 25, own_process=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("own_process", [False, True])
-def test_long_histories(tmp_path: Path, own_process: bool) -> None:
+@pytest.mark.parametrize(
+    ("own_process", "seeds"),
+    [
+        pytest.param(False, range(1000, 1015), marks=pytest.mark.slow),
+        pytest.param(True, range(1000, 1004), marks=pytest.mark.slow),
+        pytest.param(False, range(1015, 1080), marks=pytest.mark.nightly),
+        pytest.param(True, range(1004, 1016), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_long_histories(tmp_path: Path, own_process: bool, seeds: range) -> None:
     """P2, P14, R6: with writer processes that are killed, too."""
-    for seed in range(1000, 1012 if own_process else 1050):
+    for seed in seeds:
         follow(tmp_path / str(seed), seed, 40, own_process=own_process)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.integrations.forks import ForkServer
 
 _KILL_AT_STEP = """
@@ -45,26 +47,34 @@ resumed run's first step in another order: of more than two ranks, with another 
 """
 
 
-def check_twenty_kills(
+NUM_KILLS = pytest.mark.parametrize(
+    "num_kills",
+    [pytest.param(4, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.nightly)],
+)
+
+
+def check_kills(
     resumed: Callable[[Path, int], list[str]],
     straight: list[str],
     root: Path,
+    num_kills: int,
     *,
     first: int,
     stop: int,
 ) -> None:
-    """Kill a run at twenty random steps, one after the other, and at each if there are fewer.
+    """Kill a run at random steps, one after the other, and at each if there are fewer.
 
     Args:
         resumed: What a run in a root prints that is killed at a step and started again.
         straight: What a run prints that is not.
         root: Of the runs, removed after each.
+        num_kills: Runs.
         first: The first step to kill at.
         stop: The one after the last.
     """
     draws, steps = random.Random(28), range(first, stop)
-    chosen = [*draws.sample(steps, min(20, len(steps)))]
-    chosen += draws.choices(steps, k=20 - len(chosen))
+    chosen = [*draws.sample(steps, min(num_kills, len(steps)))]
+    chosen += draws.choices(steps, k=num_kills - len(chosen))
     for at in chosen:
         assert resumed(root, at) == straight, at
         shutil.rmtree(root)
@@ -119,23 +129,24 @@ def check_four_ranks(
     assert len(set(lines)) == 1
 
 
-def check_killed_twenty_times(
+def check_killed_often(
     server: ForkServer,
     program: str,
     directory: Path,
     *words: object,
+    num_kills: int,
     num_ranks: int,
 ) -> None:
-    """Kill one run twenty times, each after a random number of steps, and let it end.
+    """Kill one run often, each time after a random number of steps, and let it end.
 
-    Half as many starts as twenty runs that are killed once; what one start resumes wrongly, the
+    Half as many starts as runs that are killed once; what one start resumes wrongly, the
     last one ends with.
 
     Args:
         program: its command line is a root, the number of steps, and `words`; it has one optimizer.
     """
     draws = random.Random(28)
-    kills = [(draws.randrange(1, 6), draws.randrange(num_ranks)) for _ in range(20)]
+    kills = [(draws.randrange(1, 6), draws.randrange(num_ranks)) for _ in range(num_kills)]
     steps = 1 + sum(at - 1 for at, _ in kills)  # what they reach if every step is saved, and one
     named: dict[str, Any] = {"directory": directory, "num_ranks": num_ranks}
     straight = server.lines(program, directory / "a", steps, *words, **named)

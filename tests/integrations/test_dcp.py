@@ -21,7 +21,7 @@ from holdfast.integrations.dcp import HoldfastReader, HoldfastWriter
 from holdfast.state.tensor_elements import equal_bits, local_of
 from tests.harness import RankContext, run_ranks
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import KILL_AT_ADAMW, check_twenty_kills
+from tests.integrations.kills import KILL_AT_ADAMW, NUM_KILLS, check_kills
 from tests.integrations.pages import lines_to_change, program_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -60,13 +60,13 @@ def test_killed_and_resumed_bitwise(
     assert killed_and_resumed(server, tmp_path / "run", at) == straight
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_at_twenty_random_steps(
-    server: ForkServer, straight: list[str], tmp_path: Path
+@NUM_KILLS
+def test_killed_at_random_steps(
+    server: ForkServer, straight: list[str], tmp_path: Path, num_kills: int
 ) -> None:
     resumed = partial(killed_and_resumed, server)
-    check_twenty_kills(resumed, straight, tmp_path / "run", first=2, stop=STEPS)
+    check_kills(resumed, straight, tmp_path / "run", num_kills, first=2, stop=STEPS)
 
 
 def trained(seed: int, *, sharded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:

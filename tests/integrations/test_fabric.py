@@ -10,8 +10,9 @@ import pytest
 
 from tests.integrations.forks import ForkServer
 from tests.integrations.kills import (
+    NUM_KILLS,
     check_four_ranks,
-    check_twenty_kills,
+    check_kills,
     check_variant,
     kill_at_step_of,
     with_workers_that_stay,
@@ -56,13 +57,13 @@ def test_killed_and_resumed_bitwise(
     assert killed_and_resumed(server, tmp_path / "run", at) == straight
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_at_twenty_random_steps(
-    server: ForkServer, straight: list[str], tmp_path: Path
+@NUM_KILLS
+def test_killed_at_random_steps(
+    server: ForkServer, straight: list[str], tmp_path: Path, num_kills: int
 ) -> None:
     resumed = partial(killed_and_resumed, server)
-    check_twenty_kills(resumed, straight, tmp_path / "run", first=3, stop=STEPS)
+    check_kills(resumed, straight, tmp_path / "run", num_kills, first=3, stop=STEPS)
 
 
 SHARDED = """

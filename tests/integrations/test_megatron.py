@@ -16,7 +16,7 @@ from holdfast.format.reader import Snapshot
 from holdfast.state.tensor_elements import torch_dtype
 from holdfast.storage import PosixStorage
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import KILL_AT_ADAMW, check_twenty_kills
+from tests.integrations.kills import KILL_AT_ADAMW, NUM_KILLS, check_kills
 from tests.integrations.pages import lines_to_change, program_of
 
 PROGRAM = program_of("megatron", "megatron")
@@ -82,17 +82,22 @@ def test_killed_and_resumed_bitwise(
     assert killed_and_resumed(server, tmp_path / "run", at, layout) == straight[layout]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", [DENSE, SPARSE])
-def test_killed_at_twenty_random_steps(
-    server: ForkServer, straight: dict[Any, Any], tmp_path: Path, layout: tuple[int, int]
+@NUM_KILLS
+def test_killed_at_random_steps(
+    server: ForkServer,
+    straight: dict[Any, Any],
+    tmp_path: Path,
+    layout: tuple[int, int],
+    num_kills: int,
 ) -> None:
     num_optimizers = 2 if layout == SPARSE else 1  # experts have one of their own
-    check_twenty_kills(
+    check_kills(
         lambda root, at: killed_and_resumed(server, root, at, layout),
         straight[layout],
         tmp_path / "run",
+        num_kills,
         first=2,
         stop=STEPS * num_optimizers,
     )

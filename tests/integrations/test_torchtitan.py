@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.cli.main import main
 from tests.integrations.forks import TITAN_PYTHON, ForkServer
-from tests.integrations.kills import KILL_AT_ADAMW, check_killed_twenty_times
+from tests.integrations.kills import KILL_AT_ADAMW, NUM_KILLS, check_killed_often
 from tests.integrations.pages import lines_to_change, program_of
 
 PROGRAM = program_of("torchtitan", "torchtitan")
@@ -92,10 +92,10 @@ print(f"step {trainer.step}")
 )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_at_twenty_random_steps(server: ForkServer, tmp_path: Path) -> None:
-    check_killed_twenty_times(server, PROGRAM, tmp_path, "llama3", num_ranks=2)
+@NUM_KILLS
+def test_killed_at_random_steps(server: ForkServer, tmp_path: Path, num_kills: int) -> None:
+    check_killed_often(server, PROGRAM, tmp_path, "llama3", num_kills=num_kills, num_ranks=2)
 
 
 MANAGERS = (

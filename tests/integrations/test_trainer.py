@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import check_four_ranks, check_twenty_kills
+from tests.integrations.kills import NUM_KILLS, check_four_ranks, check_kills
 from tests.integrations.pages import lines_to_change, program_of
 
 PROGRAM = program_of("transformers", "trainer")
@@ -65,13 +65,13 @@ def test_killed_and_resumed_bitwise(
     assert killed_and_resumed(server, tmp_path / "run", at) == straight
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_at_twenty_random_steps(
-    server: ForkServer, straight: list[str], tmp_path: Path
+@NUM_KILLS
+def test_killed_at_random_steps(
+    server: ForkServer, straight: list[str], tmp_path: Path, num_kills: int
 ) -> None:
     resumed = partial(killed_and_resumed, server)
-    check_twenty_kills(resumed, straight, tmp_path / "run", first=3, stop=STEPS)
+    check_kills(resumed, straight, tmp_path / "run", num_kills, first=3, stop=STEPS)
 
 
 @pytest.mark.slow

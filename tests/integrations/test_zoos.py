@@ -19,6 +19,11 @@ CALLBACKS = (
     "StochasticWeightAveraging", "StochasticWeightAveraging, linear", "TQDMProgressBar",
     "ThroughputMonitor", "Timer", "WeightAveraging",
 )  # fmt: skip
+EVERY_FEW = pytest.mark.parametrize(
+    "every",
+    [pytest.param(4, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)],
+)
+"""How far apart are the members of a registry that are trained; all of them are known each time."""
 DIFFER = ("Timer.time_elapsed", ".current_score", ".trainer.state")
 """Times that runs took, and a score that `ModelCheckpoint` reads again before it uses it."""
 
@@ -36,12 +41,25 @@ def test_every_callback_of_lightning_is_known(lightning: ForkServer, tmp_path: P
     assert unknown_names(lightning, LIGHTNING, tmp_path) == []
 
 
-@pytest.mark.slow
+PLACES = (8, 12, -1)
+"""Steps to go on from: within an epoch, at its end, and at the end of the run."""
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_of_lightning_go_on(lightning: ForkServer, tmp_path: Path, name: str) -> None:
-    """Within an epoch, from its end, and from the end of the run."""
-    check_goes_on(lightning, LIGHTNING, name, tmp_path, at=(8, 12, -1), differ=DIFFER)
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        *(
+            pytest.param(name, PLACES[number % 3 :][:1], marks=pytest.mark.slow)
+            for number, name in enumerate(CALLBACKS)
+        ),
+        *(pytest.param(name, PLACES, marks=pytest.mark.nightly) for name in CALLBACKS),
+    ],
+)
+def test_callbacks_of_lightning_go_on(
+    lightning: ForkServer, tmp_path: Path, name: str, at: tuple[int, ...]
+) -> None:
+    check_goes_on(lightning, LIGHTNING, name, tmp_path, at=at, differ=DIFFER)
 
 
 ACCELERATE = "tests.integrations.accelerate_zoo"
@@ -55,16 +73,15 @@ def accelerate() -> Iterator[ForkServer]:
     server.close()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
+@EVERY_FEW
 def test_loaders_wrappers_and_plugins_of_accelerate_go_on(
-    accelerate: ForkServer, tmp_path: Path
+    accelerate: ForkServer, tmp_path: Path, every: int
 ) -> None:
     """X26. Each class of its modules: loaders from the end of an epoch and within the next."""
     assert unknown_names(accelerate, ACCELERATE, tmp_path) == []
-    for number, (name, num_ranks) in enumerate(
-        answer(accelerate, ACCELERATE, "names", tmp_path).items()
-    ):
+    names = answer(accelerate, ACCELERATE, "names", tmp_path)
+    for number, (name, num_ranks) in enumerate([*names.items()][::every]):
         directory = tmp_path / str(number)
         directory.mkdir()
         end, within = (6, 8) if num_ranks == 1 else (3, 5)
@@ -98,15 +115,15 @@ def trainer() -> Iterator[ForkServer]:
     server.close()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
+@EVERY_FEW
 def test_optimizers_schedules_and_callbacks_of_the_trainer_go_on(
-    trainer: ForkServer, tmp_path: Path
+    trainer: ForkServer, tmp_path: Path, every: int
 ) -> None:
     """X26. Each that its enumerations and modules have; within an epoch."""
     names = answer(trainer, TRAINER, "names", tmp_path)
     assert len(names) > 30
-    for name in names:
+    for name in [*names][::every]:
         directory = tmp_path / name.replace(" ", "-")
         directory.mkdir()
         at = (4,) if name.startswith("callback") else (8,)
@@ -133,9 +150,9 @@ def test_states_of_torchao_are_refused_by_name(trainer: ForkServer, tmp_path: Pa
 TITAN = "tests.integrations.titan_zoo"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_components_and_models_of_torchtitan_go_on(tmp_path: Path) -> None:
+@EVERY_FEW
+def test_components_and_models_of_torchtitan_go_on(tmp_path: Path, every: int) -> None:
     """X26. Optimizers, schedules, loaders with workers, adapters, experts; within a run."""
     if not TITAN_PYTHON.exists():
         pytest.skip("torchtitan is not installed: make test-integrations")
@@ -144,7 +161,7 @@ def test_components_and_models_of_torchtitan_go_on(tmp_path: Path) -> None:
     )
     try:
         assert unknown_names(server, TITAN, tmp_path) == []
-        for number, name in enumerate(answer(server, TITAN, "names", tmp_path)):
+        for number, name in enumerate([*answer(server, TITAN, "names", tmp_path)][::every]):
             directory = tmp_path / str(number)
             directory.mkdir()
             check_goes_on(server, TITAN, name, directory, at=(3,), root="checkpoint")
@@ -155,9 +172,9 @@ def test_components_and_models_of_torchtitan_go_on(tmp_path: Path) -> None:
 MEGATRON = "tests.integrations.megatron_zoo"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_optimizers_and_states_of_megatron_go_on(tmp_path: Path) -> None:
+@EVERY_FEW
+def test_optimizers_and_states_of_megatron_go_on(tmp_path: Path, every: int) -> None:
     """X26. Optimizers, scalers, schedules, streams, experts, MTP, the rerun machine; two ranks."""
     pytest.importorskip("megatron.core")
     server = ForkServer(
@@ -168,7 +185,7 @@ def test_optimizers_and_states_of_megatron_go_on(tmp_path: Path) -> None:
     differ = (".files.common",)
     try:
         assert unknown_names(server, MEGATRON, tmp_path) == []
-        for number, name in enumerate(answer(server, MEGATRON, "names", tmp_path)):
+        for number, name in enumerate([*answer(server, MEGATRON, "names", tmp_path)][::every]):
             directory = tmp_path / str(number)
             directory.mkdir()
             check_goes_on(server, MEGATRON, name, directory, at=(2,), num_ranks=2, differ=differ)

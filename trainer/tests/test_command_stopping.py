@@ -196,8 +196,13 @@ def test_a_reader_that_leaves_stops_the_run_at_a_saved_step(tmp_path: Path) -> N
     assert err.count("\n") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_signal_to_our_launcher_stops_all_ranks_at_a_saved_step(
     tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -54,25 +54,32 @@ def test_four_ranks_train_like_one_process(words: str) -> None:
     compare(4, words)
 
 
-@pytest.mark.slow
+PLACEMENTS = (
+    "--cp 2 --cp-attention ring --projector-on language",
+    "--pp 2 --pp-schedule gpipe --colocated --vision-tp 2",
+    "--pp 2 --pp-schedule zero-bubble --stages-per-rank 2 --num-layers 4",
+    f"--colocated --tp 2 --ep 4 --expt-tp 1 {EXPERTS} --zero 2 --micro-batch-size 2",
+    f"--vision-tp 2 --ep 2 --expt-tp 1 {EXPERTS} --mixers sa --state-dim 4 --zero 2",
+    "--vision-mixers sa --vision-layers 2 --vision-tp 2 --tp 2",
+    "--freeze-vision --tp 2",
+    "--vision-ranks 3 --global-batch-size 6 --micro-batch-size 2 --projector-on language",
+)
+MORE_PLACEMENTS = (
+    "--cp 2",
+    "--tp 2 --language-first",
+    "--pp 2 --language-first --projector-on language",
+    "--pp 2 --pp-schedule zbv --stages-per-rank 2 --num-layers 4",
+    "--pp 2 --pp-schedule interleaved --stages-per-rank 2 --num-layers 4",
+    f"--colocated --tp 2 --ep 2 {EXPERTS} --vision-tp 4",
+    "--vision-ranks 1 --dp 3 --global-batch-size 6",
+)
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        "--cp 2",
-        "--cp 2 --cp-attention ring --projector-on language",
-        "--tp 2 --language-first",
-        "--pp 2 --language-first --projector-on language",
-        "--pp 2 --pp-schedule gpipe --colocated --vision-tp 2",
-        "--pp 2 --pp-schedule zbv --stages-per-rank 2 --num-layers 4",
-        "--pp 2 --pp-schedule interleaved --stages-per-rank 2 --num-layers 4",
-        "--pp 2 --pp-schedule zero-bubble --stages-per-rank 2 --num-layers 4",
-        f"--colocated --tp 2 --ep 2 {EXPERTS} --vision-tp 4",
-        f"--colocated --tp 2 --ep 4 --expt-tp 1 {EXPERTS} --zero 2 --micro-batch-size 2",
-        f"--vision-tp 2 --ep 2 --expt-tp 1 {EXPERTS} --mixers sa --state-dim 4 --zero 2",
-        "--vision-mixers sa --vision-layers 2 --vision-tp 2 --tp 2",
-        "--freeze-vision --tp 2",
-        "--vision-ranks 1 --dp 3 --global-batch-size 6",
-        "--vision-ranks 3 --global-batch-size 6 --micro-batch-size 2 --projector-on language",
+        *(pytest.param(words, marks=pytest.mark.slow) for words in PLACEMENTS),
+        *(pytest.param(words, marks=pytest.mark.nightly) for words in MORE_PLACEMENTS),
     ],
 )
 def test_other_placements_train_like_one_process(words: str) -> None:

@@ -116,19 +116,29 @@ def test_a_resumed_run_is_the_run_itself(tmp_path: Path, words: str) -> None:
     check_bitwise(tmp_path, words)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        f"--tp 2 --language-first {DROPOUT}",
-        f"--ep 2 {EXPERTS} {DROPOUT}",
-        f"--cp 2 {DROPOUT}",
-        f"--cp 2 --language-first --vision-tp 2 {DROPOUT}",
-        f"--pp 2 {DROPOUT}",
-        f"--colocated --tp 2 --vision-tp 4 {DROPOUT}",
-        f"--tp 2 --projector-on language --zero 2 {DROPOUT}",
-        "--tp 2 --precision fp16",
-        "--tp 2 --freeze-vision",
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (
+                f"--cp 2 --language-first --vision-tp 2 {DROPOUT}",
+                f"--pp 2 {DROPOUT}",
+                f"--tp 2 --projector-on language --zero 2 {DROPOUT}",
+                "--tp 2 --precision fp16 --freeze-vision",
+            )
+        ),
+        *(
+            pytest.param(words, marks=pytest.mark.nightly)
+            for words in (
+                f"--tp 2 --language-first {DROPOUT}",
+                f"--ep 2 {EXPERTS} {DROPOUT}",
+                f"--cp 2 {DROPOUT}",
+                f"--colocated --tp 2 --vision-tp 4 {DROPOUT}",
+                "--tp 2 --precision fp16",
+                "--tp 2 --freeze-vision",
+            )
+        ),
     ],
 )
 def test_other_resumed_runs_are_the_runs_themselves(tmp_path: Path, words: str) -> None:
@@ -168,8 +178,13 @@ def test_a_run_goes_on_after_its_encoder_moved(tmp_path: Path, before: str, afte
     check_moved(tmp_path, before, after)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), MOVES[1:])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in MOVES[1:3]),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in MOVES[3:]),
+    ],
+)
 def test_a_run_goes_on_after_other_moves(tmp_path: Path, before: str, after: str) -> None:
     """M7: disjoint to colocated, the projector to other ranks, pipeline to one stage."""
     check_moved(tmp_path, before, after)
