@@ -11,12 +11,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from holdfast._torch import buffer_table, copy_each, registrations, unsaved_buffers
+from holdfast._torch import (
+    buffer_table,
+    copy_each,
+    form_check,
+    registrations,
+    unsaved_buffers,
+)
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
 from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_tree
 from holdfast.state import RNG
 from holdfast.state.rng import CapturedStreams
+from holdfast.state.tensor_memory import addresses_of
 
 Hook = tuple[Callable[[], Any], Callable[[Any], object]]
 """A function that returns a state of the caller, and one that restores it, perhaps twice."""
@@ -92,20 +99,10 @@ class Replayed:
         streams = [stream.capture() for stream in self._streams]
         hooks = [_copy_of(save()) for save, _ in self._hooks]
         taken, self._taken = self._taken, None  # an interrupt leaves no snapshot of two times
-        known = {id(each.module): each for each in taken.buffers} if taken is not None else {}
-        buffers: list[_Buffers] = []
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for module in self._modules_with_buffers():
-            each = known.get(id(module))
-            if each is None or not each.can_be_copied_again():
-                each = _Buffers(module)
-            else:
-                targets += each.own_copies
-                sources += each.memory
-            buffers.append(each)
-        if targets:
-            copy_each(targets, sources)
+        modules = self._modules_with_buffers()
+        buffers = None if taken is None else taken.buffers
+        if buffers is None or not buffers.copy_again(modules):
+            buffers = _AllBuffers(modules, last=buffers)
         self._taken = _Snapshot(streams=streams, buffers=buffers, hooks=hooks)
 
     def restore(self) -> None:
@@ -117,9 +114,9 @@ class Replayed:
         taken = self._taken
         if taken is None:
             raise ConfigError("Replayed.restore was called before take; call take first")
-        for buffers in taken.buffers:
+        for buffers in taken.buffers.each:
             buffers.restore()
-        known = {id(each.module) for each in taken.buffers}
+        known = {id(each.module) for each in taken.buffers.each}
         for module in self._submodules():
             if id(module) not in known and buffer_table(module):
                 _Buffers.forget(module)  # it had none when the step began
@@ -178,7 +175,7 @@ class Replayed:
                 )
                 for name, value in each.copies(with_saved=with_saved).items()
             }
-            for each in taken.buffers
+            for each in taken.buffers.each
             if id(each.module) in numbers
         }
         streams = [each.states() for each in taken.streams]
@@ -233,11 +230,71 @@ class _Snapshot:
     """Streams, buffers and states of hooks at one time."""
 
     def __init__(
-        self, *, streams: list[CapturedStreams], buffers: list[_Buffers], hooks: list[Any]
+        self, *, streams: list[CapturedStreams], buffers: _AllBuffers, hooks: list[Any]
     ) -> None:
         self.streams = streams
         self.buffers = buffers
         self.hooks = hooks
+
+
+class _AllBuffers:
+    """The buffers of some modules, copied by one call as long as all are what and where they were.
+
+    Args:
+        modules: those that have buffers.
+        last: the copies before, whose memory is used again.
+
+    Attributes:
+        each: by module, in their order.
+    """
+
+    def __init__(self, modules: list[nn.Module], *, last: _AllBuffers | None) -> None:
+        known = {id(each.module): each for each in last.each} if last is not None else {}
+        self._modules = modules
+        self.each: list[_Buffers] = []
+        again: list[_Buffers] = []
+        for module in modules:
+            each = known.get(id(module))
+            if each is None or not each.can_be_copied_again():
+                each = _Buffers(module)
+            else:
+                again.append(each)
+            self.each.append(each)
+        self._copy(again)
+        self._tensors: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._are_alike: Callable[[Sequence[torch.Tensor]], bool] | None = None
+        self._is_again = False
+        """True once they were copied again: it pays to know how to ask all tensors by one call."""
+
+    def copy_again(self, modules: list[nn.Module]) -> bool:
+        """Copy all buffers into the same memory once more; False if some module's have changed.
+
+        Args:
+            modules: those that have buffers now; another list after any registration.
+        """
+        if modules is not self._modules or not all(map(_Buffers.has_its_tensors, self.each)):
+            return False
+        is_same = (
+            self._are_alike is not None
+            and self._are_alike(self._tensors)
+            and addresses_of(self._tensors) == self._addresses
+        )
+        if not is_same and not all(map(_Buffers.can_be_copied_again, self.each)):
+            return False
+        if not self._is_again:
+            self._is_again = True
+            self._tensors = [tensor for each in self.each for tensor in each.tensors]
+            self._addresses = addresses_of(self._tensors)
+            self._are_alike = form_check(self._tensors)
+        self._copy(self.each)
+        return True
+
+    @staticmethod
+    def _copy(buffers: Sequence[_Buffers]) -> None:
+        targets = [copy for each in buffers for copy in each.own_copies]
+        if targets:
+            copy_each(targets, [memory for each in buffers for memory in each.memory])
 
 
 class _Buffers:
@@ -251,6 +308,7 @@ class _Buffers:
         self.module = module
         self._unsaved = set(unsaved_buffers(module))
         self._tensors = dict(buffer_table(module).items())
+        self._names, self._ids = list(self._tensors), list(map(id, self._tensors.values()))
         for name, each in self._tensors.items():
             if each is not None and is_lazy(each):
                 raise ConfigError(
@@ -268,7 +326,7 @@ class _Buffers:
             for name, each in self._tensors.items()
             if each is not None
         }
-        self._are_in_place = len(self._memory) == len(self._tensors) and not any(
+        self._are_in_place = len(self._memory) == len(self._copies) and not any(
             each.is_inference() for each in self._copies.values()
         )
         """False if a copy has to be made in another way than by writing to the last one."""
@@ -279,17 +337,26 @@ class _Buffers:
         Then the copies can be written in place, those of all modules by one call.
         """
         tensors: dict[str, Any] = self._tensors
-        table: Any = buffer_table(self.module)
         return (
             self._are_in_place
-            and isinstance(table, dict)
-            and list(table) == list(tensors)
-            and self._unsaved == unsaved_buffers(self.module)
-            and all(
-                table[name] is tensors[name] and _is_same_view(tensors[name], memory)
-                for name, memory in self._memory.items()
-            )
+            and self.has_its_tensors()
+            and all(_is_same_view(tensors[name], memory) for name, memory in self._memory.items())
         )
+
+    def has_its_tensors(self) -> bool:
+        """Return True if the module has the same tensors under the same names, and no others."""
+        table: Any = buffer_table(self.module)
+        return (
+            isinstance(table, dict)
+            and list(table) == self._names
+            and list(map(id, table.values())) == self._ids
+            and self._unsaved == unsaved_buffers(self.module)
+        )
+
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """The tensors, in the order of `memory`; for buffers that can be copied again."""
+        return (each for each in self._tensors.values() if each is not None)
 
     @property
     def memory(self) -> Iterable[torch.Tensor]:

@@ -6,7 +6,6 @@ coordinates of the ranks. States of generators are plain trees, without pickle.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from holdfast.state.coordinates import (
     coordinate_label,
     parse_label,
 )
+from holdfast.state.generator_memory import Twister, numpy_reader, python_reader
 from holdfast.state.markers import PerRank, Stored, axis_names
 from holdfast.state.stored import StoredPart
 
@@ -46,8 +46,6 @@ class Accessors(NamedTuple):
     read: Callable[[], Any]
     state_of: Callable[[Any], State]
     put: Callable[[Any], object]
-    mark: Callable[[], bytes] | None = None
-    """Bytes that a draw changes, where reading them costs much less than `read`."""
 
     def get(self) -> State:
         """Return the state as new arrays and tensors."""
@@ -81,8 +79,7 @@ def check_generator(name: str, generator: object) -> None:
 def accessors(generator: Any) -> Accessors:
     """Return how to read the state of a generator, as new arrays and tensors, and how to set it."""
     if isinstance(generator, torch.Generator):
-        get = generator.get_state
-        return Accessors(get, _unchanged, generator.set_state, partial(_torch_mark, get))
+        return Accessors(generator.get_state, _unchanged, generator.set_state)
     if isinstance(generator, np.random.Generator):
         bits: Any = generator.bit_generator
         return Accessors(partial(_bits_state, bits), _unchanged, partial(_set_bits_state, bits))
@@ -96,7 +93,6 @@ def accessors(generator: Any) -> Accessors:
         generator.getstate,
         _python_state,
         lambda state: generator.setstate(_python_tuple(state)),
-        lambda: _python_mark(generator.getstate()),
     )
 
 
@@ -112,14 +108,32 @@ def global_accessors() -> dict[str, Accessors]:
             partial(np.random.get_state, legacy=False),
             _numpy_state,
             lambda state: np.random.set_state(_numpy_tuple(state)),
-            _numpy_mark,
         ),
         "torch": accessors(torch.default_generator),
     }
     if torch.cuda.is_available():
         get, put = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-        streams["cuda"] = Accessors(get, _unchanged, put, partial(_torch_mark, get))
+        streams["cuda"] = Accessors(get, _unchanged, put)
     return streams
+
+
+def _quick_accessors(generators: Mapping[str, Generator]) -> dict[str, Accessors]:
+    """Return the accessors of the global streams and of generators, with the fastest way to read.
+
+    Cost: a millisecond, so it pays for streams that are read again and again.
+    """
+    every = global_accessors() | {name: accessors(each) for name, each in generators.items()}
+    twisters: dict[str, Any] = {"python": getattr(random.getstate, "__self__", None)}
+    twisters |= {n: each for n, each in generators.items() if isinstance(each, random.Random)}
+    for name, generator in twisters.items():
+        read = python_reader(generator)
+        if read is not None:
+            every[name] = every[name]._replace(read=read)
+    read_numpy = numpy_reader()
+    if read_numpy is not None:
+        usual = every["numpy"].read
+        every["numpy"] = every["numpy"]._replace(read=lambda: read_numpy() or usual())
+    return every
 
 
 def process_generators() -> dict[str, object]:
@@ -235,6 +249,9 @@ def refuse_attributes(name: str, generator: object) -> None:
 
 def _python_state(state: tuple[Any, ...]) -> dict[str, object]:
     """Return the state of a `random.Random` as a dict."""
+    if isinstance(state, Twister):
+        words = np.append(np.frombuffer(state.words, dtype=np.uint32), np.uint32(state.position))
+        return {"version": random.Random.VERSION, "words": words, "gauss": state.gauss}
     # 625 words as one array: as a list they would be most of a manifest.
     version, words, gauss = state
     return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
@@ -245,33 +262,17 @@ def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
     return state["version"], tuple(int(word) for word in state["words"]), state["gauss"]
 
 
-def _torch_mark(get: Callable[[], torch.Tensor]) -> bytes:
-    """Return the bytes of the state of a torch generator, which is on the host."""
-    return get().numpy().tobytes()
-
-
-def _python_mark(state: tuple[Any, ...]) -> bytes:
-    """Return bytes of a Mersenne twister's state that a draw changes."""
-    # The last word counts the words that were drawn; after 624 of them all others are new.
-    _, words, gauss = state
-    return repr((words[-1], words[0], words[311], gauss)).encode()
-
-
-def _numpy_mark() -> bytes:
-    """Return the memory of NumPy's global bit generator: its own copies take 30 µs."""
-    module: Any = np.random  # whose stubs leave the function out
-    bits = module.get_bit_generator()
-    if type(bits) is not np.random.MT19937:
-        return state_digest(bits.state).encode()
-    return ctypes.string_at(bits.ctypes.state_address, _MT19937_NBYTES)
-
-
-_MT19937_NBYTES = (624 + 1) * 4
-"""Its words, and the number of those that were drawn."""
-
-
 def _numpy_state(result: Any) -> dict[str, object]:
     """Return the state of NumPy's global generator, whose bit generator may have been replaced."""
+    if isinstance(result, Twister):
+        has_gauss, cached = result.gauss
+        return {
+            "name": "MT19937",
+            "keys": np.frombuffer(result.words, dtype=np.uint32).copy(),
+            "position": result.position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        }
     if result["bit_generator"] != "MT19937":
         return {"name": str(result["bit_generator"]), "state": result}
     return {
@@ -319,6 +320,22 @@ class CapturedStreams:
             for name, raw in self._raw.items()
         }
 
+    def is_same(self, other: CapturedStreams) -> bool:
+        """Return True if no stream was drawn from between two captures of one set of streams."""
+        one, two = self._raw, other._raw
+        return one.keys() == two.keys() and all(_is_same(one[name], two[name]) for name in one)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return True if what was read of a stream is the same state."""
+    if one is other:
+        return True
+    if isinstance(one, Twister):
+        return bool(one == other)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return state_digest(one) == state_digest(other)
+
 
 class RNG:
     """The streams of Python's `random`, NumPy's global generator, torch's CPU and CUDA device.
@@ -365,6 +382,8 @@ class RNG:
     ) -> None:
         """Declare; nothing is read yet."""
         self._loading: _StreamLoad | None = None
+        self._quick: Mapping[str, Accessors] | None = None
+        """How to read each stream in the fastest way, from the first `capture` on."""
         self._axes = axis_names(axes)
         self._shared = None if shared is None else axis_names(shared)
         self._generators: dict[str, Generator] = {}
@@ -465,20 +484,19 @@ class RNG:
         return process_generators() | own
 
     def capture(self) -> CapturedStreams:
-        """Return the streams as they are now, which `reset` takes. Cost: some 50 µs."""
-        every = self._accessors()
+        """Return the streams as they are now, which `reset` takes.
+
+        Cost: some 5 µs; a millisecond the first time.
+        """
+        self._check_generators()
+        if self._quick is None or ("cuda" in self._quick) is not torch.cuda.is_available():
+            self._quick = _quick_accessors(self._generators)
+        every = self._quick
         return CapturedStreams(every, {name: each.read() for name, each in every.items()})
 
-    def marks(self) -> list[bytes]:
-        """Return bytes that are others once a stream was drawn from. Cost: some 15 µs.
-
-        Two normal numbers of NumPy's global generator are drawn at once: the second one leaves the
-        bytes as they are.
-        """
-        return [
-            state_digest(each.get()).encode() if each.mark is None else each.mark()
-            for each in self._accessors().values()
-        ]
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what refers to the memory of this process, or of the original's generators."""
+        return self.__dict__ | {"_quick": None}
 
     def reset(self, states: CapturedStreams | Mapping[str, State]) -> None:
         """Set streams to what they were, or to states; MismatchError for one of another kind."""
@@ -489,10 +507,14 @@ class RNG:
 
     def _accessors(self) -> dict[str, Accessors]:
         """Return how to read each stream, and how to set it."""
-        for name, generator in self._generators.items():
-            refuse_attributes(name, generator)
+        self._check_generators()
         own = {name: accessors(each) for name, each in self._generators.items()}
         return global_accessors() | own
+
+    def _check_generators(self) -> None:
+        """Raise ConfigError for a generator that was given attributes."""
+        for name, generator in self._generators.items():
+            refuse_attributes(name, generator)
 
     def _states(self) -> dict[str, State]:
         """Return the state of each stream."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ from holdfast import (
 )
 from holdfast.checkpoint.load.requests import check_consistency
 from holdfast.format.values import Codecs
+from holdfast.state import rng
 from holdfast.state.flatten import flatten_state
 from holdfast.state.matcher import Matcher
+from holdfast.state.rng import accessors, global_accessors, state_digest
 from holdfast.state.stored import StoredPart
 from tests.harness import RankContext, run_ranks
 
@@ -391,3 +395,62 @@ def test_a_stream_that_one_coordinate_lacks_is_kept_there() -> None:
     matcher.move_to(layout, closed=True)
     rng.restore(matcher.build(template, node, "rng"))
     assert torch.equal(generator.get_state(), expected)
+
+
+DRAWS: dict[str, Callable[[random.Random], object]] = {
+    "python": lambda own: random.random(),
+    "python, normal": lambda own: random.gauss(0, 1),
+    "numpy": lambda own: np.random.random(),
+    "numpy, normal": lambda own: np.random.standard_normal(),
+    "numpy, seed": lambda own: np.random.seed(3),
+    "torch": lambda own: torch.rand(()),
+    "own": lambda own: own.getrandbits(32),
+    "own, normal": lambda own: own.gauss(0, 1),
+}
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["from memory", "by their functions"])
+@given(names=st.lists(st.sampled_from(sorted(DRAWS)), min_size=1, max_size=8))
+@settings(max_examples=25, deadline=None)
+def test_a_capture_is_the_state_and_shows_every_draw(is_known: bool, names: list[str]) -> None:
+    own = random.Random(5)
+    streams = RNG(generators={"own": own})
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_known:  # on an interpreter whose layout is another one
+            patch.setattr(rng, "python_reader", lambda generator: None)
+            patch.setattr(rng, "numpy_reader", lambda: None)
+        seed_all(1)
+        for name in names:
+            before, again = streams.capture(), streams.capture()
+            assert before.is_same(again)
+            DRAWS[name](own)
+            now = streams.capture()
+            assert not before.is_same(now) or name == "numpy, seed"
+            stated = {**global_accessors(), "generator-own": accessors(own)}
+            assert {n: state_digest(each) for n, each in now.states().items()} == {
+                n: state_digest(each.get()) for n, each in stated.items()
+            }
+        drawn = [draw() for _ in range(2)]
+        streams.reset(now)
+        assert [draw() for _ in range(2)] == drawn
+        copied = copy.deepcopy(streams)  # its generators are its own
+        here = copied.capture()
+        own.random()
+        assert copied.capture().is_same(here)
+
+
+def test_streams_that_numpy_was_given_another_generator_for_are_captured() -> None:
+    outer = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    streams = RNG()
+    before = streams.capture()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
+        other = streams.capture()
+        assert not before.is_same(other)
+        assert other.is_same(streams.capture())
+        drawn = np.random.random()
+        assert not other.is_same(streams.capture())
+        streams.reset(other)
+        assert np.random.random() == drawn
+    finally:
+        np.random.set_bit_generator(outer)  # type: ignore[attr-defined]

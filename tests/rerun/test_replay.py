@@ -24,7 +24,7 @@ from holdfast.format.values import Codec, Codecs, decode_tree
 from holdfast.parallel import Layout
 from holdfast.rerun.kept_trees import members_of
 from holdfast.rerun.replay import ReplayableBatches
-from holdfast.state import flatten_state
+from holdfast.state import RNG, flatten_state
 from holdfast.state.tensor_elements import tensors_of
 
 
@@ -312,6 +312,32 @@ def test_generators_loaders_and_reused_memory() -> None:
     batches.rewind()
     assert [bits(batch) for batch in batches] == first
     assert [bits(batch) for batch in ReplayableBatches(iter(loader))] == first
+
+
+@pytest.mark.parametrize("draws", [{0}, {1}, {0, 2}, set()])
+def test_a_replay_brings_the_streams_to_where_each_draw_of_the_source_has_left_them(
+    draws: set[int],
+) -> None:
+    # NumPy draws two normal numbers at once: the second one leaves the words as they are.
+    def source() -> Iterator[torch.Tensor]:
+        for number in range(3):
+            yield torch.tensor([np.random.standard_normal() if number in draws else 0.0])
+
+    def program() -> list[float]:
+        return [np.random.standard_normal() for _ in range(3) if next(batches) is not None]
+
+    streams = RNG()
+    batches = ReplayableBatches(source(), streams=[streams])
+    np.random.seed(0)
+    start = streams.capture()
+    first, end = program(), streams.capture()
+    batches.rewind()
+    streams.reset(start)
+    assert program() == first
+    assert streams.capture().is_same(end)
+    assert [bool(entry.get("streams")) for entry in batches.kept()] == [
+        number in draws for number in range(3)
+    ]
 
 
 def test_a_slice_of_a_large_tensor_costs_the_slice() -> None:
