@@ -7,6 +7,7 @@ A new version of torch is tried against this file, `parallel/groups/_torch.py` (
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
@@ -146,6 +147,34 @@ def watch_forwards(look: Callable[[nn.Module], object]) -> Callable[[], None]:
 def give_metadata(state_dict: Mapping[str, object], metadata: object) -> None:
     """Give a state dict the versions of modules that `state_dict()` has put at it."""
     state_dict._metadata = metadata  # type: ignore[attr-defined]
+
+
+def has_unreduced_gradients(module: nn.Module) -> bool:
+    """Return True if FSDP2 keeps gradients of a module elsewhere than in `.grad`.
+
+    With `set_requires_gradient_sync(False)` they wait, whole, for a backward that reduces them;
+    with `set_requires_all_reduce(False)` they are reduced over one of two mesh dims.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    states = [each._get_fsdp_state() for each in module.modules() if isinstance(each, kind)]  # type: ignore[attr-defined]
+    groups = [
+        group
+        for state in states
+        for group in getattr(state, "_fsdp_param_groups", ()) or [state._fsdp_param_group]
+        if group is not None
+    ]
+    return any(
+        group._partial_reduce_output is not None
+        or any(_whole_gradient(member) is not None for member in group.fsdp_params)
+        for group in groups
+    )
+
+
+def _whole_gradient(member: Any) -> Tensor | None:
+    """Return the gradient of a whole parameter of FSDP2 that no shard has got yet."""
+    whole = getattr(member, "_unsharded_param", None)
+    gradient: Tensor | None = member.unsharded_accumulated_grad
+    return gradient if gradient is not None or whole is None else whole.grad
 
 
 # ---- Memory ----

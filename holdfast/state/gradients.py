@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from holdfast._torch import has_unreduced_gradients
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.format.values import is_per_rank
 from holdfast.state.markers import Padded, PerRank, Stored, Union, axis_names
@@ -55,8 +56,15 @@ class Gradients:
         self._axes = axis_names(unreduced)
 
     def unfinished_work(self) -> str | None:
-        """Return what the objects that train the module have not finished."""
-        return unfinished_on(*(inner for *_, inner, _ in walk_all(self._module)))
+        """Return what the objects that train the module have not finished, FSDP2 included."""
+        reason = unfinished_on(*(inner for *_, inner, _ in walk_all(self._module)))
+        if reason is None and has_unreduced_gradients(self._module):
+            return (
+                f"{type(self._module).__name__}, which fully_shard has sharded, has gradients that "
+                f"are not reduced yet (set_requires_gradient_sync(False)) and in no `.grad`; save "
+                f"after the backward of the last microbatch, which reduces them"
+            )
+        return reason
 
     def tree(self) -> object:
         """Return the gradients that there are, by parameter name."""

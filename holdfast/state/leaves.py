@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
-from holdfast._torch import local_tensor
+from holdfast._torch import local_tensor, spec_of
 from holdfast.arrays.boxes import Box, flat_range_boxes
 from holdfast.arrays.intervals import (
     Intervals,
@@ -417,6 +417,13 @@ def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
     mesh = tensor.device_mesh
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
     local = tensor.to_local()
+    for entry in getattr(spec_of(tensor), "shard_order", None) or ():
+        if list(entry.mesh_dims) != sorted(entry.mesh_dims):
+            raise PlacementError(
+                f"{key}: its dim {entry.tensor_dim} is cut over mesh dims {list(entry.mesh_dims)} "
+                f"in this order, which its placements {tensor.placements} do not say; redistribute "
+                f"it to placements in the order of the mesh"
+            )
     dims: list[Intervals] = [((0, size),) for size in tensor.shape]
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):

@@ -691,7 +691,8 @@ class LocalTargets:
             # The attributes themselves: the properties of a DTensor cost several times as much.
             local, spec = local_tensor(template), spec_of(template)
             shape = template.shape if spec.tensor_meta is None else spec.tensor_meta.shape
-            placements = (spec.placements, *map(type, spec.placements))
+            order = getattr(spec, "shard_order", None)
+            placements = (spec.placements, order, *map(type, spec.placements))
             like = (id(spec.mesh), placements, shape, local.shape)
             boxes = self._boxes.get(like)
             dtype = TORCH_TO_NAME.get(local.dtype)

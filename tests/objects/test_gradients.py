@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from holdfast import (
     Checkpointer,
+    ConfigError,
     Gradients,
     HoldfastError,
     Layout,
@@ -120,3 +122,25 @@ def test_a_save_between_two_microbatches_keeps_gradients(tmp_path: Path) -> None
     """I3: bitwise; of each data rank's own ones, no coordinate is dropped; and under any layout."""
     for told in run_ranks(4, accumulate, str(tmp_path)).results:
         assert "dp=1" in told[0]
+
+
+def unreduced(context: RankContext, root: str) -> None:
+    """Gradients that FSDP2 keeps whole until a later backward are in no `.grad`."""
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        model = fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), mesh=groups.mesh("dp"))
+        checkpointer = Checkpointer(root, groups=groups)
+        state = {"model": model, "gradients": Gradients(model)}
+        checkpointer.save(1, state)
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(2, 4)).sum().backward()
+        for call in (lambda: checkpointer.save(2, state), lambda: checkpointer.load(state)):
+            with pytest.raises(ConfigError, match="not reduced yet"):
+                call()
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(2, 4)).sum().backward()
+        assert checkpointer.save(2, state).num_tensors == 2 * 4
+
+
+def test_gradients_that_are_in_no_grad_are_not_dropped(tmp_path: Path) -> None:
+    """I3: before, such a save stored none, and reported success."""
+    run_ranks(2, unreduced, str(tmp_path))

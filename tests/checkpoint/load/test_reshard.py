@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import _dtensor_spec as specs
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -252,6 +253,28 @@ def _uneven_from_local(context: RankContext, root: str) -> str:
         checkpointer.load({"t": {"x": whole}})
         assert whole[:, 0].tolist() == [0.0, 1.0, 1.0, 1.0, 1.0]
         return str(caught.value)
+
+
+def _in_another_order(context: RankContext, root: str) -> None:
+    with ProcessGroups.create(Layout(tp=1, dp=2)) as groups:
+        mesh, kind = groups.mesh("dp", "tp"), (Shard(0), Shard(0))
+        usual = distribute_tensor(torch.arange(8.0), mesh, kind, src_data_rank=None)
+        meta = usual._spec.tensor_meta
+        order = (specs.ShardOrderEntry(0, (1, 0)),)
+        spec = specs.DTensorSpec(mesh, kind, tensor_meta=meta, shard_order=order)
+        odd = DTensor(usual.to_local(), spec, requires_grad=False)
+        checkpointer = Checkpointer(root, groups=groups)
+        checkpointer.save(1, {"t": {"x": usual}})
+        with pytest.raises(PlacementError, match=r"t\.x: its dim 0 is cut over mesh dims \[1, 0\]"):
+            Checkpointer(root, groups=groups).save(2, {"t": {"x": odd}})
+        with pytest.raises(PlacementError, match=r"t\.x: its dim 0 is cut over mesh dims \[1, 0\]"):
+            checkpointer.load({"t": {"other": usual, "x": odd}}, allow_missing=["t.other"])
+
+
+@pytest.mark.skipif(not hasattr(specs, "ShardOrderEntry"), reason="this torch has one order")
+def test_pieces_that_are_cut_in_another_order_are_refused(tmp_path: Path) -> None:
+    """E6: torch's placements do not say in which order mesh dims cut a dim; its spec may."""
+    run_ranks(2, _in_another_order, str(tmp_path))
 
 
 def test_uneven_pieces_are_refused_as_dtensor_and_right_as_sharded(tmp_path: Path) -> None:
