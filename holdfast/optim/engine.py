@@ -323,7 +323,9 @@ class StepEngine:
             layouts, ranks=groups.layout.ranks, loss_module=loss_module, edges=edges
         )
         self._total = LayoutSum(groups)
-        self._microbatches = Microbatches(steppers, groups, bridged=bridged)
+        self._microbatches = Microbatches(
+            steppers, groups, are_alike=list(layouts) == [ALONE], bridged=bridged
+        )
         self._scalars = ScalarWatch(layouts)
         self._joint = self._make_joint()
         self._is_closed = False

@@ -209,6 +209,15 @@ class Microbatches:
     The agreement is over `control`, so it waits for other ranks and never for a device. With
     pipeline stages there is none: an error is raised where it occurred, and the other ranks name
     the one that left in the schedule.
+
+    A call that is refused before its microbatch begins is one error of all ranks, too, if they have
+    different modules: those whose modules refuse nothing are inside by then.
+
+    Args:
+        takers: of the modules of this rank that are trained.
+        groups: of all ranks of all modules.
+        are_alike: True if all ranks have the same modules, and so refuse the same calls.
+        bridged: the groups of modules with edges between them, whose ranks may wait in a bridge.
     """
 
     def __init__(
@@ -216,11 +225,17 @@ class Microbatches:
         takers: Mapping[str, MicrobatchTaker],
         groups: ProcessGroups,
         *,
+        are_alike: bool = True,
         bridged: ModuleGroups | None = None,
     ) -> None:
         self._takers = takers
         self._groups = groups
+        self._are_alike = are_alike
         self._bridged = bridged
+        self._is_inside = False
+        """True in a microbatch."""
+        self._has_ended = False
+        """True if all ranks raise, and this one is leaving a microbatch within another one."""
         self._is_known = False
         """True while an error would come from the agreement at the end, on all ranks."""
         self._is_victim = False
@@ -232,25 +247,45 @@ class Microbatches:
     @contextlib.contextmanager
     def enter(self, *, is_last: bool) -> Iterator[None]:
         """Enter around one microbatch of all modules; see `Stepper.microbatch`."""
-        # A wrong call, such as a microbatch within another one, is not an error of a microbatch.
+        is_inner, self._is_inside = self._is_inside, True
+        try:
+            try:
+                contexts = self._entered(is_last=is_last)
+            except Exception as refusal:
+                if not self._are_alike:
+                    self._end(refusal)
+                raise
+            try:
+                with self._watching(), contexts:
+                    yield
+                if self._agrees:
+                    self._agree()
+                for taker in self._takers.values():
+                    taker.close_microbatch()
+            except BaseException as error:
+                self._end(error)
+                raise
+        finally:
+            self._is_inside = is_inner
+            self._has_ended = self._has_ended and is_inner
+
+    def _entered(self, *, is_last: bool) -> contextlib.ExitStack:
+        """Enter the microbatch of each module, or none; a refusal is not an error in one."""
         with contextlib.ExitStack() as entering:
             for taker in self._takers.values():
                 taker.check_ended()
                 entering.enter_context(taker.take_microbatch(is_last=is_last))
-            contexts = entering.pop_all()
-        try:
-            with self._watching(), contexts:
-                yield
-            if self._agrees:
-                self._agree()
-            for taker in self._takers.values():
-                taker.close_microbatch()
-        except BaseException as error:
-            for taker in self._takers.values():
-                taker.interrupt()
-            if isinstance(error, Exception):  # an interrupt leaves at once
-                self._end_on_all(error)
-            raise
+            return entering.pop_all()
+
+    def _end(self, error: BaseException) -> None:
+        """End the step on all ranks; return if this one keeps its own error."""
+        if self._has_ended:
+            return
+        for taker in self._takers.values():
+            taker.interrupt()
+        if isinstance(error, Exception):  # an interrupt leaves at once
+            self._has_ended = True
+            self._end_on_all(error)
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:

@@ -228,9 +228,13 @@ class GradientReducer:
 
     @torch.no_grad()
     def join_microbatch(self) -> None:
-        """Launch the reductions of a microbatch that are missing after it failed on this rank."""
+        """Launch the reductions of a microbatch that are missing after it failed on this rank.
+
+        It waits for none of them: the other ranks may be in a bridge, and come to theirs only when
+        this one has let them know. Cost: memory of a whole gradient, at stage 2, too.
+        """
         if self._owes_round:
-            self._launch_rest()
+            self._launch_rest(waits=False)
 
     @torch.no_grad()
     def join(self) -> None:
@@ -370,9 +374,9 @@ class GradientReducer:
         self._take_rest()
         self._launch_rest()
 
-    def _launch_rest(self) -> None:
+    def _launch_rest(self, *, waits: bool = True) -> None:
         while self._next < len(self._buckets):
-            self._launch_next()
+            self._launch_next(waits=waits)
         self._next = 0
         self._owes_round = False
 
@@ -386,8 +390,8 @@ class GradientReducer:
         self._sum_between()
         self._is_finished = True
 
-    def _launch_next(self) -> None:
-        if self._stage == 2 and self._next >= _MAX_IN_FLIGHT:
+    def _launch_next(self, *, waits: bool = True) -> None:
+        if waits and self._stage == 2 and self._next >= _MAX_IN_FLIGHT:
             self._buckets[self._next - _MAX_IN_FLIGHT].finish_reduction()
         if not self.is_joint:
             self._launch(self._buckets[self._next])

@@ -1,0 +1,51 @@
+"""Irregular runs of several modules equal one process, or raise on all ranks, and go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.harness import RankContext, run_ranks
+from tests.modules.irregular import KINDS, Do, Microbatch, draw, run_program
+
+
+def _run(context: RankContext, root: str, seeds: list[int]) -> Counter[str]:
+    ends: Counter[str] = Counter()
+    for seed in seeds:
+        ends += run_program(draw(seed, num_ranks=context.num_ranks), f"{root}/{seed}")
+    return ends
+
+
+def test_irregular_programs_of_several_modules(tmp_path: Path) -> None:
+    """I1, I3: also a refusal on the ranks of one module only; buckets that wait for a rank in a bridge."""
+    for ends in run_ranks(4, _run, str(tmp_path), [4, 28]).results:
+        assert ends["refused"]
+        assert ends["fault"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [4, 2])
+def test_many_irregular_programs_of_several_modules(tmp_path: Path, num_ranks: int) -> None:
+    """I1, I3."""
+    seeds = list(range(100, 130))
+    for ends in run_ranks(num_ranks, _run, str(tmp_path), seeds, timeout_s=300).results:
+        assert ends["refused"] > 5
+        assert ends["fault"] > 5
+
+
+def test_the_programs_have_everything() -> None:
+    programs = [draw(seed, num_ranks=4) for seed in range(300)]
+    assert {spec.kind for each in programs for spec in each.specs.values()} == {*KINDS}
+    assert {len(each.specs) for each in programs} == {2, 3, 4}
+    actions = [action for each in programs for action in each.actions]
+    assert {action.what for action in actions if isinstance(action, Do)} == {
+        "drop", "evaluate", "freeze", "load", "look", "move", "save", "set", "step", "swap", "thaw",
+        "write",
+    }  # fmt: skip
+    microbatches = [action for action in actions if isinstance(action, Microbatch)]
+    assert {each.does for each in microbatches} == {"all", "forward", "nothing"}
+    for name in ("left_out", "twice", "fault", "nan"):
+        assert any(getattr(each, name) for each in microbatches), name
+    assert any(not sum(each.counts) for each in microbatches)
