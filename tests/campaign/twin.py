@@ -217,11 +217,12 @@ class Twin:
             if p is not main:
                 p.copy_(main)
         self._has_loaded_mains = False
-        self._drop()
         is_as_built = all(p.requires_grad == was for p, was in self._at_start.items())
+        is_as_built &= not self.situation.was_thawed
+        self._drop()
         return {
             "norm": norm,
-            # What is frozen later may count or not.
+            # What is frozen later may count or not, also if it was frozen at the start.
             "num_zeros": num_zeros if is_as_built else None,
             "clipped": clipped,
             "skipped": False,
