@@ -209,9 +209,11 @@ class Twin:
         self.situation.has_gradients = True
         for i, (p, main) in enumerate(zip(self._all, self._mains, strict=True)):
             if p.grad is not None:
-                self._sums[i] = self._sums.get(i, torch.zeros(())) + p.grad.to(main.dtype)
+                # Hooks have halved this gradient, and halve what was added up before, too.
+                halved = 0.5 ** sum(each is p for each in self._hooks.after)
+                before = self._sums.get(i, torch.zeros(())) * halved
+                self._sums[i] = before + p.grad.to(main.dtype)
                 p.grad = None
-                self._sums[i] *= 0.5 ** sum(each is p for each in self._hooks.after)
                 self.situation.was_thawed |= not self._at_start[p]
 
     @torch.no_grad()
