@@ -614,7 +614,7 @@ def set_reduction(group: Any, *, divisor: int) -> None:
     is_cut = num_shards(group) > 1
     group.gradient_divide_factor = float(divisor) if is_cut else 1.0
     group.force_sum_reduction_for_comms = True
-    if not is_cut:
+    if not is_cut and divisor > 1:
         group._all_reduce_hook = Divide(divisor)
     # A parameter that some ranks did not use would otherwise be left out of their collective.
     group.reduce_scatter_unused_params = True

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from holdfast._torch import mark_launch
 

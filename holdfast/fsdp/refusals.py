@@ -14,12 +14,15 @@ from holdfast.errors import ConfigError
 def refuse_copies(model: nn.Module, *, units: Iterable[nn.Module]) -> None:
     """Have a sharded model say what to do instead of a copy, or of a file with its weights.
 
-    torch refuses a copy without saying what to do, and `save_pretrained` of transformers fails
-    in the middle, with a folder that has a configuration and no weights.
+    torch refuses a copy without saying what to do, `share_memory` ends the process at a DTensor,
+    and `save_pretrained` of transformers fails in the middle, with a folder that has a
+    configuration and no weights.
     """
     for unit in units:
         vars(unit)["__deepcopy__"] = _refuse_deepcopy
+        vars(unit)["__reduce_ex__"] = _refuse_pickle
     for module in model.modules():
+        vars(module)["share_memory"] = _refuse_share_memory
         if callable(getattr(type(module), "save_pretrained", None)):
             vars(module)["save_pretrained"] = _SavePretrained(module)
 
@@ -32,6 +35,27 @@ def _refuse_deepcopy(memo: object) -> NoReturn:
         "{name: parameter.detach().clone()} of model.named_parameters(), which are shards, and "
         "update them after each step"
     )
+
+
+def _refuse_pickle(protocol: object) -> NoReturn:
+    raise ConfigError(
+        f"a fully sharded model cannot be pickled, by torch.save neither: its shards belong to "
+        f"communicators, which no other process has. Save it with a Checkpointer, which loads into "
+        f"the bare model and under every other layout; or {_GATHER}, and pickle that"
+    )
+
+
+def _refuse_share_memory() -> NoReturn:
+    raise ConfigError(
+        f"a fully sharded model cannot be put into shared memory, since torch ends the process at "
+        f"a shard: {_GATHER}, and share that"
+    )
+
+
+_GATHER = (
+    "gather on all ranks, whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in "
+    "model.state_dict().items()}"
+)
 
 
 class _SavePretrained:
@@ -49,11 +73,9 @@ class _SavePretrained:
         weights = kwargs.get("state_dict")
         if weights is None or any(isinstance(each, DTensor) for each in weights.values()):
             raise ConfigError(
-                "save_pretrained of a fully sharded model would write shards. Gather on all ranks, "
-                "whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in "
-                "model.state_dict().items()}, and call save_pretrained(..., state_dict=whole) on "
-                "one; or save with a Checkpointer, load into the bare model in one process, and "
-                "call it there"
+                f"save_pretrained of a fully sharded model would write shards: {_GATHER}, and call "
+                f"save_pretrained(..., state_dict=whole) on one; or save with a Checkpointer, load "
+                f"into the bare model in one process, and call it there"
             )
         module: Any = type(self._module)
         return module.save_pretrained(self._module, *args, **kwargs)

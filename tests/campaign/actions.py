@@ -11,14 +11,14 @@ Fault = Literal["in forward", "before backward", "in backward", "after backward"
 FAULTS: tuple[Fault, ...] = ("in forward", "before backward", "in backward", "after backward")
 EvaluationMode = Literal["no_grad", "inference_mode", "generation", "copy"]
 MODES: tuple[EvaluationMode, ...] = ("no_grad", "inference_mode", "generation", "copy")
-WriteKind = Literal["in place", "data", "load_state_dict"]
-WRITES: tuple[WriteKind, ...] = ("in place", "data", "load_state_dict")
+WriteKind = Literal["in place", "data", "load_state_dict", "mask"]
+WRITES: tuple[WriteKind, ...] = ("in place", "data", "load_state_dict", "mask")
 DropKind = Literal["drop_gradients", "optimizer.zero_grad", "model.zero_grad"]
 DROPS: tuple[DropKind, ...] = ("drop_gradients", "optimizer.zero_grad", "model.zero_grad")
 GradientWrite = Literal["halve", "none"]
 GRADIENT_WRITES: tuple[GradientWrite, ...] = ("halve", "none")
-HookKind = Literal["output", "gradient"]
-HOOKS: tuple[HookKind, ...] = ("output", "gradient")
+HookKind = Literal["output", "gradient", "after gradient"]
+HOOKS: tuple[HookKind, ...] = ("output", "gradient", "after gradient")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Evaluate:
 
 @dataclass(frozen=True, kw_only=True)
 class Write:
-    """Multiply the parameters of a block, or all of them, by a number."""
+    """Multiply the parameters of a block, or all of them, by a number; or zero what is small."""
 
     how: WriteKind
     factor: float
@@ -58,7 +58,9 @@ class Write:
 
 @dataclass(frozen=True, kw_only=True)
 class Swap:
-    """Exchange all parameters and averaged ones, evaluate, and exchange them back."""
+    """Exchange all parameters and averaged ones, evaluate, maybe save, and exchange them back."""
+
+    saves: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ class Save:
 
     is_async: bool = False
     """True if the next save or load waits for it, and not this one."""
+    is_lazy: bool = False
+    """True if it copies while training goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +116,10 @@ class WriteGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class Hook:
-    """Halve, by a hook registered now, outputs of a block's first part or a gradient of it."""
+    """Halve, by a hook registered now, outputs of a block's first part or a gradient of it.
+
+    "after gradient" is called when `.grad` has what was added up so far.
+    """
 
     how: HookKind
     block: int
@@ -133,10 +140,22 @@ class Toggle:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Step a learning rate scheduler, which loops do more and less often than the optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Give all parameters other memory of the same values, as moves between devices do."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
-    """Update the parameters."""
+    """Update the parameters; or skip that, as a loss is not finite."""
 
     max_norm: float
+    bad: tuple[int, ...] = ()
+    """Indices, in the layout, of the ranks whose losses are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +177,8 @@ Action = (
     | Hook
     | Set
     | Toggle
+    | Schedule
+    | Move
     | Step
     | Look
 )
@@ -178,10 +199,14 @@ def regular_actions(
 class Limits:
     """What actions of a way may be."""
 
+    num_ranks: int
     num_failing: int
     """Ranks that may fail while others do not."""
     faults: tuple[Fault, ...] = FAULTS
     modes: tuple[EvaluationMode, ...] = MODES
+    hooks: tuple[HookKind, ...] = HOOKS
+    may_move: bool = True
+    """True if parameters may have other memory later."""
     has_before: bool = False
     """True if another way has left a checkpoint."""
 
@@ -222,7 +247,11 @@ def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Act
             yield from (_inside(chance, limits) for _ in range(chance.choice((1, 1, 2))))
     if kind == "late":
         yield replace(microbatches[-1], is_last=chance.random() < 0.5)
-    yield Step(max_norm=chance.choice((0.0, 0.1, 0.1, 1e6)))
+    is_bad = chance.random() < 0.15
+    yield Step(
+        max_norm=chance.choice((0.0, 0.1, 0.1, 1e6)),
+        bad=(chance.randrange(limits.num_ranks),) if is_bad else (),
+    )
     if chance.random() < 0.1:
         yield Step(max_norm=0.0)  # without any gradient
 
@@ -246,9 +275,13 @@ def _fault(chance: random.Random, microbatch: Microbatch, limits: Limits) -> Mic
 def _between(chance: random.Random, limits: Limits) -> Action:
     """Draw what is done between two steps."""
     kinds = ("evaluate", "write", "write", "swap", "freeze", "thaw", "save", "load", "set", "hook")
-    kind = chance.choice(kinds)
+    kind = chance.choice((*kinds, "schedule", "schedule", "move"))
+    if kind == "move":
+        return Move() if limits.may_move else Schedule()
+    if kind == "swap":
+        return Swap(saves=chance.random() < 0.5)
     if kind == "hook":
-        return Hook(how=chance.choice(HOOKS), block=chance.randrange(2))
+        return Hook(how=chance.choice(limits.hooks), block=chance.randrange(2))
     if kind == "freeze":
         return Freeze(block=chance.randrange(2))
     if kind == "thaw":
@@ -261,7 +294,7 @@ def _inside(chance: random.Random, limits: Limits) -> Action:
     if chance.random() < 0.2:
         return Freeze(block=chance.randrange(2)) if chance.random() < 0.7 else Thaw()
     kinds = ("evaluate", "write", "write", "swap", "save", "load", "drop", "look", "gradients")
-    kind = chance.choice((*kinds, "set", "toggle"))
+    kind = chance.choice((*kinds, "set", "toggle", "schedule"))
     if kind == "gradients":
         return WriteGradients(how=chance.choice(GRADIENT_WRITES), block=chance.randrange(2))
     return _anywhere(chance, kind, limits)
@@ -280,9 +313,11 @@ def _anywhere(chance: random.Random, kind: str, limits: Limits) -> Action:
         how = chance.choice(DROPS)
         return Drop(how=how, to_zeros=how != "drop_gradients" and chance.random() < 0.4)
     if kind == "save":
-        return Save(is_async=chance.random() < 0.4)
+        return Save(is_async=chance.random() < 0.6, is_lazy=chance.random() < 0.5)
     if kind == "set":
         return Set(factor=chance.choice((0.5, 2.0)))
+    if kind == "schedule":
+        return Schedule()
     if kind == "toggle":
         return Toggle(block=chance.randrange(2))
     if kind == "load":

@@ -16,6 +16,7 @@ import torch
 
 from holdfast import Layout, LayoutError
 from tests.campaign.actions import (
+    HOOKS,
     MODES,
     Action,
     Limits,
@@ -50,7 +51,9 @@ class Way:
     has_contexts: bool = True
     """False if backwards run without `microbatch` around them."""
     has_two: bool = False
-    """True if each parameter group of a sharded model has an optimizer of its own."""
+    """True if each parameter group has an optimizer of its own."""
+    has_scaler: bool = False
+    """True if losses are scaled."""
     actions: tuple[Action, ...] = ()
 
 
@@ -141,13 +144,18 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
         actions=draw_actions(
             chance,
             Limits(
+                num_ranks=num_ranks,
                 num_failing=num_ranks - 1 if is_shared else 0,
+                # Buckets hold gradients; outside of a microbatch a hook gets a warning alone.
+                hooks=HOOKS if has_contexts or kind in ("plain", "fsdp") else HOOKS[:2],
+                may_move=kind in ("plain", "fsdp"),  # buckets hold parameters
                 has_before=before is not None,
                 # A fully sharded model cannot be copied.
                 modes=tuple(mode for mode in MODES if kind != "fsdp" or mode != "copy"),
             ),
         ),
-        has_two=kind == "fsdp" and chance.random() < 0.3,
+        has_two=kind != "chained" and chance.random() < 0.3,
+        has_scaler=chance.random() < 0.3,
     )
     return Program(
         seed=seed,

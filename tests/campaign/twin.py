@@ -20,7 +20,9 @@ from tests.campaign.actions import (
     Load,
     Look,
     Microbatch,
+    Move,
     Save,
+    Schedule,
     Set,
     Step,
     Swap,
@@ -32,7 +34,6 @@ from tests.campaign.actions import (
 from tests.campaign.models import generate
 from tests.campaign.programs import OPTIMIZERS, Program, Way
 from tests.campaign.ways import (
-    HOOKED,
     STALE,
     THAWED,
     Hooks,
@@ -40,8 +41,10 @@ from tests.campaign.ways import (
     change_settings,
     evaluate,
     evaluate_average,
+    is_hooked,
     param_groups,
     rows_of,
+    scheduler_of,
     set_trainable,
     tensors_of,
     toggle,
@@ -86,6 +89,7 @@ class Twin:
         self._has_loaded_mains = False
         make = OPTIMIZERS[program.optimizer]
         self._optimizer = make(param_groups(self._mains, decays="weight_decay" in make.keywords))
+        self._scheduler = scheduler_of(self._optimizer)
         self._sums: dict[int, Tensor] = {}
         """Gradients so far, by position of the parameter."""
         self._shares = 1
@@ -101,7 +105,7 @@ class Twin:
             case Microbatch():
                 return self._microbatch(action, way)
             case Step():
-                return self._step(action.max_norm)
+                return self._step(action)
             case Look():
                 named = self.model.named_parameters()
                 return {"parameters": {name: p.detach().clone() for name, p in named}}
@@ -109,7 +113,11 @@ class Twin:
                 return {"output": evaluate(self.model, action.mode)}
             case Swap():
                 self._note_write()
-                return {"output": evaluate_average(self.model)}
+                return {
+                    "output": evaluate_average(
+                        self.model, save=self._save if action.saves else None
+                    )
+                }
             case Write():
                 self._note_write()
                 write(self.model, action)
@@ -118,7 +126,7 @@ class Twin:
             case Freeze() | Thaw():
                 self._set_trainable(action)
             case Save():
-                self._saved = self._state()
+                self._save()
             case Load():
                 self._note_write()
                 self._load(self._saved_before if action.is_of_before else self._saved)
@@ -137,6 +145,10 @@ class Twin:
                 change_settings(self._optimizer, action)
             case Toggle():
                 toggle(self.model, action)
+            case Schedule():
+                self._scheduler.step()
+            case Move():
+                self._note_write()
         return {}
 
     def fail(self, action: Action, text: str) -> None:
@@ -147,19 +159,24 @@ class Twin:
             self._load(self._saved)
         if THAWED.search(text):
             self._set_trainable(Thaw())
-        if HOOKED.search(text):
+        if is_hooked(action, text):
             self._hooks.remove()
             self.situation.is_hooked = False
 
     def end_way(self) -> None:
         """Keep what the way leaves to the next one."""
         self._saved_before = self._state()
+        self._has_loaded_mains = True  # the next way loads it
 
     # ---- inside ----
 
+    def _save(self) -> None:
+        self._saved = self._state()
+
     def _state(self) -> Any:
-        self._take_written_values()
-        return copy.deepcopy((tensors_of(self.model), self._mains, self._optimizer.state_dict()))
+        # A save takes what was written, but main parameters keep bits for when it is undone.
+        mains = self._written_mains()
+        return copy.deepcopy((tensors_of(self.model), mains, self._optimizer.state_dict()))
 
     def _microbatch(self, action: Microbatch, way: Way) -> Values:
         layout = Layout(**way.layout)
@@ -192,12 +209,16 @@ class Twin:
         self.situation.has_gradients = True
         for i, (p, main) in enumerate(zip(self._all, self._mains, strict=True)):
             if p.grad is not None:
-                self._sums[i] = self._sums.get(i, torch.zeros(())) + p.grad.to(main.dtype)
+                # Hooks have halved this gradient, and halve what was added up before, too.
+                halved = 0.5 ** sum(each is p for each in self._hooks.after)
+                before = self._sums.get(i, torch.zeros(())) * halved
+                self._sums[i] = before + p.grad.to(main.dtype)
                 p.grad = None
                 self.situation.was_thawed |= not self._at_start[p]
 
     @torch.no_grad()
-    def _step(self, limit: float) -> Values:
+    def _step(self, action: Step) -> Values:
+        limit, is_skipped = action.max_norm, bool(action.bad)
         self._take_written_values()
         for i, total in self._sums.items():
             self._mains[i].grad = total / self._shares
@@ -208,11 +229,12 @@ class Twin:
             for p, main in zip(self._all, self._mains, strict=True)
             if p.requires_grad or main.grad is not None
         )
-        clipped = 0 < limit < norm
+        clipped = 0 < limit < norm and not is_skipped
         if clipped:
             for gradient in gradients:
                 gradient.mul_(limit / norm)
-        self._optimizer.step()
+        if not is_skipped:
+            self._optimizer.step()
         for p, main in zip(self._all, self._mains, strict=True):
             if p is not main:
                 p.copy_(main)
@@ -225,7 +247,7 @@ class Twin:
             # What is frozen later may count or not, also if it was frozen at the start.
             "num_zeros": num_zeros if is_as_built else None,
             "clipped": clipped,
-            "skipped": False,
+            "skipped": is_skipped,
         }
 
     def _drop(self, *, frees: bool = True) -> None:
@@ -265,9 +287,17 @@ class Twin:
     @torch.no_grad()
     def _take_written_values(self) -> None:
         """Let main parameters follow what was written to the model's (see S2)."""
-        for p, main in zip(self._all, self._mains, strict=True):
-            if p is not main:
-                main.copy_(torch.where(main.to(p.dtype) == p, main, p.to(main.dtype)))
+        for main, written in zip(self._mains, self._written_mains(), strict=True):
+            if main is not written:
+                main.copy_(written)
+
+    @torch.no_grad()
+    def _written_mains(self) -> list[Tensor]:
+        pairs = zip(self._all, self._mains, strict=True)
+        return [
+            main if p is main else torch.where(main.to(p.dtype) == p, main, p.to(main.dtype))
+            for p, main in pairs
+        ]
 
     @torch.no_grad()
     def _refresh_mains(self) -> None:

@@ -24,7 +24,7 @@ from tests.campaign.actions import (
 )
 from tests.campaign.programs import Way
 from tests.campaign.twin import Situation, Twin
-from tests.campaign.ways import HOOKED, Trouble, Values
+from tests.campaign.ways import HOOKED, IN_BUCKETS, Trouble, Values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,14 @@ REFUSALS = (
     Refusal(
         name="in buckets",
         actions=(WriteGradients,),
-        text=r"its gradient is in the sharded optimizer's buckets|is not reduced yet",
+        text=rf"{IN_BUCKETS.pattern}|is not reduced yet",
         fits=lambda now: now.has_gradients or now.is_reduced,
+    ),
+    Refusal(
+        name="in buckets",
+        actions=(Microbatch,),  # its hook reads the gradient
+        text=IN_BUCKETS.pattern,
+        fits=lambda now: now.is_hooked,
     ),
     Refusal(
         name="in buckets",

@@ -6,8 +6,9 @@ import contextlib
 import copy
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ from torch.utils.hooks import RemovableHandle
 from holdfast import Checkpointer, ConfigError, OptimizerState, ProcessGroups
 from holdfast.checkpoint import PendingSave
 from holdfast.fsdp import ShardedModel, fully_shard_model
-from holdfast.optim import ChainedOptimizer, ReducedOptimizer, ShardedOptimizer, StepOutcome
+from holdfast.optim import (
+    ChainedOptimizer,
+    LossScaler,
+    ReducedOptimizer,
+    ShardedOptimizer,
+    StepOutcome,
+)
 from tests.campaign.actions import (
     Action,
     Drop,
@@ -36,7 +43,9 @@ from tests.campaign.actions import (
     Load,
     Look,
     Microbatch,
+    Move,
     Save,
+    Schedule,
     Set,
     Step,
     Swap,
@@ -60,7 +69,14 @@ from tests.campaign.programs import OPTIMIZERS, Program, Way
 
 STALE = re.compile(r"were changed \(a step, a load\) while")
 HOOKED = re.compile(r"a hook was registered at a parameter .* after fully_shard_model")
+IN_BUCKETS = re.compile(r"its gradient is in the sharded optimizer's buckets")
 THAWED = re.compile(r"was frozen when optimizer")
+
+
+def is_hooked(action: Action, text: str) -> bool:
+    """Return True if an error is about a hook, which has to go."""
+    pattern = IN_BUCKETS if isinstance(action, Microbatch) else HOOKED
+    return bool(pattern.search(text) or HOOKED.search(text))
 
 
 def rows_of(step: int, *, index: int, shares: int, parts: int) -> list[Tensor]:
@@ -120,6 +136,8 @@ class Trained:
         self._num_saves = 0
         self._pending: PendingSave | None = None
         self._hooks = Hooks(self.model)
+        self._scheduler = scheduler_of(self._inner)
+        self._scaler = LossScaler(initial=64.0, growth_interval=2) if way.has_scaler else None
 
     def do(self, action: Action) -> Values:
         """Do what an action says."""
@@ -127,7 +145,7 @@ class Trained:
             case Microbatch():
                 return self._run_microbatch(action)
             case Step():
-                return self._step(action.max_norm)
+                return self._step(action)
             case Look():
                 return {"parameters": self.whole()}
             case Evaluate():
@@ -135,11 +153,12 @@ class Trained:
             case Write():
                 write(self.model, action)
             case Swap():
-                return {"output": evaluate_average(self.model)}
+                save = self._save if action.saves else None
+                return {"output": evaluate_average(self.model, save=save)}
             case Freeze() | Thaw():
                 set_trainable(self.model, action, at_start=self._trainable)
             case Save():
-                self._save(is_async=action.is_async)
+                self._save(is_async=action.is_async, is_lazy=action.is_lazy)
             case Load():
                 self._load(is_of_before=action.is_of_before)
             case Drop():
@@ -152,6 +171,10 @@ class Trained:
                 change_settings(self.optimizer, action)
             case Toggle():
                 toggle(self.model, action)
+            case Schedule():
+                self._scheduler.step()
+            case Move():
+                move(self.model)
         return {}
 
     def recover(self, action: Action, text: str) -> None:
@@ -162,15 +185,12 @@ class Trained:
             self._load()
         if THAWED.search(text):
             set_trainable(self.model, Thaw(), at_start=self._trainable)
-        if HOOKED.search(text):
+        if is_hooked(action, text):
             self._hooks.remove()
 
     def state(self) -> dict[str, object]:
         """Return what is saved and loaded."""
-        inner = self.optimizer
-        if isinstance(inner, ReducedOptimizer):
-            inner = inner.optimizer
-        return {"model": self.model, "optimizer": OptimizerState(inner, self.model)}
+        return {"model": self.model, "optimizer": OptimizerState(self._inner, self.model)}
 
     @torch.no_grad()
     def whole(self) -> dict[str, Tensor]:
@@ -188,6 +208,11 @@ class Trained:
 
     # ---- inside ----
 
+    @property
+    def _inner(self) -> Any:
+        optimizer = self.optimizer
+        return optimizer.optimizer if isinstance(optimizer, ReducedOptimizer) else optimizer
+
     def _run_microbatch(self, action: Microbatch) -> Values:
         groups = self.groups
         index, shares = groups.index("dp_cp"), groups.size("dp_cp")
@@ -203,7 +228,8 @@ class Trained:
                 if fault == "before backward":
                     raise Trouble
                 if action.does == "all":
-                    loss.backward()
+                    scaler = self._scaler
+                    (loss if scaler is None else scaler.scale_loss(loss)).backward()
             if fault is not None:
                 raise Trouble
         return {"loss": float(loss.detach())}
@@ -216,8 +242,13 @@ class Trained:
         )
         return entered
 
-    def _step(self, max_norm: float) -> Values:
-        options: dict[str, Any] = {"max_norm": max_norm, "count_zeros": True}
+    def _step(self, action: Step) -> Values:
+        options: dict[str, Any] = {
+            "max_norm": action.max_norm,
+            "count_zeros": True,
+            "scaler": self._scaler,
+            "is_finite": self.groups.layout.ranks.index(self.groups.rank) not in action.bad,
+        }
         if self.sharded is not None:
             outcome = self.sharded.step(self._stepped, **options)
         else:
@@ -230,11 +261,14 @@ class Trained:
             "skipped": outcome.skipped,
         }
 
-    def _save(self, *, is_async: bool) -> None:
+    def _save(self, *, is_async: bool = False, is_lazy: bool = False) -> None:
         self._wait()
-        save = self._checkpointer.save_async if is_async else self._checkpointer.save
-        saved = save(self._num_saves + 1, self.state())
-        self._pending = saved if isinstance(saved, PendingSave) else None
+        if is_async:
+            stage: Any = "lazily" if is_lazy else "at once"
+            number = self._num_saves + 1
+            self._pending = self._checkpointer.save_async(number, self.state(), stage=stage)
+        else:
+            self._checkpointer.save(self._num_saves + 1, self.state())
         self._num_saves += 1
 
     def _wait(self) -> None:
@@ -255,14 +289,12 @@ class Trained:
             self._checkpointer.load(self.state(), **allowed)
 
     def _drop(self, how: str, *, to_zeros: bool = False) -> None:
-        optimizer = self.optimizer
         if how == "model.zero_grad":
             self.model.zero_grad(set_to_none=not to_zeros)
         elif how == "optimizer.zero_grad":
-            inner = optimizer.optimizer if isinstance(optimizer, ReducedOptimizer) else optimizer
-            inner.zero_grad(set_to_none=not to_zeros)
+            self._inner.zero_grad(set_to_none=not to_zeros)
         else:
-            (self.sharded or optimizer).drop_gradients()
+            (self.sharded or self.optimizer).drop_gradients()
 
     def _optimizer(self, case: Case) -> Any:
         way, groups, model = self.way, self.groups, self.model
@@ -285,18 +317,30 @@ class Trained:
         experts = self._experts or set()
         dense = [p for p in model.parameters() if p not in experts]
         special = [p for p in model.parameters() if p in experts]
+        divided = param_groups([*dense, *special], decays=decays)
         if way.kind == "plain":
-            inner = make(param_groups([*dense, *special], decays=decays))
-            return ReducedOptimizer(inner, groups, reduce=self._reduce)
+            if not way.has_two:
+                return ReducedOptimizer(make(divided), groups, reduce=self._reduce)
+            return ChainedOptimizer(
+                {
+                    f"of group {i}": ReducedOptimizer(
+                        make([group]),
+                        groups,
+                        reduce=partial(self._reduce, group["params"]),
+                        name=f"of group {i}",
+                    )
+                    for i, group in enumerate(divided)
+                }
+            )
 
-        def sharded(name: str, over: str, parameters: list[nn.Parameter]) -> ShardedOptimizer:
+        def sharded(name: str, over: str, divided: list[dict[str, Any]]) -> ShardedOptimizer:
             if groups.layout.replicas > 1:
                 over += "_intra"
             if groups.size(over) > 1 and not groups.has(f"{over}_ag"):
                 groups.clone(over, purpose=f"{over}_ag")
             return ShardedOptimizer(
                 model,
-                param_groups(parameters, decays=decays),
+                divided,
                 make=make,
                 groups=groups,
                 over=over,
@@ -308,16 +352,24 @@ class Trained:
             )
 
         if way.kind == "zero":
-            return sharded("optimizer", "dp_cp", dense)
-        parts = {"dense": sharded("dense", "dp_cp", dense)}
+            if not way.has_two:
+                return sharded("optimizer", "dp_cp", divided)
+            return ChainedOptimizer(
+                {
+                    f"of group {i}": sharded(f"of group {i}", "dp_cp", [group])
+                    for i, group in enumerate(divided)
+                }
+            )
+        parts = {"dense": sharded("dense", "dp_cp", param_groups(dense, decays=decays))}
         if special:
-            parts["expert"] = sharded("expert", "expt_dp", special)
+            divided = param_groups(special, decays=decays)
+            parts["expert"] = sharded("expert", "expt_dp", divided)
         return ChainedOptimizer(parts)
 
     @torch.no_grad()
-    def _reduce(self) -> None:
-        """Average gradients over data ranks, as a user's own loop does."""
-        for p in self.model.parameters():
+    def _reduce(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        """Average gradients over data ranks, as a user's own loop does; without some, of all."""
+        for p in self.model.parameters() if parameters is None else parameters:
             # Also of what is frozen: it may have a gradient from before.
             name = "expt_dp" if self._experts and p in self._experts else "dp_cp"
             if self.groups.size(name) > 1:
@@ -377,8 +429,8 @@ def evaluate(model: Generated, mode: str) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate_average(model: Generated) -> Tensor:
-    """Evaluate averaged parameters, as a moving average is: copied in, and back."""
+def evaluate_average(model: Generated, *, save: Callable[[], object] | None) -> Tensor:
+    """Evaluate averaged parameters, as a moving average is: copied in, maybe saved, and back."""
     parameters = list(model.parameters())
     others = [p.detach().clone().mul_(0.9) for p in parameters]
 
@@ -390,6 +442,8 @@ def evaluate_average(model: Generated) -> Tensor:
 
     swap()
     output = evaluate(model, "no_grad")
+    if save is not None:
+        save()
     swap()
     return output
 
@@ -411,7 +465,10 @@ def write(model: Generated, action: Write) -> None:
         )
         return
     for p in target.parameters():
-        (p.data if action.how == "data" else p).mul_(action.factor)
+        if action.how == "mask":
+            p.mul_(p.abs() > 0.1)
+        else:
+            (p.data if action.how == "data" else p).mul_(action.factor)
 
 
 def set_trainable(
@@ -450,6 +507,8 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self.at_gradients = False
         """True if there are some at parameters."""
+        self.after: list[nn.Parameter] = []
+        """Those whose gradients are halved whenever something was added to them."""
 
     def register(self, action: Hook) -> None:
         """Register a hook; a frozen parameter takes none."""
@@ -458,15 +517,28 @@ class Hooks:
         if action.how == "output":
             self._handles.append(part.register_forward_hook(_halve_output))
         elif trained:
-            self._handles.append(trained[0].register_hook(_halve))
             self.at_gradients = True
+            if action.how == "gradient":
+                self._handles.append(trained[0].register_hook(_halve))
+            else:
+                untyped: Any = trained[0]
+                self.after.append(trained[0])
+                handle = untyped.register_post_accumulate_grad_hook(_halve_gradient)
+                self._handles.append(handle)
 
     def remove(self) -> None:
         """Remove all of them."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.after.clear()
         self.at_gradients = False
+
+
+def _halve_gradient(parameter: nn.Parameter) -> None:
+    gradient = parameter.grad
+    assert gradient is not None
+    gradient.mul_(0.5)
 
 
 def _halve(value: Tensor) -> Tensor:
@@ -484,6 +556,17 @@ def change_settings(optimizer: Any, action: Set) -> None:
     for group in inner.param_groups:
         group["lr"] *= action.factor
         group["weight_decay"] *= action.factor
+
+
+def scheduler_of(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return a scheduler that multiplies the rates that there are."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
+
+
+def move(model: nn.Module) -> None:
+    """Copy all parameters and buffers to other memory."""
+    untyped: Any = model
+    untyped._apply(torch.clone)
 
 
 def toggle(model: Generated, action: Toggle) -> None:

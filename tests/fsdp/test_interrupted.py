@@ -354,8 +354,9 @@ def written_by_the_model(context: RankContext) -> None:
     with ProcessGroups.create(Layout(dp=2)) as groups:
         for strategy in STRATEGIES:
             net = build()
-            shard(net, groups, strategy=strategy)
-            net(rows_of(0)[0])  # the first one is watched more closely
+            sharded = shard(net, groups, strategy=strategy)
+            optimizer = sgd(net.parameters())
+            good(sharded, optimizer, 0)  # the first forward is watched more closely
 
             def write(module: nn.Module, args: Any, output: Any) -> None:
                 with torch.no_grad():
@@ -367,6 +368,18 @@ def written_by_the_model(context: RankContext) -> None:
             handle.remove()
             with pytest.raises(ConfigError, match="was written by code of the model"):
                 net(rows_of(0)[0])
+            sharded.drop_gradients()
+            handle = layer.down.register_forward_hook(write)
+            with sharded.microbatch(is_last=True):
+                net(rows_of(0)[0]).mean()
+            handle.remove()
+            with pytest.raises(ConfigError, match="was written by code of the model"):
+                sharded.step(optimizer)
+            with pytest.raises(Trouble), sharded.microbatch(is_last=True):
+                in_backward(sharded, rows_of(0)[0])
+            assert all(isinstance(p, DTensor) for p in net.parameters()), strategy
+            sharded.drop_gradients()
+            good(sharded, optimizer, 0)
 
 
 def test_a_write_within_a_forward_is_refused() -> None:

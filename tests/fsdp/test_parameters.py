@@ -222,6 +222,8 @@ def replaced(context: RankContext, directory: str) -> None:
                     net(rows(0)).backward()
 
             backward()
+            sharded.step(optimizer)  # what was as it should be then is not asked unit by unit again
+            backward()
             before = net.layers[1].bias
             change(net)
             match = rf"unit 'layers\.1': parameter '\w+' {re.escape(what)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,16 @@ def said(context: RankContext) -> None:
                         make_copy(each)
             with pytest.raises(ConfigError, match="cannot be copied"):
                 copy.deepcopy(sharded)
+            for each in (net, net.layers[0], [net.layers], nn.ModuleList([net])):
+                with pytest.raises(ConfigError, match="model cannot be pickled"):
+                    torch.save(each, io.BytesIO())
+            optimizer = torch.optim.AdamW(net.parameters())
+            for tensors in (net.table, net.state_dict(), optimizer):
+                with pytest.raises(ConfigError, match=r"Save them with a Checkpointer"):
+                    torch.save(tensors, io.BytesIO())
+            for module in net.modules():
+                with pytest.raises(ConfigError, match="cannot be put into shared memory"):
+                    module.share_memory()
 
             with torch.device("meta"):
                 empty = build()

@@ -15,12 +15,12 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import distributed as dist
 
-from holdfast.errors import DeadlineError, GroupError
+from holdfast.errors import ConfigError, DeadlineError, GroupError
 from holdfast.parallel.bounded_store import BoundedStore
 
 if TYPE_CHECKING:
@@ -231,7 +231,17 @@ def _set_apart(mesh: DeviceMesh, *, mark: str) -> DeviceMesh:
         return _set_apart(make_slice(*args, **named), mark=mark)
 
     private._create_sub_mesh = make_marked
+    private.__reduce_ex__ = _refuse_pickle
     return mesh
+
+
+def _refuse_pickle(protocol: object) -> NoReturn:
+    raise ConfigError(
+        "tensors on the communicators of ProcessGroups (DTensors, such as sharded parameters, and "
+        "optimizers that have them) cannot be pickled: no other process has these communicators. "
+        "Save them with a Checkpointer; or pickle whole values, value.full_tensor() on all ranks, "
+        "or those of this rank, value.to_local()"
+    )
 
 
 def forget_meshes() -> None:
