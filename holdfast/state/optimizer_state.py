@@ -12,6 +12,7 @@ from torch import nn
 from holdfast._torch import module_table
 from holdfast.errors import ConfigError, MismatchError, PlacementError
 from holdfast.format.values import is_plain_dict
+from holdfast.state.followed_dims import followed_dims
 from holdfast.state.markers import Fresh, Stored, Transient
 from holdfast.state.memory_order import in_orders, unusual_orders
 from holdfast.state.module_tree import declared_padding, parameter_names, walk_all
@@ -171,6 +172,8 @@ class OptimizerState:
                 if type(entries) is dict:
                     orders = {} if param.over else unusual_orders(entries, param.parameter)
                     parameters[name] |= {"order": orders} if orders else {}
+                    followed = {} if param.over else followed_dims(entries, param.parameter)
+                    parameters[name] |= {"follows": followed} if followed else {}
                     entries = {
                         entry: with_padding(stored_form(param, entry, value), param, padding)
                         for entry, value in entries.items()
