@@ -127,6 +127,8 @@ class OptimizerState:
             self._optimizer = UnshardedOptimizer(self._own)
         self._module = module
         self._modules = modules_by_prefix(module)
+        self.is_live = False
+        """True if the tree of the last save has the optimizer's own tensors, by parameter name."""
         self._name = "optimizer"
         """The part's name in the checkpoint last looked at, for messages."""
 
@@ -142,6 +144,7 @@ class OptimizerState:
         """Return the state by name, the groups' settings, membership, and main parameters."""
         self._optimizer.synchronize()
         form, by_name = self._forms()
+        self.is_live = by_name is not None and by_name.is_live
         if by_name is not None:
             tree = self._tree_by_name(by_name)
         else:

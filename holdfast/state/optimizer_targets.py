@@ -21,6 +21,7 @@ from holdfast.state.followed_dims import placed_by
 from holdfast.state.markers import Fresh, Stored, Transient, global_shape
 from holdfast.state.optimizer_forms import hyperparameters
 from holdfast.state.optimizer_protocol import OptimizerParameter, stored_form, with_padding
+from holdfast.state.shared_memory import is_expanded
 from holdfast.state.stored import (
     MakeTarget,
     StoredPart,
@@ -79,7 +80,11 @@ def entry_targets(
             entries[entry] = made[info.key]
             continue
         target: object = None
-        if isinstance(current, torch.Tensor) and id(current) not in filled:
+        if (
+            isinstance(current, torch.Tensor)
+            and id(current) not in filled
+            and not is_expanded(local_of(current))
+        ):
             live: Any = with_padding(stored_form(param, entry, current), param, padding)
             if global_shape(live) == info.shape or not stored.has("parameters", name):
                 target = live
