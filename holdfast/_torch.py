@@ -156,7 +156,7 @@ def has_unreduced_gradients(module: nn.Module) -> bool:
     with `set_requires_all_reduce(False)` they are reduced over one of two mesh dims.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    states = [each._get_fsdp_state() for each in module.modules() if isinstance(each, kind)]  # type: ignore[attr-defined]
+    states = [each._get_fsdp_state() for each in module.modules() if isinstance(each, kind)]
     groups = [
         group
         for state in states

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import compress
@@ -56,7 +57,12 @@ from holdfast.state.parts import (
 )
 from holdfast.state.plain_attributes import PlainAttributes
 from holdfast.state.rng import refuse_shared_streams
-from holdfast.state.shared_memory import are_of_no_file, missing_memory, shared_memory
+from holdfast.state.shared_memory import (
+    are_of_no_file,
+    is_expanded,
+    missing_memory,
+    shared_memory,
+)
 from holdfast.state.tensor_elements import array_tensor, memory_key
 from holdfast.state.tensor_memory import addresses_of
 from holdfast.state.traits import PLAIN, Traits, held_tensors, traits_of
@@ -168,7 +174,10 @@ def flatten_state(
         if isinstance(part, TreePart | ModuleState):
             forms = part.forms if isinstance(part, ModuleState) else ()
             flattener.fills_in_place(since=num_before, but_for={f"{name}.{form}" for form in forms})
+        if isinstance(part, OptimizerState) and part.is_live:
+            flattener.notes_state(f"{name}.state.", since=num_before)
         if isinstance(part, ModuleState):
+            flattener.notes_module(since=num_before)
             shown = cast(Union, tree).mapping
             of_code = {form: shown[form] for form in part.forms}
             unstored += cache.attributes.look(name, part.module, of_code)
@@ -228,6 +237,10 @@ class _Flattener:
         self._branches: dict[str, _Branch] = {}
         self._is_filled: list[bool] = []
         """Whether a load fills each in place; the last ones may be left out."""
+        self._module_ranges: list[range] = []
+        self._state_ranges: list[range] = []
+        """Positions of what is a module's, and of what is the state of an optimizer."""
+        self._state_prefixes: list[str] = []
 
     def encode(self, tree: object, *, path: str) -> Node:
         return encode_tree(tree, path=path, codecs=self._codecs, on_leaf=self._on_leaf)
@@ -271,6 +284,40 @@ class _Flattener:
             self._is_filled += [path not in but_for for path in self._paths[since:]]
         else:
             self._is_filled += [True] * (self.num_met - since)
+
+    def notes_module(self, *, since: int) -> None:
+        """Note that the tensors that were met last are a module's."""
+        self._module_ranges.append(range(since, self.num_met))
+
+    def notes_state(self, prefix: str, *, since: int) -> None:
+        """Note which of the tensors that were met last are the state of an optimizer.
+
+        A load fills those that the optimizer has in place, and makes the others.
+
+        Args:
+            prefix: Of their paths; they are the first ones.
+            since: How many tensors were met before.
+        """
+        stop = bisect_left(
+            self._paths, True, lo=since, key=lambda path: not path.startswith(prefix)
+        )
+        self._is_filled += [False] * (since - len(self._is_filled)) + [True] * (stop - since)
+        self._state_ranges.append(range(since, stop))
+        self._state_prefixes.append(prefix)
+
+    def _refuse_tied_state(self, *positions: int) -> None:
+        """Raise PlacementError if one of two tied tensors is a module's and the other is state."""
+        of_modules, of_states = (
+            [at for at in positions if any(at in each for each in ranges)]
+            for ranges in (self._module_ranges, self._state_ranges)
+        )
+        if of_modules and of_states:
+            raise PlacementError(
+                f"{self._paths[of_states[0]]}: this state of an optimizer is the memory of "
+                f"{self._paths[of_modules[0]]} itself; in an optimizer that has not stepped a load "
+                f"would make other memory for it, and the two would part. Let the optimizer keep a "
+                f"copy, or update the parameter that it has"
+            )
 
     def _on_leaf(self, path: str, obj: object) -> Node | None:
         if isinstance(obj, _TENSORS):
@@ -407,7 +454,8 @@ class _Flattener:
         is_known = made.structure is before.structure and made.filled == before.filled
         if not is_known or made.addresses != before.addresses:
             _refuse_missing_memory(made.keys, held)
-            _refuse_shared_memory(made.filled, list(compress(held, self._is_filled)))
+            filled = list(compress(held, self._is_filled))
+            _refuse_shared_memory(made.filled, filled, made_again=tuple(self._state_prefixes))
         elif len(made.filled) < len(made.keys):  # what is not filled in place is new at each save
             num_noted = len(self._is_filled)
             others = [not each for each in self._is_filled] + [True] * (len(held) - num_noted)
@@ -472,19 +520,20 @@ class _Flattener:
         if len(distinct) == len(addresses) and 0 not in distinct:
             return False
         counts = Counter(addresses)
-        keys: dict[object, str] = {}
+        met: dict[object, int] = {}
         tied: set[int] = set()
         for i, address in enumerate(addresses):
             if address and counts[address] == 1:
                 continue
-            obj, path = self._objects[i], self._paths[i]
+            obj = self._objects[i]
             identity = _identity(obj)
             names: list[object] = [id(obj)] if identity is None else [id(obj), identity]
-            known = next((keys[name] for name in names if name in keys), None)
+            known = next((met[name] for name in names if name in met), None)
             if known is None:
-                keys.update(dict.fromkeys(names, path))
+                met.update(dict.fromkeys(names, i))
             else:
-                self._nodes[i]["k"] = known
+                self._refuse_tied_state(known, i)
+                self._nodes[i]["k"] = self._paths[known]
                 tied.add(i)
         if tied:
             self._branches = {}
@@ -522,14 +571,26 @@ def _refuse_missing_memory(keys: Sequence[str], tensors: Sequence[torch.Tensor])
         raise PlacementError("; ".join(sentences[:_MAX_NAMED]))
 
 
-def _refuse_shared_memory(keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+def _refuse_shared_memory(
+    keys: Sequence[str], tensors: Sequence[torch.Tensor], *, made_again: tuple[str, ...]
+) -> None:
     """Raise PlacementError for local tensors that a load into this very state would refuse.
+
+    Args:
+        keys: Of the tensors.
+        tensors: What a load fills in place.
+        made_again: Prefixes of keys that a load may make memory for; expanded ones are no loss.
 
     Cost: a sort of their addresses.
     """
     requests = _requests(keys, tensors)
     if LocalMemory(requests).is_disjoint() and are_of_no_file(tensors):
         return
+    requests = [
+        each
+        for each, local in zip(requests, tensors, strict=True)
+        if not (each.path.startswith(made_again) and is_expanded(local))
+    ]
     sentences = shared_memory(requests)
     if sentences:
         raise PlacementError(

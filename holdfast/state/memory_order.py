@@ -36,7 +36,7 @@ def unusual_orders(entries: object, parameter: torch.Tensor) -> dict[str, list[i
             orders[path] = order
         return tensor
 
-    _mapped(entries, visit)
+    map_tensors(entries, visit)
     return orders
 
 
@@ -61,7 +61,23 @@ def in_orders(entries: Any, orders: Mapping[str, list[int]], parameter: torch.Te
             made[id(tensor)] = tensor.permute(order).contiguous().permute(inverse)
         return made[id(tensor)]
 
-    return _mapped(entries, visit)
+    return map_tensors(entries, visit)
+
+
+def map_tensors(
+    tree: Any, visit: Callable[[str, torch.Tensor], torch.Tensor], path: str = ""
+) -> Any:
+    """Return a tree with what `visit` makes of its tensors, by path inside of the tree.
+
+    Only dicts, lists and tuples are looked into; other containers stay as they are.
+    """
+    if isinstance(tree, torch.Tensor):
+        return visit(path, tree)
+    if type(tree) is dict:
+        return {k: map_tensors(v, visit, f"{path}.{key_name(k)}") for k, v in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map_tensors(v, visit, f"{path}.{i}") for i, v in enumerate(tree))
+    return tree
 
 
 def _are_contiguous(entries: Any, parameter: torch.Tensor) -> bool:
@@ -93,14 +109,3 @@ def _usual(tensor: torch.Tensor, parameter: torch.Tensor) -> list[int]:
     """Return the order that a load gives a tensor if none is stored."""
     is_alike = tensor.shape == parameter.shape
     return (_order(parameter) if is_alike else None) or list(range(tensor.ndim))
-
-
-def _mapped(tree: Any, visit: Callable[[str, torch.Tensor], torch.Tensor], path: str = "") -> Any:
-    """Return a tree with what `visit` makes of its tensors; other containers stay as they are."""
-    if isinstance(tree, torch.Tensor):
-        return visit(path, tree)
-    if type(tree) is dict:
-        return {k: _mapped(v, visit, f"{path}.{key_name(k)}") for k, v in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_mapped(v, visit, f"{path}.{i}") for i, v in enumerate(tree))
-    return tree

@@ -12,6 +12,7 @@ from torch import nn
 from holdfast._torch import module_table
 from holdfast.errors import ConfigError, MismatchError, PlacementError
 from holdfast.format.values import is_plain_dict
+from holdfast.state.followed_dims import followed_dims
 from holdfast.state.markers import Fresh, Stored, Transient
 from holdfast.state.memory_order import in_orders, unusual_orders
 from holdfast.state.module_tree import declared_padding, parameter_names, walk_all
@@ -126,6 +127,8 @@ class OptimizerState:
             self._optimizer = UnshardedOptimizer(self._own)
         self._module = module
         self._modules = modules_by_prefix(module)
+        self.is_live = False
+        """True if the tree of the last save has the optimizer's own tensors, by parameter name."""
         self._name = "optimizer"
         """The part's name in the checkpoint last looked at, for messages."""
 
@@ -141,6 +144,7 @@ class OptimizerState:
         """Return the state by name, the groups' settings, membership, and main parameters."""
         self._optimizer.synchronize()
         form, by_name = self._forms()
+        self.is_live = by_name is not None and by_name.is_live
         if by_name is not None:
             tree = self._tree_by_name(by_name)
         else:
@@ -171,6 +175,8 @@ class OptimizerState:
                 if type(entries) is dict:
                     orders = {} if param.over else unusual_orders(entries, param.parameter)
                     parameters[name] |= {"order": orders} if orders else {}
+                    followed = {} if param.over else followed_dims(entries, param.parameter)
+                    parameters[name] |= {"follows": followed} if followed else {}
                     entries = {
                         entry: with_padding(stored_form(param, entry, value), param, padding)
                         for entry, value in entries.items()

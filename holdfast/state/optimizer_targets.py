@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import MismatchError
 from holdfast.format.values import is_plain_dict
+from holdfast.state.followed_dims import placed_by
 from holdfast.state.markers import Fresh, Stored, Transient, global_shape
 from holdfast.state.optimizer_forms import hyperparameters
 from holdfast.state.optimizer_protocol import OptimizerParameter, stored_form, with_padding
+from holdfast.state.shared_memory import is_expanded
 from holdfast.state.stored import (
     MakeTarget,
     StoredPart,
@@ -48,11 +51,14 @@ def entry_targets(
         filled: `id` of the tensors that are a target already, and so cannot be another one's.
     """
     below = stored.below("state", name)
-    place = placed_like(lambda info, current, path: (current, param.parameter))
+    known = stored.at("parameters", name, "follows")
+    followed = known if isinstance(known, Mapping) else {}
 
-    def nested(info: StoredTensor, current: object, path: str) -> object:
+    def nested(info: StoredTensor, current: object, path: str, *, inside: str = "") -> object:
         if param.over is None and info.key in made:
             return made[info.key]
+        by_dims = placed_by(param.parameter, info, followed.get(f"{inside}.{path}"))
+        place = placed_like(lambda *_: (current, by_dims, param.parameter))
         return made.setdefault(info.key, place(info, current, path))
 
     if not is_plain_dict(below.node):
@@ -67,17 +73,24 @@ def entry_targets(
         info = below.tensor(below.at(entry))
         current = have.get(entry)
         if info is None:
-            entries[entry] = follow_stored(below.below(entry), current, nested)
+            inside = partial(nested, inside=f".{entry}")
+            entries[entry] = follow_stored(below.below(entry), current, inside)
             continue
         if param.over is None and info.key in made:
             entries[entry] = made[info.key]
             continue
         target: object = None
-        if isinstance(current, torch.Tensor) and id(current) not in filled:
+        if (
+            isinstance(current, torch.Tensor)
+            and id(current) not in filled
+            and not is_expanded(local_of(current))
+        ):
             live: Any = with_padding(stored_form(param, entry, current), param, padding)
             if global_shape(live) == info.shape or not stored.has("parameters", name):
                 target = live
                 filled.add(id(current))
+        if target is None:
+            target = placed_by(param.parameter, info, followed.get(f".{entry}"))
         if target is None:
             target = _target(param, entry, info, on_device=on_device, real_shape=padding)
             target = with_padding(target, param, padding)

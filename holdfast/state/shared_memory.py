@@ -189,10 +189,7 @@ def shared_memory(requests: Sequence[TensorRequest]) -> list[str]:
         for local in entry.locals:
             if local.numel() == 0:
                 continue
-            if not local.is_contiguous() and any(
-                step == 0 and size > 1
-                for step, size in zip(local.stride(), local.shape, strict=True)
-            ):
+            if is_expanded(local):
                 sentences.append(_message_of_one(entry.path))
                 continue
             by_device.setdefault(local.device, []).append((number, local))
@@ -205,6 +202,14 @@ def shared_memory(requests: Sequence[TensorRequest]) -> list[str]:
                 else _message_of_two(requests[first], requests[second])
             )
     return sentences
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Return True if all elements along a dim are one."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return False
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(step == 0 and size > 1 for step, size in steps)
 
 
 def _message_of_one(path: str) -> str:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.objects.optimizers import Make, assert_kept, net, train, words
+from holdfast import Checkpointer, PlacementError
+from tests.objects.optimizers import Make, assert_kept, net, parts, train, words
 
 O = torch.optim  # noqa: E741
 
@@ -125,6 +126,59 @@ class Wide(torch.optim.Optimizer):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_that_belongs_to_no_parameter_is_kept(tmp_path: Path, dtype: torch.dtype) -> None:
     assert_kept(tmp_path, partial(net, dtype=dtype), of(Wide))
+
+
+class Aliased(torch.optim.Optimizer):
+    """Keeps moments that are views of one buffer, or the parameter's own memory, or expanded."""
+
+    def __init__(self, params: Any, how: str) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.how = how
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        if not self.state[params[0]]:
+            flat = torch.zeros(sum(p.numel() for p in params))
+            pieces = flat.split([p.numel() for p in params])
+            for p, piece in zip(params, pieces, strict=True):
+                self.state[p]["moment"] = piece.view(p.shape)
+                if self.how == "parameter":
+                    self.state[p]["updated"] = p.data
+                if self.how == "expanded":
+                    self.state[p]["scale"] = torch.ones(1).expand(p.shape)
+            if self.how == "buffer":
+                self.state[params[0]]["all"] = flat
+        for p in params:
+            state = self.state[p]
+            state["moment"].mul_(0.9).add_(p.grad)
+            state.get("updated", p).sub_(state["moment"] * state.get("scale", 1.0) * 0.1)
+        if self.how == "buffer":
+            self.state[params[0]]["all"].mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("buffer", r"optimizer\.state\.scale\.moment and .*\.all: .*share memory"),
+        ("parameter", r"optimizer\.state\.\S+\.updated: .* is the memory of model\.\S+ itself"),
+        ("pieces", ""),
+        ("expanded", ""),
+    ],
+)
+def test_state_that_a_load_would_untie_is_refused(tmp_path: Path, how: str, why: str) -> None:
+    """R2: before, a fresh optimizer had two memories for one, and its next steps were others."""
+    make = of(Aliased, how=how)
+    if not why:
+        assert_kept(tmp_path, net, make)
+        return
+    for order in (("model", "optimizer"), ("optimizer", "model")):
+        model = net(0)
+        optimizer = make(model)
+        train(model, optimizer, range(1))
+        state = parts(model, optimizer)
+        with pytest.raises(PlacementError, match=why):
+            Checkpointer(tmp_path).save(1, {name: state[name] for name in order})
 
 
 class Rotating(torch.optim.Optimizer):
@@ -246,9 +300,6 @@ def test_shared_buffers_in_groups_stay_shared(tmp_path: Path) -> None:
         return optimizer
 
     assert_kept(tmp_path, net, make)
-    from holdfast import Checkpointer
-    from tests.objects.optimizers import parts
-
     model = net(7)
     optimizer = make(model)
     held = dict(optimizer.param_groups[0])

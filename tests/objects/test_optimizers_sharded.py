@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast import Checkpointer, HoldfastError, OptimizerState
 from holdfast.parallel import Layout, ProcessGroups
@@ -18,7 +18,39 @@ from tests.objects.containers import Container, Sharpness
 from tests.objects.optimizers import differences
 from tests.objects.test_optimizers import Averaging
 
+
+def replicated(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
+class Factored(torch.optim.Optimizer):
+    """As Adafactor: means over rows and columns, and a norm, which are DTensors of other shapes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            square, state = p.grad.square() + 1e-6, self.state[p]
+            means = [square.mean(-1), replicated(square.mean(0))] if p.ndim > 1 else []
+            norm = replicated(square.sum())
+            if not state:
+                state |= {"norm": norm * 0, "means": {"all": [mean * 0 for mean in means]}}
+            state["norm"].add_(norm)
+            for held, mean in zip(state["means"]["all"], means, strict=True):
+                held.mul_(0.9).add_(mean)
+            scale = 1.0
+            if means:
+                rows, columns = state["means"]["all"]
+                scale = (1 + rows[:, None] * columns[None]).rsqrt()
+            p.sub_(p.grad * scale * 0.1 / (1 + state["norm"]))
+
+
 KINDS: dict[str, Any] = {
+    "factored": lambda m: Factored(m.parameters()),
     "container": lambda m: Container([m], torch.optim.AdamW, lr=0.01, foreach=False),
     "sharpness": lambda m: Sharpness(m.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9),
     "averaging": lambda m: Averaging(m.parameters()),
@@ -92,7 +124,7 @@ def over_two(context: RankContext, root: str, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_kept_over_shards_and_loads_whole(tmp_path: Path, kind: str) -> None:
-    """Two ranks, each with half; then one process, with everything."""
+    """O1: two ranks, each with half; then one process, with everything."""
     at_save, again = run_ranks(2, over_two, str(tmp_path), kind).results
     assert not list(differences(at_save, again))
     model, optimizer = made(kind, 3, None)
