@@ -61,7 +61,15 @@ class BridgePlan:
     Cost: linear in the number of messages of all ranks.
     """
 
-    __slots__ = ("activations", "givers", "gradients", "num_parts", "pieces", "takers")
+    __slots__ = (
+        "activations",
+        "givers",
+        "gradients",
+        "has_earlier_stages",
+        "num_parts",
+        "pieces",
+        "takers",
+    )
 
     def __init__(self, source: Layout, destination: Layout) -> None:
         """Plan both directions; see the class."""
@@ -82,6 +90,8 @@ class BridgePlan:
             for index in range(num_pieces)
         )
         """All pieces in the order of the samples."""
+        self.has_earlier_stages = source.pp > 1
+        """True if stages of the source before the last one wait for its gradient."""
         self.givers = _ranks_of_stage(source, source.pp - 1)
         """The ranks with the source's last stage, by dp, then cp, then tp."""
         self.takers = _ranks_of_stage(destination, 0)

@@ -153,7 +153,9 @@ class Crossing:
             gradient: of the tokens that this rank took, in their shape; None if none was used.
 
         Returns:
-            (tokens given, *features); None if this rank gave none, or needs no gradient.
+            (tokens given, *features); None if this rank gave none, or needs no gradient, or if no
+            rank has one of any token: then the source got none, as in one process, and is not
+            updated by zeros. Zeros if its earlier pipeline stages wait for a gradient.
 
         Raises:
             HoldfastError: Some rank has a `failure`; on all ranks.
@@ -185,7 +187,7 @@ class Crossing:
         self._route.exchange(leaving, arriving, direction="backward", number=self._number)
         if self._crossings is not None:
             self._crossings.close(self._route.edge, self._number_open, has_gradient=bool(givers))
-        if not self._takes_gradient:
+        if not self._takes_gradient or not (givers or self._route.plan.has_earlier_stages):
             return None
         sums = [self._sum(each, self._at_source[piece]) for piece, each in shares.items()]
         if len(sums) > 1:

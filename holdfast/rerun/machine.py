@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,9 @@ from holdfast.rerun.vouching import Compute, Vouching
 from holdfast.state import OptionalPart, Stored, StoredPart
 from holdfast.state.coordinates import PerRankRequest, PerRankSource, PickedPerRank
 from holdfast.state.markers import PerRank
+
+_LAST_STARTED: ContextVar[weakref.ref[RerunMachine]] = ContextVar("holdfast_rerun_machine")
+"""The machine that has started a step last, in this context: a step inside of it is refused."""
 
 
 class RerunMachine(OptionalPart):
@@ -135,6 +140,8 @@ class RerunMachine(OptionalPart):
         self._injector = injector
         self._batches: object = None
         """The last iterator that `replayable` has returned."""
+        self._is_inside = False
+        """True while a loop is inside of `attempts`."""
         self._is_own_layout = True
         self._is_left = False
         """True if the step of the fault is skipped, and its kept batches are replayed."""
@@ -331,13 +338,35 @@ class RerunMachine(OptionalPart):
                 f"batches, but `attempts` was given a {type(batches).__name__}; pass "
                 f"machine.replayable(iterator)"
             )
+        self._refuse_nested(step)
         if not self._course.begin(step, batches):
             return
-        number = 0
-        yield number
-        while self._course.conclude():
-            number += 1
+        if self.mode is not Mode.DISABLED:
+            _LAST_STARTED.set(weakref.ref(self))
+        self._is_inside = True
+        try:
+            number = 0
             yield number
+            while self._course.conclude():
+                number += 1
+                yield number
+        finally:  # a loop that is left by an exception or a `break` closes this generator
+            self._is_inside = False
+
+    def _refuse_nested(self, step: int) -> None:
+        """Raise ConfigError inside of the attempts of another machine.
+
+        A rerun of that one would start another step of this one, on its next batches.
+        """
+        started = _LAST_STARTED.get(None)
+        other = None if started is None else started()
+        if other is not None and other is not self and other._is_inside:
+            raise ConfigError(
+                f"step {step} of machine '{self.name}' was started inside of the attempts of "
+                f"machine '{other.name}', whose rerun would start another step here, on the next "
+                f"batches; run the attempts of both one after the other, and step both optimizers "
+                f"after them"
+            )
 
     # Phase 2: it runs
 

@@ -19,7 +19,7 @@ def _run(context: RankContext, root: str, seeds: list[int]) -> Counter[str]:
 
 
 def test_irregular_programs_of_several_modules(tmp_path: Path) -> None:
-    """I1, I3: also a refusal on the ranks of one module only; buckets that wait for a rank in a bridge."""
+    """I1, I3: also a call that one module refuses, and buckets that wait for a rank in a bridge."""
     for ends in run_ranks(4, _run, str(tmp_path), [4, 28]).results:
         assert ends["refused"]
         assert ends["fault"]

@@ -498,9 +498,37 @@ def test_two_machines_know_nothing_of_each_other(groups: ProcessGroups, tmp_path
         return runs[0], runs[1]
 
     assert run_threads(2, body) == [(4, 3), (4, 3)]
+
     assert (tmp_path / "together" / "report.jsonl").exists()
     assert not (tmp_path / "alone0").exists()
     assert not (tmp_path / "alone1").exists()
+
+
+@pytest.mark.parametrize("mode", [Mode.VALIDATE_RESULTS, Mode.DISABLED])
+def test_attempts_inside_of_those_of_another_machine_are_refused(
+    groups: ProcessGroups, tmp_path: Path, mode: Mode
+) -> None:
+    """D16: a fault of the outer one would lose batches of the inner one, in whatever mode it is."""
+    outer = RerunMachine(groups, name="outer", directory=tmp_path / "outer", note=print)
+    inner = RerunMachine(groups, name="inner", directory=tmp_path / "inner", note=print, mode=mode)
+    batches = inner.replayable(range(9))
+
+    def nest() -> None:
+        for _ in outer.attempts(0):
+            for _ in inner.attempts(0, batches):
+                next(batches)
+
+    with pytest.raises(ConfigError, match=r"'inner' was started inside .*'outer'"):
+        nest()
+    # A loop that was left is not inside any more; what was refused has taken no batch.
+    for _ in outer.attempts(0):
+        break
+    for _ in inner.attempts(0, batches):
+        assert next(batches) == 0
+    for number in outer.attempts(1):
+        outer.validate("loss", math.nan if number == 0 else 1.0, NotFinite(), fatal=False)
+    for _ in inner.attempts(1, batches):
+        assert next(batches) == 1
 
 
 def test_one_small_collective_a_step(tmp_path: Path) -> None:
