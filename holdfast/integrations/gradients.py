@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from torch.distributed.tensor import DTensor
 from holdfast._torch import write_counter
 from holdfast.state import PerRank
 
+Parameters = Mapping[str, nn.Parameter]
+"""By names that are the same in every run."""
 Gradients = dict[str, torch.Tensor]
+"""By the names of their parameters."""
 _USED = "_holdfast_used"
 """On a gradient: its version when a step used it."""
 
@@ -35,44 +38,41 @@ class GradientWatch:
             each.remove()
 
 
-def unused_gradients(module: nn.Module) -> Gradients:
-    """Return the gradients that came after the last watched step, by parameter."""
+def unused_gradients(parameters: Parameters) -> Gradients:
+    """Return the gradients that came after the last watched step."""
     return {
         name: each
-        for name, each in gradients_of(module).items()
+        for name, each in gradients_of(parameters).items()
         if getattr(each, _USED, None) != _version(each)
     }
 
 
-def gradients_of(module: nn.Module) -> Gradients:
-    """Return all gradients, by parameter."""
-    named = module.named_parameters()
-    return {name: each.grad for name, each in named if each.grad is not None}
+def gradients_of(parameters: Parameters) -> Gradients:
+    """Return all gradients."""
+    return {name: each.grad for name, each in parameters.items() if each.grad is not None}
 
 
 def gradients_part(gradients: Gradients) -> dict[str, object]:
-    """Return gradients as a part, or as its template.
-
-    Those of replicas are each rank's own until a step sums them. Another number of ranks takes
-    their mean, which is what the step would make of them.
-    """
-    return {
-        "sharded": {n: each for n, each in gradients.items() if isinstance(each, DTensor)},
-        "own": PerRank(
-            {n: each for n, each in gradients.items() if not isinstance(each, DTensor)},
-            axes=("dp",),
-            merge=_mean,
-        ),
-    }
+    """Return gradients as a part, or as its template."""
+    sharded = {name: each for name, each in gradients.items() if isinstance(each, DTensor)}
+    own = {name: each for name, each in gradients.items() if name not in sharded}
+    return {"sharded": sharded, "own": own_gradients(own)}
 
 
-def empty_gradients(module: nn.Module, names: Iterable[str]) -> Gradients:
-    """Give parameters a gradient of zeros, to be filled, and return these by parameter."""
-    known = dict(module.named_parameters())
-    chosen = {name: known[name] for name in names if name in known}
+def empty_gradients(parameters: Parameters, names: Iterable[str]) -> Gradients:
+    """Give parameters a gradient of zeros, to be filled, and return these."""
+    chosen = {name: parameters[name] for name in names if name in parameters}
     for each in chosen.values():
         each.grad = torch.zeros_like(each)
-    return {name: each.grad for name, each in chosen.items() if each.grad is not None}
+    return gradients_of(chosen)
+
+
+def own_gradients(gradients: object) -> PerRank:
+    """Return gradients of replicas, each rank's own until a step sums them.
+
+    Another number of ranks takes their mean, which is what the step would make of them.
+    """
+    return PerRank(gradients, axes=("dp",), merge=_mean)
 
 
 def _note_used(optimizer: torch.optim.Optimizer, *args: Any) -> None:

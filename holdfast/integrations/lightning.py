@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -296,17 +297,16 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         parts = _optimizers(trainer)
         names = self._callbacks["gradients"]
         if names:
-            parts["gradients"] = gradients_part(empty_gradients(trainer.lightning_module, names))
+            parts["gradients"] = gradients_part(empty_gradients(_parameters(trainer), names))
         self._running().load(parts, step=self._resumed)
 
     def _accumulated(self, trainer: Trainer) -> Gradients:
         """Return the gradients that no step has used."""
-        module = trainer.lightning_module
         if self._gradients is not None:
-            return unused_gradients(module)
+            return unused_gradients(_parameters(trainer))
         is_whole = self._boundaries is None or self._boundaries.is_between_epochs
         accumulates = not is_whole and trainer.fit_loop._should_accumulate()
-        return gradients_of(module) if accumulates else {}
+        return gradients_of(_parameters(trainer)) if accumulates else {}
 
     @property
     def _is_within_epoch(self) -> bool:
@@ -444,6 +444,11 @@ def _nothing_gathered(strategy: Any) -> Iterator[Mapping[str, Any]]:
     finally:
         for name in made:
             delattr(strategy, name)
+
+
+def _parameters(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters by name."""
+    return dict(trainer.lightning_module.named_parameters())
 
 
 def _optimizers(trainer: Trainer) -> dict[str, object]:
