@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
 from holdfast.errors import ConfigError
+from holdfast.integrations.gradients import GradientWatch, own_gradients, unused_gradients
 from holdfast.integrations.loaders import LoaderPlace, place_of, shares_of_data
 from holdfast.integrations.owners import owners_of
 from holdfast.integrations.world import agreed_newest_step, groups_of_world, of_each_rank_or_first
@@ -62,6 +64,10 @@ class FabricCheckpoints:
         self._state, self._loaders = state, list(loaders)
         num_shares = shares_of_data(fabric.strategy)
         self._places = [_place(loader, num_shares) for loader in loaders]
+        optimizers = [getattr(each, "optimizer", each) for each in state.values()]
+        self._gradients = GradientWatch(
+            each for each in optimizers if isinstance(each, torch.optim.Optimizer)
+        )
         self._groups = groups_of_world("fabric")
         self._checkpointer = Checkpointer(root, groups=self._groups, **options)
         self._overwrite = False
@@ -112,17 +118,28 @@ class FabricCheckpoints:
     def save(self, **options: Any) -> PendingSave:
         """Save everything now, as checkpoint `step`, in the background.
 
+        Gradients that no step has used, while they are accumulated, are saved with the rest.
+
         Args:
             options: of `Checkpointer.save_async`.
 
         Raises:
+            ConfigError: gradients of a sharded module are being accumulated, and would be lost.
             HoldfastError: as of `Checkpointer.save_async`.
         """
         places = {
             str(i): {"epoch": self._epoch_of(i), "place": of_each_rank_or_first(place.state_dict())}
             for i, place in enumerate(self._places)
         }
-        parts = {**self._parts(), "fabric": {"step": self.step, "loaders": places}}
+        gradients = unused_gradients(self._parameters())
+        sharded = [name for name, each in gradients.items() if isinstance(each, DTensor)]
+        if sharded:
+            raise ConfigError(
+                f"FabricCheckpoints.save: gradients of a sharded module ({sharded[0]}) are being "
+                f"accumulated, and would be lost; save after a step of the optimizer"
+            )
+        own = {"step": self.step, "loaders": places, "gradients": own_gradients(gradients)}
+        parts = {**self._parts(), "fabric": own}
         return self._checkpointer.save_async(
             self.step, parts, **{"overwrite": self._overwrite, **options}
         )
@@ -141,7 +158,8 @@ class FabricCheckpoints:
             str(i): {"epoch": Stored(), "place": of_each_rank_or_first(Stored())}
             for i in range(len(self._places))
         }
-        parts = {**self._parts(), "fabric": {"step": Stored(), "loaders": places}}
+        own = {"step": Stored(), "loaders": places, "gradients": own_gradients(Stored())}
+        parts = {**self._parts(), "fabric": own}
         report = self._checkpointer.load(parts, step=step, **options)
         values: Any = report.values
         for name, value in self._state.items():
@@ -151,11 +169,16 @@ class FabricCheckpoints:
             stored = values["fabric"]["loaders"][str(i)]
             place.load_state_dict(stored["place"])
             self._loaders[i]._num_iter_calls = stored["epoch"]
+        gradients = values["fabric"]["gradients"]
+        for name, parameter in self._parameters().items():
+            known = gradients.get(name)
+            parameter.grad = None if known is None else known.to(parameter.device)
         self.step = values["fabric"]["step"]
         return report
 
     def close(self) -> None:
         """Wait for saves in flight, and raise what failed; destroy the communicators made here."""
+        self._gradients.close()
         self._checkpointer.close()
         self._groups.close()
 
@@ -163,6 +186,15 @@ class FabricCheckpoints:
         """Return the pass over a loader that is in progress, or comes next."""
         num_passes = int(self._loaders[index]._num_iter_calls)
         return num_passes - 1 if self._places[index].is_inside else num_passes
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of all modules, by number: wrappers have other names for them."""
+        return {
+            f"{name}.{index}": parameter
+            for name, each in self._state.items()
+            if isinstance(each, nn.Module)
+            for index, parameter in enumerate(each.parameters())
+        }
 
     def _parts(self) -> dict[str, object]:
         """Return the objects of the state as parts."""

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -23,6 +24,14 @@ from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError
 from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.integrations.fetches import Streams, set_streams
+from holdfast.integrations.gradients import (
+    Gradients,
+    GradientWatch,
+    empty_gradients,
+    gradients_of,
+    gradients_part,
+    unused_gradients,
+)
 from holdfast.integrations.lightning_callbacks import (
     PrunableModule,
     averages_statistics,
@@ -36,7 +45,8 @@ from holdfast.integrations.lightning_callbacks import (
     state_of_callbacks,
     stop_again,
 )
-from holdfast.integrations.loaders import has_place, place_of, shares_of_data
+from holdfast.integrations.lightning_loops import Boundaries, stateful_loaders
+from holdfast.integrations.loaders import LoaderPlace, has_place, place_of, shares_of_data
 from holdfast.integrations.world import groups_of_world, newest_step, of_each_rank_or_first
 from holdfast.parallel import ProcessGroups
 from holdfast.policies.keep import KeepPolicy
@@ -47,7 +57,14 @@ _OWN = ("state_dict", "optimizer_states")
 _SHARDED = "ModelParallelStrategy"
 """Reads and writes by itself, without a `CheckpointIO`, and gathers what it would write."""
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", _SHARDED)
-_REFUSED = ("dirpath", "filename", "save_last", "save_top_k", "save_weights_only")
+_REFUSED = (
+    "dirpath",
+    "filename",
+    "save_last",
+    "save_on_exception",
+    "save_top_k",
+    "save_weights_only",
+)
 
 
 class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
@@ -58,8 +75,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     the epoch. `ckpt_path="last"` is the newest committed checkpoint, and `ckpt_path=` takes the
     path of any; "best" with `monitor`.
 
-    A save that is due at the last batch of an epoch is made at the end of the epoch, after its
-    validation.
+    A save that is due in a hook is made when all that belongs to the batch is done: its validation,
+    schedules and hooks; at the last batch of an epoch, at the end of the epoch.
 
     Args:
         root: directory of the checkpoints.
@@ -85,7 +102,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         if refused:
             raise ConfigError(
                 f"HoldfastCheckpoint: {', '.join(refused)} have no meaning here: checkpoints are "
-                f"whole, and named by their step; retention= says which to keep"
+                f"whole, made between two batches by all ranks, and named by their step; "
+                f"retention= says which to keep"
             )
         super().__init__(dirpath=Path(root), save_top_k=-1, enable_version_counter=False, **when)
         self._root = Path(root).absolute()
@@ -98,8 +116,10 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         self._continues = False
         """True once the newest checkpoint was asked for: a run without one is then a first run."""
         self._now: Mapping[str, Any] | None = None
-        self._is_due_at_epoch_end = self._is_due_at_validation_end = False
-        self._is_last_batch = self._is_before_validation = False
+        self._is_due = False
+        self._places: list[LoaderPlace] = []
+        self._boundaries: Boundaries | None = None
+        self._gradients: GradientWatch | None = None
 
     @property
     def state_key(self) -> str:
@@ -127,22 +147,28 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         super().setup(trainer, pl_module, stage)
         self._resumed = self._now = None
         self._callbacks: Mapping[str, Any] = {}
-        self._has_begun = False
+        self._has_begun = self._is_due = False
+        self._places = []
         if stage == "fit":
-            _before_first_pass(trainer, self._watch_loaders)
+            self._boundaries = Boundaries(
+                trainer,
+                reached=lambda: self._save_if_due(trainer),
+                has_loaders=lambda: self._watch_loaders(trainer),
+                starts=lambda: self._start(trainer),
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the optimizers, which the Trainer has made since the rest was loaded."""
         super().on_train_start(trainer, pl_module)
         self._has_begun = True
+        if not trainer.lightning_module.automatic_optimization:
+            self._gradients = GradientWatch(trainer.optimizers)
         if self._resumed is not None:
             self._last_global_step_saved = self._resumed
-            restore_before_optimizers(self._callbacks, trainer)
-            self._running().load(_optimizers(trainer), step=self._resumed)
+            self._load_optimizers(trainer)
             compare_trainable(self._callbacks, trainer)
-            stop_again(self._callbacks, trainer)
-            if self._now is not None:  # no loader has taken them
-                set_streams(self._now)
+            if not self._is_within_epoch:
+                stop_again(self._callbacks, trainer)
         elif not self._continues and self._running().latest() is not None:
             raise ConfigError(
                 f"{self._root} has checkpoints, the newest of step {self._running().latest()}, "
@@ -151,37 +177,15 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             )
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **named: Any) -> None:
-        """Save if a save is due; at the last batch of an epoch, at the end of the epoch.
-
-        Where a validation comes next, it is made at the end of that, since a resumed run would not
-        make it again. A save that is due while gradients are accumulated is made after the
-        optimizer's step.
-        """
-        if trainer.fit_loop._should_accumulate():
-            return
-        self._is_last_batch = bool(trainer.is_last_batch)
-        self._is_before_validation = not self._is_last_batch and _is_validation_next(trainer)
-        try:
+        """Note if a save is due; while gradients are accumulated, after the optimizer's step."""
+        if not trainer.fit_loop._should_accumulate():
             super().on_train_batch_end(trainer, *args, **named)
-        finally:
-            self._is_last_batch = self._is_before_validation = False
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if a save is due."""
-        super().on_validation_end(trainer, pl_module)
-        if self._is_due_at_validation_end:
-            self._save(trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if a save is due."""
-        super().on_train_epoch_end(trainer, pl_module)
-        if self._is_due_at_epoch_end:
-            self._save(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the run if nothing was left to train."""
+        """Load and end the run if nothing was left to train."""
         super().on_fit_end(trainer, pl_module)
         if self._resumed is not None and not self._has_begun:
+            self._load_optimizers(trainer)
             end_again(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -190,6 +194,11 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.close()
             self._groups.close()
+        if self._gradients is not None:
+            self._gradients.close()
+        if self._boundaries is not None:
+            self._boundaries.remove()
+        self._boundaries = self._gradients = None
         forget(trainer)
         super().teardown(trainer, pl_module, stage)
 
@@ -204,26 +213,26 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         return set() if step is None else {str(self._root / step_dir(step))}
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Save, or note that a save is due."""
+        """Note that a save is due: what belongs to the batch or epoch is not all done yet."""
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
-        if self._is_last_batch:
-            self._is_due_at_epoch_end = True
-        elif self._is_before_validation:
-            self._is_due_at_validation_end = True
-        else:
-            self._save(trainer)
+        self._is_due = True
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         """Nothing: `retention` says what is kept."""
 
     # ---- State ----
 
+    def _save_if_due(self, trainer: Trainer) -> None:
+        """Save between two batches or epochs, if a hook has noted that a save is due."""
+        is_due, self._is_due = self._is_due, False
+        if is_due and not averages_statistics(trainer):
+            self._save(trainer)
+
     def _save(self, trainer: Trainer) -> None:
         """Save everything in the background."""
-        self._is_due_at_epoch_end = self._is_due_at_validation_end = False
-        if averages_statistics(trainer):
-            return
+        assert self._boundaries is not None
+        gradients = self._accumulated(trainer)
         with _nothing_gathered(trainer.strategy) as given, masks_kept(trainer):
             dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         rest = {name: each for name, each in dumped.items() if name not in _OWN}
@@ -237,13 +246,19 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                     f"is not supported: weights are saved as they are sharded"
                 )
             rest["state_dict"] = dict(shown)
+        kept = {
+            **state_of_callbacks(trainer),
+            "loops": self._boundaries.state(),
+            "gradients": [*gradients],
+        }
         parts = {
             "model": PrunableModule(trainer.lightning_module),
             **_optimizers(trainer),
+            **({"gradients": gradients_part(gradients)} if gradients else {}),
             "rng": RNG(),
             "lightning": {
                 "checkpoint": of_each_rank_or_first(rest),
-                "callbacks": of_each_rank_or_first(state_of_callbacks(trainer)),
+                "callbacks": of_each_rank_or_first(kept),
             },
         }
         self.last_save = self._running().save_async(trainer.global_step, parts, overwrite=True)
@@ -267,6 +282,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         values: Any = self._running().load(parts, step=step).values
         self._resumed, self._now = step, Streams().states()
         self._callbacks = values["lightning"]["callbacks"]
+        if self._boundaries is not None:
+            self._boundaries.resume(self._callbacks["loops"])
         restore_tickets_and_tuned(self._callbacks, trainer)
         # What the program still draws before the first batch, it draws as a new run does.
         set_streams(before.states())
@@ -274,18 +291,67 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         own = {"state_dict": trainer.lightning_module.state_dict(), "optimizer_states": []}
         return {**own, **values["lightning"]["checkpoint"]}
 
+    def _load_optimizers(self, trainer: Trainer) -> None:
+        """Load what the Trainer has made since the rest was loaded."""
+        restore_before_optimizers(self._callbacks, trainer)
+        parts = _optimizers(trainer)
+        names = self._callbacks["gradients"]
+        if names:
+            parts["gradients"] = gradients_part(empty_gradients(_parameters(trainer), names))
+        self._running().load(parts, step=self._resumed)
+
+    def _accumulated(self, trainer: Trainer) -> Gradients:
+        """Return the gradients that no step has used."""
+        if self._gradients is not None:
+            return unused_gradients(_parameters(trainer))
+        is_whole = self._boundaries is None or self._boundaries.is_between_epochs
+        accumulates = not is_whole and trainer.fit_loop._should_accumulate()
+        return gradients_of(_parameters(trainer)) if accumulates else {}
+
+    @property
+    def _is_within_epoch(self) -> bool:
+        """True if the checkpoint that the run was resumed from was made between two batches."""
+        return not self._callbacks["loops"]["is_between_epochs"]
+
+    def _start(self, trainer: Trainer) -> bool:
+        """Go on where the run was saved: with its streams, and stopped if it had been stopped.
+
+        Returns:
+            True if the loop is to make the iterators of its loaders.
+        """
+        if self._is_within_epoch:  # which still has to end
+            stop_again(self._callbacks, trainer)
+        # If the rest of a pass comes, its first batch sets them again.
+        now = next((each.now for each in self._places if each.now is not None), self._now)
+        self._now = None
+        if now is not None:
+            set_streams(now)
+        is_held = any(each.is_held for each in self._places)
+        for each in self._places:
+            each.is_held = False
+        return is_held
+
     def _watch_loaders(self, trainer: Trainer) -> None:
         """Let the training loaders know their places."""
-        loop = trainer.fit_loop
-        now = self._now
-        for loader in loop._combined_loader.flattened:
-            place = place_of(loader, num_shares=shares_of_data(trainer.strategy))
-            if place is None:
-                continue
-            place.limit = lambda: float(trainer.num_training_batches)
+        loop, boundaries = trainer.fit_loop, self._boundaries
+        loaders = loop._combined_loader.flattened
+        num_shares = shares_of_data(trainer.strategy)
+        places = [place_of(loader, num_shares=num_shares) for loader in loaders]
+        self._places = [each for each in places if each is not None]
+        for place in self._places:
+            place.limit = lambda: (
+                0.0
+                if boundaries is not None and boundaries.is_between_epochs
+                else float(trainer.num_training_batches)
+            )
             place.ahead = lambda: len(getattr(loop._data_fetcher, "batches", None) or ())
-            place.now, now = now, None
-            self._now = None
+        if self._now is None or not self._places:
+            return
+        if self._is_within_epoch or None in places:
+            self._places[0].now, self._now = self._now, None
+        else:  # the loop makes iterators now, which are too early for a new epoch
+            for place in self._places:
+                place.is_held = True
 
     def _running(self) -> Checkpointer:
         """Return the checkpointer of the run in progress."""
@@ -329,22 +395,13 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]
         self._inner.remove_checkpoint(path)
 
 
-def _is_validation_next(trainer: Trainer) -> bool:
-    """Return True if a validation within an epoch follows the batch that has just ended."""
-    loop: Any = trainer.fit_loop
-    # By time it may be due a moment later: that one is made again by a resumed run.
-    by_time = getattr(trainer, "_val_check_time_interval", None) is not None
-    return not by_time and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
-
-
 def _without_places(checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     """Return a checkpoint as Lightning alone would have it, which has to take it without us."""
     loops = checkpoint.get("loops") or {}
     own = (loops.get("fit_loop") or {}).get("state_dict") or {}
     if "combined_loader" not in own:
         return checkpoint
-    combined: Any = trainer.fit_loop._combined_loader
-    states = zip(_stateful(combined), own["combined_loader"], strict=True)
+    states = zip(stateful_loaders(trainer.fit_loop), own["combined_loader"], strict=True)
     kept = [state for loader, state in states if not has_place(loader)]
     inner = {name: each for name, each in own.items() if name != "combined_loader"}
     inner |= {"combined_loader": kept} if kept else {}
@@ -352,15 +409,6 @@ def _without_places(checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, A
         **checkpoint,
         "loops": {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": inner}},
     }
-
-
-def _stateful(combined: Any) -> list[Any]:
-    """Return the loaders that Lightning takes for ones with a state."""
-    return [
-        each
-        for each in combined.flattened
-        if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
-    ]
 
 
 def _read_here(strategy: Any, checkpoints: HoldfastCheckpoint, trainer: Trainer) -> None:
@@ -398,19 +446,9 @@ def _nothing_gathered(strategy: Any) -> Iterator[Mapping[str, Any]]:
             delattr(strategy, name)
 
 
-def _before_first_pass(trainer: Trainer, call: Any) -> None:
-    """Call back once the loop has its loaders, before it takes the first iterator of them."""
-    loop: Any = trainer.fit_loop
-    load_states = type(loop)._load_combined_loader_states
-
-    def load_combined_loader_states() -> None:
-        stateful = _stateful(loop._combined_loader)
-        if len(stateful) == len(loop._combined_loader_states_to_load):  # of a file of Lightning's
-            load_states(loop)
-        call(trainer)
-        load_states(loop)
-
-    loop._load_combined_loader_states = load_combined_loader_states
+def _parameters(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters by name."""
+    return dict(trainer.lightning_module.named_parameters())
 
 
 def _optimizers(trainer: Trainer) -> dict[str, object]:

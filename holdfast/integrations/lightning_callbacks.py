@@ -40,6 +40,7 @@ def state_of_callbacks(trainer: Trainer) -> dict[str, Any]:
     pruning = _all(trainer, callbacks.ModelPruning)
     return {
         "trainable": _trainable(module),
+        "stopped": trainer.should_stop,
         "patience": _patience(trainer) if trainer.should_stop else {},
         "tuned": {name: _attribute(trainer, name) for name in _tuned(trainer)},
         "tickets": [_tickets(each) for each in pruning],
@@ -84,6 +85,8 @@ def stop_again(saved: Mapping[str, Any], trainer: Trainer) -> None:
     if saved["patience"] and any(now.get(key, 0) <= it for key, it in saved["patience"].items()):
         trainer.should_stop = True
         _log(trainer, "the run had been stopped early; EarlyStopping(patience=...) lets it go on")
+    elif saved["stopped"]:
+        _log(trainer, "the run had been stopped early (should_stop), and goes on now")
 
 
 def end_again(trainer: Trainer) -> None:

@@ -95,6 +95,8 @@ class LoaderPlace:
         """How many batches a pass has, where it ends before the loader does."""
         self.now: Mapping[str, Any] | None = None
         """The streams of a load, with which the moved pass continues."""
+        self.is_held = False
+        """True while an iterator is made that is not used: it is empty, and draws nothing."""
 
     @property
     def is_inside(self) -> bool:
@@ -104,6 +106,8 @@ class LoaderPlace:
 
     def begin(self) -> Iterator[Any]:
         """Return the batches of one pass: of a new one, or of the one that a load has moved to."""
+        if self.is_held:
+            return iter(())
         moved, self._moved = self._moved, None
         self._had_workers = has_workers(self._loader)
         if moved is None or not moved["batches"]:

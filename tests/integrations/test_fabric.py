@@ -107,6 +107,15 @@ def test_workers_that_stay_from_epoch_to_epoch(server: ForkServer, tmp_path: Pat
     check_variant(server, tmp_path, program, kill=KILL.format(at=13, rank=0), epochs=EPOCHS)
 
 
+def test_gradients_that_are_accumulated_go_on(server: ForkServer, tmp_path: Path) -> None:
+    """X27. Every second batch is saved, and every third makes a step."""
+    step = "        optimizer.step()\n        optimizer.zero_grad()\n"
+    third = "".join(f"    {line}\n" for line in step.splitlines())
+    third = "        if checkpoints.step % 3 == 2:\n" + third
+    accumulated = PROGRAM.replace(step, third)
+    check_variant(server, tmp_path, accumulated, kill=KILL.format(at=3, rank=0), epochs=2)
+
+
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     plain = PROGRAM.replace("loaders=[loader]", "loaders=[torch.utils.data.DataLoader([1])]")
     ends = server.run(plain, tmp_path, 1, directory=tmp_path)

@@ -62,6 +62,39 @@ def test_callbacks_of_lightning_go_on(
     check_goes_on(lightning, LIGHTNING, name, tmp_path, at=at, differ=DIFFER)
 
 
+HABITS = "tests.integrations.lightning_habits"
+
+
+def check_habits(lightning: ForkServer, directory: Path, name: str, at: tuple[int, ...]) -> None:
+    check_goes_on(lightning, HABITS, name, directory, at=at, differ=DIFFER)
+
+
+def test_hooks_means_and_schedules_of_lightning_go_on(
+    lightning: ForkServer, tmp_path: Path
+) -> None:
+    """X27. Within an epoch, and from the end of one in a run that ends by steps."""
+    check_habits(lightning, tmp_path, "hooks, means and a schedule that follows one", (3, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("validation while gradients are accumulated", (1, 2)),
+        ("accumulation by hand", (1, 2)),
+        ("saved with the validation", (7, 14)),
+        ("two loaders, made for each epoch", (5, 7)),
+        ("stopped by the module", (9,)),
+    ],
+)
+def test_habits_of_users_of_lightning_go_on(
+    lightning: ForkServer, tmp_path: Path, name: str, at: tuple[int, ...]
+) -> None:
+    """X27. Gradients that no step has used, loaders that begin again, runs that stop."""
+    check_habits(lightning, tmp_path, name, at)
+
+
 ACCELERATE = "tests.integrations.accelerate_zoo"
 
 
