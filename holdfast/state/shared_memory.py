@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from holdfast.arrays.types import IntArray
-from holdfast.state.matcher import TensorRequest
+from holdfast.state.matcher import LocalMemory, TensorRequest
 
 _MAX_RUNS = 1 << 22
 """Up to so many contiguous runs of strided targets are compared one by one, beyond it by a map."""
@@ -133,14 +133,22 @@ def _mapped_in_common(requests: Sequence[TensorRequest]) -> list[str]:
     return sentences
 
 
-def missing_memory(requests: Sequence[TensorRequest]) -> list[str]:
+def missing_memory(
+    requests: Sequence[TensorRequest], memory: LocalMemory | None = None
+) -> list[str]:
     """A sentence for each local tensor of which elements lie outside of its storage.
+
+    Args:
+        requests: Of the tensors.
+        memory: Theirs, if it is known already.
 
     A storage that was freed or cut (`untyped_storage().resize_`, with which wrappers free weights
     between two uses) leaves its tensors their shapes: their elements would be whatever lies there.
 
-    Cost: a microsecond for each.
+    Cost: a microsecond for each; a third of it with `memory`.
     """
+    if memory is not None and memory.is_whole():
+        return []
     return [
         f"{entry.path}: the state's tensor of shape {list(local.shape)} has no memory for its "
         f"elements any more: its storage was freed or cut to {_storage_nbytes(local)} bytes; have "

@@ -105,6 +105,24 @@ class TensorMemory:
         """Whether all of them are plain."""
         return bool(self.is_plain.all())
 
+    def is_whole(self) -> bool:
+        """Return True if all are plain and lie within their storages; False may mean either.
+
+        Cost: 0.2 µs a tensor in addition to the properties.
+        """
+        if not self.is_all_plain:
+            return False
+        offset, itemsize, room = (
+            np.fromiter(each, np.int64, len(self.tensors))
+            for each in (
+                map(torch.Tensor.storage_offset, self.tensors),
+                map(attrgetter("itemsize"), self.tensors),
+                map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, self.tensors)),
+            )
+        )
+        is_inside = (offset * itemsize + self.nbytes <= room) & (self.address != 0)
+        return bool((is_inside | (self.nbytes == 0)).all())
+
 
 def plain_ones(tensors: Sequence[torch.Tensor]) -> BoolArray:
     """Return which tensors are plain, see `TensorMemory.is_plain`."""

@@ -375,17 +375,17 @@ def test_many_targets_cost_a_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared_memory(wanted) == []
 
 
-@pytest.mark.parametrize("nbytes", [0, 100])
-@pytest.mark.parametrize("is_cut_by_rows", [False, True])
+@pytest.mark.parametrize("nbytes", [0, 100, 3996])
+@pytest.mark.parametrize("form", ["whole", "columns", "last rows"])
 def test_a_tensor_whose_memory_was_freed_or_cut_is_refused(
-    tmp_path: Path, nbytes: int, is_cut_by_rows: bool
+    tmp_path: Path, nbytes: int, form: str
 ) -> None:
     """O13: it was stored as what lay behind its storage, or ended the process.
 
     Wrappers free the weights of layers between two uses like this; the tensor keeps its shape.
     """
     weight = torch.ones(40, 25)
-    held = weight[:, ::2] if is_cut_by_rows else weight
+    held = {"whole": weight, "columns": weight[:, ::2], "last rows": weight[30:]}[form]
     state = {"model": {"w": held, "other": torch.ones(2)}}
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, state)

@@ -404,10 +404,10 @@ class Loader:
             parts.append(request)
         # The caller's memory, before anything is written to it.
         result = matcher.result
-        result.mismatched += missing_memory(result.tensors)
         memory = LocalMemory(result.tensors)
         # Nearly every state is contiguous host tensors, each with its own memory.
         is_disjoint = memory.is_disjoint() and are_of_no_file(memory.tensors)
+        result.mismatched += missing_memory(result.tensors, memory)
         if result.cleared or not is_disjoint:
             result.tensors = without_ties(result.tensors)
             result.mismatched += shared_memory([*result.tensors, *without_ties(result.cleared)])
