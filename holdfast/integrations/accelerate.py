@@ -93,7 +93,7 @@ class AccelerateCheckpoints:
         self._groups = groups_of_world("accelerate")
         self._checkpointer = Checkpointer(root, groups=self._groups, **options)
         self._overwrite = False
-        self._trained = 0
+        self._trained: int | None = None
         """The number of the loader that was trained with last."""
         self.step = 0
         """Optimizer steps that were made so far, those before a resume included."""
@@ -140,7 +140,9 @@ class AccelerateCheckpoints:
                 "could be counted; prepare the one you train with, or count epochs in an object of "
                 "register_for_checkpointing"
             )
-        return int(self._places[self._trained].loader.iteration)
+        if self._trained is None and self.step == 0:
+            return 0  # whatever was validated before
+        return int(self._places[self._trained or 0].loader.iteration)
 
     def after_step(self) -> PendingSave | None:
         """Count an optimizer step, and save in the background if one is due; after each batch.
@@ -180,7 +182,7 @@ class AccelerateCheckpoints:
             "step": self.step,
             "accumulated": accelerator.step,
             "save_iteration": accelerator.save_iteration,
-            "loader": self._trained,
+            "loader": self._trained or 0,
         }
         places = {str(i): place.tree() for i, place in enumerate(self._places)}
         parts = {**self._parts(), "accelerator": own, "loaders": places}
