@@ -93,6 +93,8 @@ class AccelerateCheckpoints:
         self._groups = groups_of_world("accelerate")
         self._checkpointer = Checkpointer(root, groups=self._groups, **options)
         self._overwrite = False
+        self._trained: int | None = None
+        """The number of the loader that was trained with last."""
         self.step = 0
         """Optimizer steps that were made so far, those before a resume included."""
 
@@ -125,7 +127,9 @@ class AccelerateCheckpoints:
 
     @property
     def epoch(self) -> int:
-        """The pass over the first prepared loader that is in progress, or comes next.
+        """The pass over the loader that is trained with, in progress or next.
+
+        That is the loader in whose loop steps were counted or saved.
 
         Raises:
             ConfigError: no loader was prepared: a loop over it would begin again.
@@ -136,7 +140,9 @@ class AccelerateCheckpoints:
                 "could be counted; prepare the one you train with, or count epochs in an object of "
                 "register_for_checkpointing"
             )
-        return int(self._accelerator._dataloaders[0].iteration)
+        if self._trained is None and self.step == 0:
+            return 0  # whatever was validated before
+        return int(self._places[self._trained or 0].loader.iteration)
 
     def after_step(self) -> PendingSave | None:
         """Count an optimizer step, and save in the background if one is due; after each batch.
@@ -164,6 +170,9 @@ class AccelerateCheckpoints:
         """
         accelerator = self._accelerator
         self._refuse_loss()
+        active = accelerator.gradient_state.active_dataloader
+        loaders = enumerate(place.loader for place in self._places)
+        self._trained = next((n for n, each in loaders if each is active), self._trained)
         if not accelerator.sync_gradients:
             raise ConfigError(
                 "AccelerateCheckpoints.save: gradients are being accumulated, and would be lost; "
@@ -173,6 +182,7 @@ class AccelerateCheckpoints:
             "step": self.step,
             "accumulated": accelerator.step,
             "save_iteration": accelerator.save_iteration,
+            "loader": self._trained or 0,
         }
         places = {str(i): place.tree() for i, place in enumerate(self._places)}
         parts = {**self._parts(), "accelerator": own, "loaders": places}
@@ -191,7 +201,7 @@ class AccelerateCheckpoints:
             MismatchError: as of `Checkpointer.load`; or a loader cannot continue at a whole batch.
         """
         self._refuse_loss()
-        own = dict.fromkeys(("step", "accumulated", "save_iteration"), Stored())
+        own = dict.fromkeys(("step", "accumulated", "save_iteration", "loader"), Stored())
         places = {str(i): place.template() for i, place in enumerate(self._places)}
         parts = {**self._parts(), "accelerator": own, "loaders": places}
         report = self._checkpointer.load(parts, step=step, **options)
@@ -199,7 +209,7 @@ class AccelerateCheckpoints:
         for i, place in enumerate(self._places):
             place.move(values["loaders"][str(i)])
         own = values["accelerator"]
-        self.step = own["step"]
+        self.step, self._trained = own["step"], own["loader"]
         # Nothing is accumulated at a save: with another number of steps the count begins again.
         is_whole = own["accumulated"] % self._accelerator.gradient_accumulation_steps == 0
         self._accelerator.step = own["accumulated"] if is_whole else 0

@@ -89,7 +89,7 @@ class Boundaries:
         return {
             "is_between_epochs": self.is_between_epochs,
             "reloaded": self._fit._last_train_dl_reload_epoch,
-            "shown": {name: dict(getattr(connector, name)) for name in _SHOWN},
+            "shown": {name: _copied(getattr(connector, name)) for name in _SHOWN},
             "first_batch": connector._first_loop_iter,
             "hook": connector._current_fx,
             "logged": {key: _kept(each) for key, each in self._epoch._results.items()},
@@ -222,7 +222,7 @@ def _kept(result: Any) -> dict[str, Any]:
         "states": held if result.is_tensor else None,
         "updates": result._update_count,
         "has_reset": result.has_reset,
-        "cache": _on(None, result._forward_cache),
+        "cache": _copied(result._forward_cache),
     }
 
 
@@ -249,10 +249,17 @@ def _restore_metric(metric: Any, kept: Mapping[str, Any], device: torch.device) 
     metric._update_count, metric._computed = kept["updates"], None
 
 
-def _on(device: torch.device | None, value: Any) -> Any:
-    """Return tensors of a tree without their graphs, on a device."""
+def _copied(value: Any) -> Any:
+    """Return values that were logged by themselves: a callback may hold the very same tensor."""
     if isinstance(value, torch.Tensor):
-        return value.detach() if device is None else value.detach().to(device)
+        return value.detach().clone()
+    return {name: _copied(each) for name, each in value.items()} if type(value) is dict else value
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """Return a tree with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
     if isinstance(value, dict):
         return {name: _on(device, each) for name, each in value.items()}
     return [_on(device, each) for each in value] if isinstance(value, list) else value

@@ -14,8 +14,8 @@ import pytest
 from holdfast import Checkpointer, PerRankValues
 from holdfast.state.tensor_elements import equal_trees
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import NUM_KILLS, check_four_ranks, check_kills
-from tests.integrations.pages import lines_to_change, program_of
+from tests.integrations.kills import NUM_KILLS, check_four_ranks, check_kills, check_variant
+from tests.integrations.pages import program_of
 
 PROGRAM = program_of("transformers", "accelerate")
 EPOCHS, STEPS = 3, 18
@@ -54,10 +54,6 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> li
     lines = server.lines(PROGRAM, root, EPOCHS, directory=root.parent)
     assert lines[0].startswith(f"step {STEPS}, loss ")
     return lines
-
-
-def test_the_page_counts_its_lines() -> None:
-    assert len(lines_to_change(PROGRAM)) == 5
 
 
 @pytest.mark.parametrize("at", [5, 13])
@@ -167,6 +163,16 @@ def test_saved_loaded_saved_without_a_difference(server: ForkServer, tmp_path: P
     assert [tree.pop("accelerator")["step"] for tree in trees] == [2, 3]
     for part, tree in trees[0].items():
         assert equal_trees(plain(tree), plain(trees[1][part])), part
+
+
+@pytest.mark.slow
+def test_epochs_are_those_of_the_loader_in_training(server: ForkServer, tmp_path: Path) -> None:
+    """Not of the one that was prepared first, with a pass before the first step."""
+    first = "held = accelerator.prepare(torch.utils.data.DataLoader(Samples(), batch_size=8))\n"
+    evaluated = re.sub("model, optimizer, scheduler, loader =", first + r"\g<0>", PROGRAM)
+    early = "if checkpoints.step == 0:\n    sum(each.sum() for each in held)\n"
+    evaluated = evaluated.replace("for epoch in range(", early + "for epoch in range(")
+    check_variant(server, tmp_path, evaluated, kill=KILL.format(at=8, rank=0), epochs=EPOCHS)
 
 
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
