@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
-from holdfast.errors import ConfigError, CorruptionError
+from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.foreign import dcp_output, own_format, safetensors_files, torch_save_output
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.checksums import refuse_damage
@@ -26,7 +26,7 @@ from holdfast.foreign.output import (
 )
 from holdfast.format.names import MANIFEST, list_steps, point_to_newest, step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.versions import read_lease
+from holdfast.format.versions import lease_chosen
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage
 from holdfast.storage.places import as_url
 
@@ -221,30 +221,44 @@ def open_any(place: str | os.PathLike[str], *, step: int | None = None) -> Itera
     if own is None:
         yield open_catalog(place)
         return
-    storage, directory = own
+
+    def look() -> _Own:
+        chosen = _own(place, step)
+        if chosen is None:
+            raise StorageError(f"{own.storage.describe('')} holds no committed checkpoint any more")
+        return chosen
+
     with (
-        read_lease(storage, directory) as lease,
-        Snapshot.open(storage, directory) as snapshot,
+        lease_chosen(look, first=own) as (chosen, lease),
+        Snapshot.open(chosen.storage, chosen.directory) as snapshot,
     ):
         lease.set_version(snapshot.manifest.save_id)
         yield own_format.catalog_of(snapshot)
 
 
-def _own(place: str | os.PathLike[str], step: int | None) -> tuple[Storage, str] | None:
-    """Return root and directory of a checkpoint of our own; None if the place has none."""
+class _Own(NamedTuple):
+    """A checkpoint of our own: root, and directory in it."""
+
+    storage: Storage
+    directory: str
+
+
+def _own(place: str | os.PathLike[str], step: int | None) -> _Own | None:
+    """Return the checkpoint of our own that a place means; None if it has none."""
     if is_url(place):
-        return own_format.find_in_bucket(as_url(place).rstrip("/"), step)
+        own = own_format.find_in_bucket(as_url(place).rstrip("/"), step)
+        return None if own is None else _Own(*own)
     path = Path(place)
     if not path.is_dir():
         return None
     storage = PosixStorage(path)
     if storage.exists(MANIFEST):
         real = path.resolve()
-        return PosixStorage(real.parent), real.name
+        return _Own(PosixStorage(real.parent), real.name)
     steps = list_steps(storage)
     if not steps:
         return None
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         raise ConfigError(f"{path} has no committed step {chosen}; it has {steps[-8:]}")
-    return storage, step_dir(chosen)
+    return _Own(storage, step_dir(chosen))

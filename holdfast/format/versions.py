@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -61,6 +61,23 @@ Kind = Literal["read", "remove"]
 _PEEK_NBYTES = 512
 _TAIL_NBYTES = 48  # of a manifest: its last member is the digest of all others
 _NUM_LOOKS = 5
+
+
+class Chosen(Protocol):
+    """A checkpoint that was looked for: the storage that holds it, and its directory there."""
+
+    @property
+    def storage(self) -> Storage:
+        """The storage."""
+        ...
+
+    @property
+    def directory(self) -> str:
+        """The directory."""
+        ...
+
+
+F = TypeVar("F", bound=Chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +375,35 @@ def read_lease(
             every_s = life_s / _RENEWALS_PER_LEASE
             stack.enter_context(repeated(lease.renew, every_s=every_s, name="holdfast-lease"))
         yield lease
+
+
+@contextmanager
+def lease_chosen(choose: Callable[[], F], *, first: F | None = None) -> Iterator[tuple[F, Lease]]:
+    """Keep the checkpoint that `choose` returns from removal in the body, as `read_lease` does.
+
+    Retention may remove the newest step between the look and the lease. There is a newer one then,
+    so that it is looked for again.
+
+    Args:
+        choose: Looks for it.
+        first: What a look has just shown.
+
+    Raises:
+        StorageError: It was removed each time.
+    """
+    for left in reversed(range(_NUM_LOOKS)):
+        chosen = choose() if first is None or left < _NUM_LOOKS - 1 else first
+        with ExitStack() as stack:
+            try:
+                lease = stack.enter_context(read_lease(chosen.storage, chosen.directory))
+            except StorageError:
+                if not left:
+                    raise
+                continue
+            if left and save_id_of(chosen.storage, chosen.directory) is None:
+                continue
+            yield chosen, lease
+            return
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from holdfast.errors import ConfigError, CorruptionError
+from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.versions import read_lease
 from holdfast.storage import Storage
@@ -63,7 +63,12 @@ def list_tags(storage: Storage) -> dict[str, int]:
         if _NAME.fullmatch(name) is None:
             continue
         path = _path(name)
-        data = read_at_most(storage, path, 64)
+        try:
+            data = read_at_most(storage, path, 64)
+        except StorageError:
+            if storage.exists(path):
+                raise
+            continue  # another process has removed it since the listing
         match = _STEP.fullmatch(data)
         if match is None:
             raise CorruptionError(

@@ -35,6 +35,9 @@ from holdfast.writer.process import (
 )
 from holdfast.writer.records import EncodedPlan, KeepImage, SaveOutcome, WriteJob
 
+_LEAVE_S = 1.0
+"""Seconds that an ending process waits for the outcomes that have arrived."""
+
 
 class Ticket:
     """A submitted job: the writer's messages are recorded here, the trainer waits for them.
@@ -77,8 +80,9 @@ class Ticket:
         with self._lock:
             self.finished.set()
             callbacks, self._callbacks = self._callbacks, []
-        if self._after is not None:
-            self._after(outcome)
+        after, self._after = self._after, None  # which may keep alive who waits for it
+        if after is not None:
+            after(outcome)
         for callback in callbacks:
             callback()
 
@@ -143,6 +147,7 @@ class WriterProcess:
         # For `_tickets`: the trainer adds to them while the listener takes out of them.
         self._lock = threading.Lock()
         self.dead = ""
+        self._is_left = False
         if settings is not None:
             self._send(OpenBucket(dict(settings)))
         self._listener = threading.Thread(
@@ -217,6 +222,18 @@ class WriterProcess:
                 self._process.wait(5)
             self._connection.close()
 
+    def leave(self) -> str:
+        """Let the writer finish alone, without waiting, and report to its log from now on.
+
+        Returns:
+            Why it does not finish the jobs that it has; empty, as it does.
+        """
+        self._is_left = True
+        self._connection.leave()
+        if threading.current_thread() is not self._listener:  # in which garbage is collected, too
+            self._listener.join(_LEAVE_S)  # what has arrived is recorded
+        return ""
+
     def _map(self, buffer: int, memory: SharedMemory) -> None:
         """Send the memory of a buffer, unless the writer has it."""
         # The token, not the descriptor: a number that was closed is soon another memory's.
@@ -258,7 +275,8 @@ class WriterProcess:
                     ticket.finish(message.outcome)
             elif message is None:
                 break
-        self._fail_the_rest()
+        if not self._is_left:
+            self._fail_the_rest()
 
     def _fail_the_rest(self) -> None:
         """Fail the jobs of a writer that is gone, here and on storage for the other ranks."""
@@ -318,6 +336,11 @@ class WriterThread:
         """Finish the queued jobs and end."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
+
+    def leave(self) -> str:
+        """Return why the jobs that it has are not finished: the thread ends with this process."""
+        self._jobs.put(None)
+        return "it was being written by a thread, which ends with its process"
 
     def _serve(self) -> None:
         """Run the jobs in order, until `close`."""

@@ -144,6 +144,13 @@ class Connection:
         except OSError:
             return
 
+    def leave(self) -> None:
+        """Announce that nothing more will be received: what the other end sends, fails."""
+        try:
+            self._socket.shutdown(socket.SHUT_RD)
+        except OSError:
+            return
+
     def close(self) -> None:
         """Close this end."""
         self._socket.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import subprocess
@@ -9,16 +10,19 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from holdfast.cli.main import main
 from holdfast.errors import ConfigError, StorageError
+from holdfast.format import versions
 from holdfast.format.versions import LEASES_DIR, announce_removal, read_lease, readers_of
 from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.retention.tags import list_tags, remove_tag, set_tag
 from holdfast.storage import PosixStorage
-from tests.retention.common import fill, steps_of
+from tests.retention.common import fill, put, steps_of
 
 ONE = "iter_0000001"
 
@@ -201,6 +205,28 @@ def test_readers_and_removers_at_once_never_collide(tmp_path: Path) -> None:
     assert collisions == []
 
 
+@pytest.mark.parametrize("words", [("copy",), ("convert", "--to", "holdfast")])
+def test_a_command_takes_the_newer_step_if_retention_removes_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """Between the look for the newest step and the lease on it a run goes on, twice."""
+    storage = fill(tmp_path / "run", [1])
+    later = iter([2, 3])
+    lease = versions.read_lease
+
+    def lease_late(*args: Any, **kwargs: Any) -> Any:
+        for step in later:
+            put(storage, step)
+            apply_retention(storage, plan_retention(storage, KeepLast(1)))
+            break
+        return lease(*args, **kwargs)
+
+    monkeypatch.setattr(versions, "read_lease", lease_late)
+    verb, *rest = words
+    assert main([verb, str(tmp_path / "run"), str(tmp_path / "made"), *rest]) == 0
+    assert steps_of(PosixStorage(tmp_path / "made")) == [3]
+
+
 def test_a_place_that_cannot_be_written_to_is_read_without_a_mark(tmp_path: Path) -> None:
     def refuse(operation: str, path: str, start: int, nbytes: int) -> None:
         if operation in ("replace", "make_dir"):
@@ -242,6 +268,22 @@ def test_tags_are_set_moved_listed_and_removed(tmp_path: Path) -> None:
     (tmp_path / "tags/v1.0").write_bytes(b"")
     set_tag(storage, "v1.0", step=2)  # what the message advises for a tag that is damaged
     assert list_tags(storage) == {"v1.0": 2}
+
+
+def test_a_tag_that_is_removed_while_they_are_listed_is_none(tmp_path: Path) -> None:
+    """Else a prune, a listing or a job's retention would fail by what it does not need."""
+
+    class Late(PosixStorage):
+        def list(self, path: str) -> builtins.list[str]:
+            names = super().list(path)
+            if path == "tags" and "gone" in names:
+                remove_tag(fill(tmp_path, []), "gone")
+            return names
+
+    storage = fill(tmp_path, [1, 2])
+    set_tag(storage, "dear", step=1)
+    set_tag(storage, "gone", step=2)
+    assert list_tags(Late(tmp_path)) == {"dear": 1}
 
 
 def test_tags_that_cannot_be(tmp_path: Path) -> None:

@@ -312,6 +312,8 @@ class LazyStaging:
         if self._watch is not None:
             self._watch.end()  # of a save that was interrupted
         self._unhook()
+        if not threading.main_thread().is_alive():
+            return LateRows({}, {}, [])  # the process ends, and waits for no further thread
         memory = self._hook(state)
         named = [
             (local.rows[row][0], source) for row, source in zip(plan.rows, sources, strict=True)

@@ -22,7 +22,7 @@ from holdfast.errors import (
     joined_details,
     plain_details,
 )
-from holdfast.writer.client import Ticket
+from holdfast.writer.client import Ticket, Writer
 
 _MAX_MESSAGE_LENGTH = 200
 _MAX_DETAILS_SIZE = 1024
@@ -128,7 +128,12 @@ class PendingSave:
             callback(self)
             # Only now: `close` must not take for raised what is about to end in a log.
             self._save.was_raised |= self._callbacks.get(thread, False)
-        except Exception:
+        except BaseException as error:
+            # One that ends the main thread may. Any other is the thread that receives outcomes,
+            # without which no later save would ever be done.
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and not isinstance(error, Exception):
+                raise
             logging.getLogger("holdfast").exception("a callback of %r failed", self)
         finally:
             self._callbacks.pop(thread, None)
@@ -293,6 +298,22 @@ class UnreportedSaves:
         failures = self.not_raised()
         self._saves = []
         return failures
+
+
+def leave(pid: int, writer: Writer, unreported: UnreportedSaves) -> None:
+    """Log the failures that nothing will raise any more: the checkpointer was not closed.
+
+    Called when it is collected as garbage, or at the end of the process. The writer continues, and
+    its own log says what becomes of saves in flight.
+    """
+    if os.getpid() != pid:
+        return  # all of that is the parent's
+    lost = writer.leave()
+    log = logging.getLogger("holdfast")
+    for save, error in unreported.not_raised():
+        log.error("the save of step %s failed, and nothing raised it: %s", save.step, error)
+    for save in unreported.running() if lost else ():
+        log.error("the save of step %s is lost: %s; call close()", save.step, lost)
 
 
 def raise_failures(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +25,7 @@ from holdfast.checkpoint.save.lazy_staging import LazyStaging
 from holdfast.checkpoint.save.pending import (
     InFlightSave,
     PendingSave,
+    leave,
     raise_failures,
 )
 from holdfast.checkpoint.save.phases import Phases
@@ -64,6 +67,7 @@ class Saver:
         )
         self._lazy = LazyStaging()
         self._writer: Writer | None = None
+        self._end: weakref.finalize[..., Saver] | None = None
         if options.keep_image_s > 0 and hasattr(storage, "address"):
             # A keeper is forked from the writer, and a client with threads does not survive that.
             raise ConfigError(
@@ -132,6 +136,9 @@ class Saver:
         if self._writer is not None:
             self._writer.close(timeout_s=self._options.deadline_s)
             self._writer = None
+        if self._end is not None:
+            self._end.detach()
+            self._end = None
         self._handshake.planner.forget()
         for buffer in self._buffers:
             buffer.reset()
@@ -340,4 +347,8 @@ class Saver:
         """The writer; a new one if it died, which costs its saves and nothing else."""
         if self._writer is None or self._writer.dead:
             self._writer = start_writer(self._storage)
+            if self._end is not None:
+                self._end.detach()
+            unreported = self._handshake.unreported
+            self._end = weakref.finalize(self, leave, os.getpid(), self._writer, unreported)
         return self._writer

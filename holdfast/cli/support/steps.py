@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from holdfast.errors import ConfigError, StorageError, counted
+from holdfast.errors import ConfigError, counted
 from holdfast.foreign.formats import detect_format, open_catalog, unknown, without_bytes
 from holdfast.foreign.location import Location
 from holdfast.foreign.own_format import find_in_bucket
@@ -18,13 +18,12 @@ from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.summaries import requests_of_save
-from holdfast.format.versions import Lease, read_lease, save_id_of
+from holdfast.format.versions import Lease, lease_chosen
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage, shown
 from holdfast.storage.places import as_url, require_whole_url
 
 _MAX_RUN_DEPTH = 2
 _MAX_RUN_DIRECTORIES = 2000
-_NUM_ATTEMPTS = 5
 _MAX_NAMED = 8
 
 
@@ -273,26 +272,12 @@ def lease_checkpoint(
 ) -> Iterator[tuple[StoredCheckpoint, Lease]]:
     """The checkpoint meant by a path; until this is closed, no process removes it.
 
-    Retention may remove the newest step just before the lease is written. There is a newer one
-    then, so the path is looked up again.
-
     Raises:
         ConfigError: as `find_checkpoint`.
         StorageError: the checkpoint was removed each time.
     """
-    for left in reversed(range(_NUM_ATTEMPTS)):
-        checkpoint = _from_above(path, find_checkpoint(path, step=step))
-        with ExitStack() as stack:
-            try:
-                lease = stack.enter_context(read_lease(checkpoint.storage, checkpoint.directory))
-            except StorageError:
-                if not left:
-                    raise
-                continue
-            if left and save_id_of(checkpoint.storage, checkpoint.directory) is None:
-                continue
-            yield checkpoint, lease
-            return
+    with lease_chosen(lambda: _from_above(path, find_checkpoint(path, step=step))) as leased:
+        yield leased
 
 
 def _from_above(path: Path, checkpoint: StoredCheckpoint) -> StoredCheckpoint:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
+import resource
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -85,6 +90,23 @@ def test_an_exception_of_a_callback_is_logged(
     assert "KeyError: 'mine'" in caplog.text
 
 
+@pytest.mark.parametrize("ends", [SystemExit, KeyboardInterrupt])
+def test_a_callback_that_would_end_its_thread_ends_no_later_save(
+    tmp_path: Path, ends: type[BaseException]
+) -> None:
+    """`sys.exit` in a callback: the thread that receives outcomes is that of all saves."""
+
+    def leave(pending: PendingSave) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ends
+
+    with Checkpointer(tmp_path) as checkpointer:
+        first = checkpointer.save_async(1, STATE)
+        first.add_done_callback(leave)
+        first.result(60)
+        checkpointer.save_async(2, STATE).result(60)
+
+
 @pytest.mark.parametrize("handles", [True, False])
 def test_a_failure_that_leaves_a_callback_is_raised_later_all_the_same(
     tmp_path: Path, handles: bool
@@ -139,3 +161,66 @@ def test_counters_say_what_happened(tmp_path: Path) -> None:
     assert (stats.nbytes_saved >= 8000, stats.nbytes_loaded) == (True, 4000)
     assert before.num_saves == 0  # a snapshot
     checkpointer.close()
+
+
+def doomed(checkpointer: Checkpointer, step: int) -> PendingSave:
+    """A save that its writer cannot write: its disk is full, as far as it can tell."""
+    checkpointer.prepare(STATE)
+    writer = checkpointer.stats.writer_pid
+    assert writer is not None
+    resource.prlimit(writer, resource.RLIMIT_FSIZE, (0, 0))
+    return checkpointer.save_async(step, STATE)
+
+
+def test_a_failure_that_nothing_raised_is_logged_when_the_checkpointer_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P23: a loop that ends without `close` and `result` would be none the wiser."""
+    checkpointer = Checkpointer(tmp_path)
+    pending = doomed(checkpointer, 7)
+    writer = checkpointer.stats.writer_pid
+    wait(pending)
+    with caplog.at_level(logging.ERROR, "holdfast"):
+        del checkpointer, pending
+        gc.collect()
+    (line,) = caplog.messages
+    assert line.startswith("the save of step 7 failed, and nothing raised it: cannot")
+    with contextlib.suppress(ChildProcessError):  # the writer of a lost checkpointer ends
+        os.waitpid(writer or 0, 0)
+
+
+def test_a_failure_that_was_raised_is_not_logged_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(StorageError):
+        doomed(checkpointer, 7).result(60)
+    with caplog.at_level(logging.ERROR, "holdfast"):
+        del checkpointer
+        gc.collect()
+    assert caplog.messages == []
+
+
+ENDING = """
+import atexit, resource, sys, torch
+from holdfast import Checkpointer, OptimizerState
+from tests.checkpoint.save.test_pending import doomed
+model = torch.nn.Linear(600, 600)
+state = {"model": model, "optimizer": OptimizerState(torch.optim.SGD(model.parameters()), model)}
+lost, late = Checkpointer(sys.argv[1]), Checkpointer(sys.argv[2])
+atexit.register(lambda: late.save_async(1, state, stage="lazily"))
+doomed(lost, 7)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_process_leaves_at_its_end_is_written_or_logged(tmp_path: Path) -> None:
+    """P23: a failure of its last moment, and a lazy save that no thread would copy any more."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING, str(tmp_path / "lost"), str(tmp_path / "late")],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "iter_0000007" in ended.stderr or "step 7" in ended.stderr
+    assert "failed" in ended.stderr
+    with Checkpointer(tmp_path / "late") as checkpointer:
+        assert checkpointer.latest() == 1
