@@ -685,6 +685,10 @@ class ShardedModelStepper(PlainStepper):
     def close_communicators(self, reason: str) -> None:
         self._sharded.close_communicators(reason)
 
+    @property
+    def has_lost_communicators(self) -> bool:
+        return self._sharded.has_lost_communicators
+
     def become_entry(self) -> None:
         super().become_entry()
         self._sharded.become_entry()

@@ -92,6 +92,11 @@ class MicrobatchTaker(ABC):
         """Refuse everything from now on: the ranks' collectives do not match any more."""
         self._reason_closed = reason
 
+    @property
+    def has_lost_communicators(self) -> bool:
+        """True if `close_communicators` was called: nothing may be launched any more."""
+        return bool(self._reason_closed)
+
     def become_entry(self) -> None:
         """Leave it to the optimizer of several modules to raise an error on all ranks.
 
@@ -252,7 +257,8 @@ class Microbatches:
             try:
                 contexts = self._entered(is_last=is_last)
             except Exception as refusal:
-                if not self._are_alike:
+                lost = any(taker.has_lost_communicators for taker in self._takers.values())
+                if not self._are_alike and not lost:
                     self._end(refusal)
                 raise
             try:

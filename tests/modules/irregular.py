@@ -398,6 +398,7 @@ class Twin:
     is_in_step = False
     is_written = False
     has_had_last = False
+    ended_with_last = False
 
     @property
     def has_gradients(self) -> bool:
@@ -435,6 +436,7 @@ class Twin:
     def _microbatch(self, each: Microbatch) -> dict[str, Any]:
         self.is_in_step = True
         self.has_had_last = self.has_had_last or each.is_last
+        self.ended_with_last = each.is_last
         if each.does == "nothing":
             return {}
         _, total = self.forward(each)
@@ -454,7 +456,8 @@ class Twin:
         if not self.has_nan:
             for p in parameters:
                 p.grad.div_(divisor)
-            norm = float(torch.cat([p.grad.flatten() for p in parameters]).norm())
+            squares = [p.grad.square().sum() for p in parameters]
+            norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
             result["norm"] = norm
             for p in parameters:
                 if action.number and norm > action.number:
@@ -469,7 +472,7 @@ class Twin:
     def _drop(self, action: object) -> None:
         self.has_nan, self.num_tokens = False, 0
         self.num_open, self.is_in_step, self.is_written = 0, False, False
-        self.has_had_last = False
+        self.has_had_last = self.ended_with_last = False
         for block in self.blocks.values():
             block.zero_grad()
 
@@ -852,7 +855,7 @@ REFUSALS = (
     Refusal(
         actions=("step",),
         text=r"gradients of the last microbatch are not reduced",
-        fits=lambda now: not now.has_had_last,
+        fits=lambda now: not now.ended_with_last,
     ),
     Refusal(
         actions=("step",),
