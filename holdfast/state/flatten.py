@@ -579,7 +579,7 @@ def _refuse_shared_memory(
     Args:
         keys: Of the tensors.
         tensors: What a load fills in place.
-        made_again: Prefixes of keys that a load may make memory for; expanded ones are no loss.
+        made_again: Prefixes of keys that a load may make memory for; expanded ones lose nothing.
 
     Cost: a sort of their addresses.
     """

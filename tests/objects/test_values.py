@@ -183,6 +183,18 @@ def round_trip(root: Path, tree: Any) -> None:
         assert same(tree, checkpointer.load({"x": Stored()}, step=2).values["x"])
 
 
+def of_tensordict() -> OrderedDict[str, Any]:
+    """What TensorDict notes at its state dicts."""
+    made: Any = OrderedDict(a=torch.ones(2))
+    noted = {
+        "batch_size": torch.Size([2]),
+        "device": torch.device("cpu"),
+        "_non_tensor": {"n": "x"},
+    }
+    made._metadata = OrderedDict({"": noted})
+    return made
+
+
 # One by one
 
 T = torch.arange(6.0).view(2, 3)
@@ -193,7 +205,8 @@ TREES: dict[str, Callable[[], Any]] = {
     "defaultdict without": lambda: defaultdict(None, {1: T + 0}),
     "ordered": lambda: OrderedDict(b=T + 0, a=OrderedDict(z=T + 1, y=3)),
     "state dict": lambda: {"s": torch.nn.BatchNorm1d(2).state_dict(),
-                           "t": OrderedDict(torch.nn.Linear(2, 1).state_dict())},
+                           "t": OrderedDict(torch.nn.Linear(2, 1).state_dict()),
+                           "d": of_tensordict()},
     "counter": lambda: Counter({"a": 3, 7: 2}),
     "counter of tensors": lambda: Counter({"a": T + 0}),
     "deque": lambda: deque([T + 0, {"x": T + 1}, 3], maxlen=4),

@@ -17,6 +17,8 @@ import numpy as np
 from holdfast.errors import CorruptionError, MismatchError
 from holdfast.format.values import (
     MAPPINGS,
+    METADATA,
+    METADATA_MEMBER,
     SEQUENCES,
     SETS,
     attributes_of,
@@ -119,6 +121,9 @@ class PlainValues:
             (self._key(key, path), member) for key, member in _well_formed(pairs_of(node), path)
         ]
         made = mapping_of(node, dict(self._kept(pairs, path)))
+        noted = node.get(METADATA_MEMBER)
+        if noted is not None:
+            setattr(made, METADATA, self.value(noted, join_path(path, METADATA)))
         if type(made) is defaultdict:
             self.unsafe.append(f"{path} is a defaultdict")
         return made

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from holdfast.format.values.codecs import (
     MAX_DEPTH,
+    METADATA,
     Codec,
     Codecs,
     dataclass_of,
@@ -23,6 +24,7 @@ from holdfast.format.values.codecs import (
 from holdfast.format.values.merge import merge_nodes
 from holdfast.format.values.value_nodes import (
     MAPPINGS,
+    METADATA_MEMBER,
     SCALARS,
     SEQUENCES,
     SETS,
@@ -63,6 +65,8 @@ from holdfast.format.values.value_nodes import (
 __all__ = [
     "MAPPINGS",
     "MAX_DEPTH",
+    "METADATA",
+    "METADATA_MEMBER",
     "SCALARS",
     "SEQUENCES",
     "SETS",

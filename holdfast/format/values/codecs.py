@@ -11,6 +11,7 @@ import binascii
 import math
 import re
 import struct
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -402,7 +403,23 @@ def _metadata_node(value: OrderedDict[Any, Any], path: str) -> dict[str, Node]:
     if not vars(value):
         return {}
     _refuse_attributes(value, path, but_for=METADATA)
-    return {METADATA_MEMBER: encode_tree(vars(value)[METADATA], path=join_path(path, METADATA))}
+    noted, below = vars(value)[METADATA], join_path(path, METADATA)
+    return {METADATA_MEMBER: encode_tree(noted, path=below, codecs=_noted_types())}
+
+
+def _noted_types() -> Codecs:
+    """Return the codecs of what TensorDict notes at its state dicts: a size and a device.
+
+    Without torch, in a command or a writer, they are a tuple and a text.
+    """
+    torch: Any = sys.modules.get("torch")
+    size, device = (tuple, str) if torch is None else (torch.Size, torch.device)
+    return Codecs(
+        codecs=[
+            Codec(name="torch.Size", type=size, encode=list, decode=size),
+            Codec(name="torch.device", type=device, encode=str, decode=device),
+        ]
+    )
 
 
 def _refuse_attributes(value: object, path: str, *, but_for: str = "") -> None:
@@ -620,7 +637,8 @@ def mapping_of(node: Node, table: dict[Any, Any]) -> Any:
     if tag == "odict" and isinstance(node, dict):
         ordered = OrderedDict(table)
         if METADATA_MEMBER in node:
-            setattr(ordered, METADATA, decode_tree(node[METADATA_MEMBER]))
+            noted = decode_tree(node[METADATA_MEMBER], codecs=_noted_types())
+            setattr(ordered, METADATA, noted)
         return ordered
     if tag == "counter":
         return Counter(table)
