@@ -216,7 +216,8 @@ def _tells(answers: Sequence[Answer], injected: Injected, layout: Layout) -> boo
         named = "injected" in answer.error and any(
             re.search(rf"\b{rank}\b", answer.error) for rank in ranks
         )
-        if answer.error and not (is_own if i in injected.causes else answer.is_clear and named):
+        # A rank that waits for one that has failed leaves, before its own error may come.
+        if answer.error and not ((is_own and i in injected.causes) or (answer.is_clear and named)):
             return False
     return True
 
