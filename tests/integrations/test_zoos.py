@@ -19,7 +19,13 @@ CALLBACKS = (
     "StochasticWeightAveraging", "StochasticWeightAveraging, linear", "TQDMProgressBar",
     "ThroughputMonitor", "Timer", "WeightAveraging",
 )  # fmt: skip
-DIFFER = ("Timer.time_elapsed", ".current_score", ".trainer.state", "_logged_metrics.train/")
+DIFFER = (
+    "Timer.time_elapsed",
+    ".current_score",
+    ".trainer.state",
+    "_logged_metrics.train/",
+    "_logged_metrics.validate/time",
+)
 """Times that runs took, a score that `ModelCheckpoint` reads again before it uses it, and what
 `ThroughputMonitor` counts since a start."""
 
