@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,28 +79,34 @@ def make_graph(rng: random.Random) -> Graph:
 
 def place(graph: Graph, rng: random.Random, *, num_ranks: int, first: int, name: str) -> Any:
     """Spans that are disjoint or equal, at an offset, in any order of ranks; a layout for each."""
-    ranks = list(range(first, first + num_ranks))
+    spans = draw_spans(graph.modules, list(range(first, first + num_ranks)), rng)
+    layouts = {}
+    for module, own in spans.items():
+        rng.shuffle(own)
+        layouts[module] = Layout(**_sizes(len(own), rng), ranks=own)
+    listed = list(layouts)
+    rng.shuffle(listed)
+    return ModuleLayouts({m: layouts[m] for m in listed}, edges=graph.edges, name=name)
+
+
+def draw_spans(
+    modules: Sequence[str], ranks: list[int], rng: random.Random
+) -> dict[str, list[int]]:
+    """The ranks of each module: those of any two are equal or disjoint."""
     if rng.random() < 0.5:
         rng.shuffle(ranks)
     spans: list[list[int]] = [ranks]
-    while len(spans) < min(len(graph.modules), 3) and rng.random() < 0.6:
+    while len(spans) < min(len(modules), 3) and rng.random() < 0.6:
         widest = max(spans, key=len)
         if len(widest) == 1:
             break
         spans.remove(widest)
         half = len(widest) // 2
         spans += [widest[:half], widest[half:]]
-    chosen = [*range(len(spans)), *(rng.randrange(len(spans)) for _ in graph.modules)]
-    chosen = chosen[: len(graph.modules)]
+    chosen = [*range(len(spans)), *(rng.randrange(len(spans)) for _ in modules)]
+    chosen = chosen[: len(modules)]
     rng.shuffle(chosen)
-    layouts = {}
-    for module, number in zip(graph.modules, chosen, strict=True):
-        own = list(spans[number])
-        rng.shuffle(own)
-        layouts[module] = Layout(**_sizes(len(own), rng), ranks=own)
-    listed = list(layouts)
-    rng.shuffle(listed)
-    return ModuleLayouts({m: layouts[m] for m in listed}, edges=graph.edges, name=name)
+    return {m: list(spans[number]) for m, number in zip(modules, chosen, strict=True)}
 
 
 def _sizes(num_ranks: int, rng: random.Random) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from holdfast import (
 )
 from holdfast.fsdp import fully_shard_model
 from tests.checkpoint.common import full
+from tests.modules.graphs import draw_spans
 
 WIDTH, INNER, NUM_SAMPLES = 4, 6, 8
 SHAPES = {"up": (INNER, WIDTH), "down": (WIDTH, INNER), "scale": (WIDTH,)}
@@ -174,22 +175,9 @@ def draw(seed: int, *, num_ranks: int) -> Program:
 def _place(
     modules: Sequence[str], edges: Any, rng: random.Random, *, num_ranks: int, name: str
 ) -> ModuleLayouts:
-    ranks = list(range(num_ranks))
-    if rng.random() < 0.5:
-        rng.shuffle(ranks)
-    spans: list[list[int]] = [ranks]
-    while len(spans) < min(len(modules), 3) and rng.random() < 0.6:
-        widest = max(spans, key=len)
-        if len(widest) == 1:
-            break
-        spans.remove(widest)
-        half = len(widest) // 2
-        spans += [widest[:half], widest[half:]]
-    chosen = [*range(len(spans)), *(rng.randrange(len(spans)) for _ in modules)][: len(modules)]
-    rng.shuffle(chosen)
+    spans = draw_spans(modules, list(range(num_ranks)), rng)
     layouts = {}
-    for module, number in zip(modules, chosen, strict=True):
-        own = list(spans[number])
+    for module, own in spans.items():
         rng.shuffle(own)
         sizes = {"dp": 1, "tp": 1, "cp": 1}
         left = len(own)

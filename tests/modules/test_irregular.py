@@ -19,8 +19,8 @@ def _run(context: RankContext, root: str, seeds: list[int]) -> Counter[str]:
 
 
 def test_irregular_programs_of_several_modules(tmp_path: Path) -> None:
-    """I1, I3: also a call that one module refuses, and buckets that wait for a rank in a bridge."""
-    for ends in run_ranks(4, _run, str(tmp_path), [4, 28]).results:
+    """I1, I3: a call that one module refuses, buckets that wait for a bridge, unused tokens."""
+    for ends in run_ranks(4, _run, str(tmp_path), [4, 28, 201]).results:
         assert ends["refused"]
         assert ends["fault"]
 
