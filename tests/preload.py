@@ -11,6 +11,7 @@ import gc
 import importlib
 import importlib.util
 
+from holdfast._torch import registrations
 from tests.ranks import shardings, state, writers
 
 for _name in (
@@ -38,6 +39,8 @@ if importlib.util.find_spec("holdfast_trainer") is not None:
     importlib.import_module("holdfast_trainer.train.multimodal")
 writers.install()
 shardings.keep()
+# Otherwise the first save of a rank with it leaves hooks, and the rank is thrown away.
+registrations()
 state.keep_attributes()
 # A rank's collector then leaves these objects alone, and does not copy their pages.
 gc.collect()
