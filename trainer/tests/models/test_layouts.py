@@ -19,7 +19,7 @@ from holdfast_trainer.train.update import make_update
 from tests.harness import RankContext, run_ranks
 
 Parameters = dict[str, Tensor]
-NUM_STEPS = 4
+NUM_STEPS = 2
 ROWS = 8
 DENSE: dict[str, Any] = {"num_layers": 4, "model_dim": 32, "num_heads": 4}
 MOE: dict[str, Any] = {**DENSE, "feeds": "de", "num_experts": 4, "expert_dim": 16}
