@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -81,6 +82,7 @@ def _trace(rank: RankContext, kind: str) -> tuple[int, int, float]:
         "method": lambda: setattr(holdfast.Layout, "coordinate", None),
         "attribute": lambda: setattr(holdfast.Layout, "added", None),
         "function": lambda: setattr(os, "rename", os.replace),
+        "log": lambda: logging.getLogger("holdfast").addHandler(logging.NullHandler()),
         "hook": lambda: torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
         # Where no collection of garbage finds it.
         "groups": lambda: setattr(
@@ -93,13 +95,14 @@ def _trace(rank: RankContext, kind: str) -> tuple[int, int, float]:
 
 def _of_the_process(rank: RankContext) -> tuple[int, dict[str, str], list[int], bool]:
     """The process, its environment, and what the traces of `_trace` are left in."""
-    places = (holdfast.errors.LayoutError, holdfast.Layout.coordinate, os.rename)
+    handlers = logging.getLogger("holdfast").handlers
+    places = (holdfast.errors.LayoutError, holdfast.Layout.coordinate, os.rename, *handlers)
     return os.getpid(), dict(os.environ), [*map(id, places)], hasattr(holdfast.Layout, "added")
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["nothing", "random", "environment", "module", "method", "attribute", "function"],
+    ["nothing", "random", "environment", "module", "method", "attribute", "function", "log"],
 )
 def test_a_rank_that_is_as_it_was_or_can_be_put_back_serves_again(kind: str) -> None:
     before = run_ranks(2, _of_the_process).results

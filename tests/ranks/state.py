@@ -1,9 +1,9 @@
 """The state of a process that a test may change: taken before a rank's first job, compared after.
 
 A rank that differs in anything is thrown away, so a test sees what it would see in a new process.
-What many tests change is put back instead: random streams, variables of the environment, patched
-functions and constants, and the test's own modules, which the next job imports again with their
-globals as they are in the file.
+What many tests change is put back instead: random streams, variables of the environment, handlers
+of the log, patched functions and constants, and the test's own modules, which the next job imports
+again with their globals as they are in the file.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ProcessState:
     def changes(self) -> list[str]:
         """Return what is no longer as it was; drop the modules that the job's test imported.
 
-        Put back what can be: variables of the environment, and attributes that were patched.
+        Put back what can be: the environment, the log's handlers, and patched attributes.
         """
         for name in set(sys.modules) - self.modules:
             if name.startswith(("tests.", "trainer.tests")):
@@ -118,6 +118,7 @@ class ProcessState:
         if os.environ != self.settings["os.environ"]:
             os.environ.clear()
             os.environ.update(self.settings["os.environ"])
+        logging.getLogger("holdfast").handlers[:] = self.settings["log of holdfast"][0]
         now = _settings()
         found = [name for name in self.settings if now[name] != self.settings[name]]
         found += self._put_back()
