@@ -11,7 +11,8 @@ import gc
 import importlib
 import importlib.util
 
-from tests.ranks import state, tensor_metas, writers
+from holdfast._torch import registrations
+from tests.ranks import shardings, state, writers
 
 for _name in (
     "encodings.idna",  # of an address's lookup
@@ -37,7 +38,9 @@ if importlib.util.find_spec("holdfast_trainer") is not None:
     importlib.import_module("holdfast_trainer.train.loop")
     importlib.import_module("holdfast_trainer.train.multimodal")
 writers.install()
-tensor_metas.keep()
+shardings.keep()
+# Otherwise the first save of a rank with it leaves hooks, and the rank is thrown away.
+registrations()
 state.keep_attributes()
 # A rank's collector then leaves these objects alone, and does not copy their pages.
 gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast import Checkpointer
@@ -78,8 +80,9 @@ def _trace(rank: RankContext, kind: str) -> tuple[int, int, float]:
         "child": lambda: subprocess.Popen(["sleep", "60"]),
         "module": lambda: setattr(holdfast.errors, "LayoutError", ValueError),
         "method": lambda: setattr(holdfast.Layout, "coordinate", None),
-        "attribute": lambda: setattr(holdfast.Layout, "added_by_a_test", None),
+        "attribute": lambda: setattr(holdfast.Layout, "added", None),
         "function": lambda: setattr(os, "rename", os.replace),
+        "log": lambda: logging.getLogger("holdfast").addHandler(logging.NullHandler()),
         "hook": lambda: torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
         # Where no collection of garbage finds it.
         "groups": lambda: setattr(
@@ -90,17 +93,28 @@ def _trace(rank: RankContext, kind: str) -> tuple[int, int, float]:
     return os.getpid(), len(_TRACES), drawn
 
 
-@pytest.mark.parametrize("kind", ["nothing", "random"])
-def test_a_rank_that_is_as_it_was_serves_again(kind: str) -> None:
+def _of_the_process(rank: RankContext) -> tuple[int, dict[str, str], list[int], bool]:
+    """The process, its environment, and what the traces of `_trace` are left in."""
+    handlers = logging.getLogger("holdfast").handlers
+    places = (holdfast.errors.LayoutError, holdfast.Layout.coordinate, os.rename, *handlers)
+    return os.getpid(), dict(os.environ), [*map(id, places)], hasattr(holdfast.Layout, "added")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["nothing", "random", "environment", "module", "method", "attribute", "function", "log"],
+)
+def test_a_rank_that_is_as_it_was_or_can_be_put_back_serves_again(kind: str) -> None:
+    before = run_ranks(2, _of_the_process).results
     first, second = (run_ranks(2, _trace, kind).results for _ in range(2))
     assert first == second  # the process, the globals of this file, the random stream
+    assert run_ranks(2, _of_the_process).results == before
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        *("environment", "directory", "signal", "limit", "warnings", "thread", "descriptor"),
-        *("child", "module", "method", "attribute", "function", "groups"),
+        *("directory", "signal", "limit", "warnings", "thread", "descriptor", "child", "groups"),
         *("dtype", "deterministic", "threads of torch", "hook"),
     ],
 )
@@ -108,6 +122,34 @@ def test_a_rank_that_a_job_has_changed_serves_no_other(kind: str) -> None:
     changed = {pid for pid, _, _ in run_ranks(2, _trace, kind).results}
     assert changed.isdisjoint(pid for pid, _, _ in run_ranks(2, _trace, "nothing").results)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in changed)
+
+
+def _on_meshes(rank: RankContext, axes: tuple[str, ...]) -> tuple[Any, ...]:
+    """A product and a view, whose results torch works out for each mesh, on several in turn."""
+    found = []
+    for turn, axis in enumerate(axes):
+        layout = holdfast.Layout(**{axis: rank.num_ranks}, name=f"{turn}")
+        with holdfast.ProcessGroups.create(layout) as groups:
+            mesh = groups.mesh(axis)
+            left, right = torch.arange(12.0).reshape(4, 3) + turn, torch.ones(3, 4)
+            one = distribute_tensor(left, mesh, [Shard(turn // 2)])
+            product = one @ distribute_tensor(right, mesh, [Replicate()])
+            view = distribute_tensor(left, mesh, [Shard(0)]).reshape(2, 2, 3)
+            assert product.device_mesh is view.device_mesh is mesh
+            assert torch.equal(product.full_tensor(), left @ right)
+            assert torch.equal(view.full_tensor(), left.reshape(2, 2, 3))
+            found.append((product.placements, view.placements, view.to_local().shape))
+    return os.getpid(), *found
+
+
+def test_live_ranks_find_placements_that_they_know_on_any_mesh() -> None:
+    """They are those of new ranks, and the mesh is the one that asks."""
+    axes = ("dp", "dp", "tp", "dp")
+    fresh = run_ranks(2, _on_meshes, axes, fresh=True).results
+    new = [each[1:] for each in fresh]
+    live = [run_ranks(2, _on_meshes, axes).results for _ in range(2)]
+    assert live[0] == live[1]
+    assert [each[1:] for each in live[0]] == new
 
 
 def test_fresh_ranks_serve_once() -> None:

@@ -263,7 +263,7 @@ def _assert_met(results: list[dict[str, Counter[str]]], operations: list[str]) -
 
 def test_a_fault_at_a_sample_of_lines_reaches_both_ranks(tmp_path: Path) -> None:
     results = run_ranks(
-        2, inject, str(tmp_path), ALL, "lines", 131, Injected, timeout_s=280
+        2, inject, str(tmp_path), ALL, "lines", 197, Injected, timeout_s=280
     ).results
     _assert_met(results, ALL)
 

@@ -26,10 +26,21 @@ SPARSE = {"expert_model_parallel_size": 2}
 LR = 0.01
 STEPS = 2
 ITERATION = 10
+PROGRAM = """
+import sys
+import torch.distributed as dist
+from tests.foreign import megatron_writing
+from tests.harness import RankContext
+dist.init_process_group("gloo")
+context = RankContext(rank=dist.get_rank(), num_ranks=dist.get_world_size())
+getattr(megatron_writing, sys.argv[1])(context, *sys.argv[2:])
+dist.destroy_process_group()
+"""
+"""Calls a function of this module on each rank; the command line is its name and its arguments."""
 
 
 def write_all(context: RankContext, root: str) -> None:
-    """Write every checkpoint of the tests: Megatron is imported once for all."""
+    """Write every checkpoint of the tests."""
     base = Path(root)
     with megatron_on_cpu():
         _write_by_hand(context, base)

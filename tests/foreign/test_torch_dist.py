@@ -7,6 +7,7 @@ import logging
 import pickle
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,34 @@ from tests.foreign.megatron_writing import (
     FLAT,
     ITERATION,
     LR,
+    PROGRAM,
     STEPS,
     flat_state,
-    load_and_write,
     whole_tensors,
-    write_all,
 )
 from tests.harness import RankContext, run_ranks
+from tests.integrations.forks import ForkServer
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def megatron() -> Iterator[ForkServer]:
+    """Ranks that have imported Megatron: half of what writing its checkpoints takes."""
+    server = ForkServer(
+        "megatron.core.dist_checkpointing.strategies.torch",
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "megatron.core.optimizer",
+        "megatron.core.rerun_state_machine",
+        "tests.foreign.megatron_writing",
+    )
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def written(megatron: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All checkpoints, written once."""
     root = tmp_path_factory.mktemp("megatron")
-    run_ranks(4, write_all, str(root), fresh=True)
+    megatron.lines(PROGRAM, "write_all", root, directory=root, num_ranks=4)
     return root
 
 
@@ -291,14 +306,17 @@ def test_a_trained_megatron_model_and_its_optimizer(
     assert num_compared == 3 * len(values["model"])
 
 
-def test_megatron_opens_what_it_wrote_and_we_saved(written: Path, tmp_path: Path) -> None:
+def test_megatron_opens_what_it_wrote_and_we_saved(
+    megatron: ForkServer, written: Path, tmp_path: Path
+) -> None:
     """X6: TP2 x PP2 of Megatron, through a save of ours, in a model of TP2 of Megatron."""
     source = written / "dense" / "fully_reshardable"
     weights = Checkpointer(tmp_path / "never").load_all(source=source).values["model"]
     with Checkpointer(tmp_path / "ours", ckpt_format="torch_dist") as checkpointer:
         checkpointer.save(1, {"model": weights, "opt_param_scheduler": {"num_steps": 7}})
     ours, again = tmp_path / "ours" / "iter_0000001", tmp_path / "again"
-    run_ranks(2, load_and_write, str(ours), str(again), fresh=True)
+    words = ("load_and_write", ours, again)
+    megatron.lines(PROGRAM, *words, directory=tmp_path, num_ranks=2)
     expected = {k: v for k, v in whole_tensors(source).items() if not k.startswith("optimizer.")}
     found = whole_tensors(again)
     assert found.keys() == expected.keys()

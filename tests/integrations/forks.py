@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +168,9 @@ def _be_rank(request: dict[str, Any], rank: int) -> None:
         os.chdir(request["directory"])
         sys.argv = ["program", *request["words"]]
         exec(compile(request["prelude"], "prelude", "exec"), {"rank": rank})
-        exec(compile(request["program"], "program", "exec"), {"__name__": "__main__"})
+        # Not this file: what a program spawns would run it, and import torch with it.
+        sys.modules["__main__"] = program = types.ModuleType("__main__")
+        exec(compile(request["program"], "program", "exec"), vars(program))
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0

@@ -1,12 +1,14 @@
 """The state of a process that a test may change: taken before a rank's first job, compared after.
 
 A rank that differs in anything is thrown away, so a test sees what it would see in a new process.
-Two things are put back instead, because almost every test changes them: random streams, and the
-test's own modules, which the next job imports again with their globals as they are in the file.
+What many tests change is put back instead: random streams, variables of the environment, handlers
+of the log, patched functions and constants, and the test's own modules, which the next job imports
+again with their globals as they are in the file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -106,13 +108,20 @@ class ProcessState:
         )
 
     def changes(self) -> list[str]:
-        """Return what is no longer as it was; drop the modules that the job's test imported."""
+        """Return what is no longer as it was; drop the modules that the job's test imported.
+
+        Put back what can be: the environment, the log's handlers, and patched attributes.
+        """
         for name in set(sys.modules) - self.modules:
             if name.startswith(("tests.", "trainer.tests")):
                 del sys.modules[name]
+        if os.environ != self.settings["os.environ"]:
+            os.environ.clear()
+            os.environ.update(self.settings["os.environ"])
+        logging.getLogger("holdfast").handlers[:] = self.settings["log of holdfast"][0]
         now = _settings()
         found = [name for name in self.settings if now[name] != self.settings[name]]
-        found += self._patched()
+        found += self._put_back()
         if not found:
             found += self._left_open()
         if _resident_nbytes() > _MAX_RESIDENT_NBYTES:
@@ -124,7 +133,8 @@ class ProcessState:
         np.random.set_state(self.random_streams[0])
         torch.set_rng_state(self.random_streams[1])
 
-    def _patched(self) -> list[str]:
+    def _put_back(self) -> list[str]:
+        """Undo patches; return those that stay."""
         # What the job imported is not compared: nothing can have patched it before.
         found = []
         for name, owner, before in self.attributes:
@@ -135,7 +145,11 @@ class ProcessState:
             added = now.keys() - before.keys() if isinstance(owner, type) else ()
             for key in [*before, *added]:
                 old, new = before.get(key, _GONE), now.get(key, _GONE)
-                if new is not old and not _may_change(name, key, old, new):
+                if new is old or _may_change(name, key, old, new):
+                    continue
+                with contextlib.suppress(AttributeError, TypeError):
+                    setattr(owner, key, old) if old is not _GONE else delattr(owner, key)
+                if vars(owner).get(key, _GONE) is not old:
                     found.append(f"{name}.{key}")
         return found
 

@@ -28,7 +28,7 @@ MODEL = (
     "--num-layers 2 --feeds de --model-dim 32 --num-heads 4 --num-experts 4 --expert-dim 16 "
     "--seq-len 16 --global-batch-size 8 --micro-batch-size 2 --lr 1e-2 --steps 10 --deterministic "
 )
-NUM_STEPS = 3
+NUM_STEPS = 2
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 LAYOUTS = (
     "",
@@ -188,15 +188,15 @@ def stopped_and_resumed(rank: RankContext, directory: str, precision: str) -> di
     config = config_of(f"{FLAGS} --precision {precision} --clip-grad 0.5 --save {directory}/ck")
     with ProcessGroups.create(config.check(world_size=4)) as groups:
         with Trainer(config, groups=groups, corpus=corpus) as trainer:
-            for _ in range(3):
+            for _ in range(2):
                 trainer.train_step()
             trainer.save()
-            ours = [trainer.train_step() for _ in range(3)]
+            ours = [trainer.train_step() for _ in range(2)]
             expected = tensors(trainer, whole)
         config = config_of(f"{FLAGS} --precision {precision} --clip-grad 0.5 --load {directory}/ck")
         with Trainer(config, groups=groups, corpus=corpus) as trainer:
             trainer.resume()
-            theirs = [trainer.train_step() for _ in range(3)]
+            theirs = [trainer.train_step() for _ in range(2)]
             found = tensors(trainer, whole)
             sharded = trainer.model.module.get_parameter("blocks.0.mlp.up.weight")
             assert isinstance(sharded, DTensor)

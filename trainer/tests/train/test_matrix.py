@@ -148,7 +148,7 @@ def check(
         original = manifest(tmp_path / f"{saved}")
         again = manifest(tmp_path / f"{saved}-{number}")
         expected = tensors(original)
-        assert len(expected) > 100
+        assert len(expected) > 50
         assert all(mark is not None for _, _, mark in expected.values())
         assert tensors(again) == expected, f"{layouts[saved]} under {layouts[number]}"
         for part in ("scheduler", "progress"):
@@ -167,7 +167,8 @@ def check(
 def test_a_pipeline_with_sharded_optimizers_loads_what_experts_over_data_ranks_saved(
     tmp_path: Path,
 ) -> None:
-    check(tmp_path, (LAYOUTS[3], LAYOUTS[9]), timeout_s=200)
+    small = [(num_ranks, f"{words} --num-layers 2") for num_ranks, words in LAYOUTS]
+    check(tmp_path, (small[3], small[9]), timeout_s=200)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from trainer.tests.train.multimodal_runs import (
 )
 
 SAVED_AT = 3
-LAST = 8
+LAST = 6
 ADAM = "--lr 1e-2 --min-lr 1e-3 --end-weight-decay 0.3 --clip-grad 0.5"
 DROPOUT = "--dropout 0.2 --vision-dropout 0.3"
 

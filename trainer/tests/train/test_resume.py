@@ -21,8 +21,8 @@ from holdfast_trainer.train.data import Corpus, read_corpus
 from holdfast_trainer.train.loop import Trainer
 from tests.harness import RankContext, run_ranks
 
-SAVED_AT = 3
-NUM_MORE = 3
+SAVED_AT = 2
+NUM_MORE = 2
 WORDS = (
     "--num-layers 1 --model-dim 32 --num-heads 4 --seq-len 16 --global-batch-size 8 "
     "--warmup-steps 3 --end-weight-decay 0.3 --lr 1e-2 --min-lr 1e-3 "
