@@ -126,6 +126,31 @@ def _collect(storage: Storage, *, dry_run: bool) -> list[Leftover]:
     return leftovers
 
 
+def give_up(storage: Storage, *, after: int, dry_run: bool = False) -> list[Leftover]:
+    """Remove the saves above a step that no process continues, complete ones, too.
+
+    Otherwise the next load would commit those, as the newest steps. What is alive is left alone.
+    """
+    patience = _Patience(alive_s=ALIVE_S, unlocked_s=_STARTING_S)
+    leftovers = []
+    for name in storage.list(""):
+        parsed = parse_saving_dir(name)
+        if parsed is None or parsed[0] <= after or not storage.is_dir(name):
+            continue
+        step = parsed[0]
+        try:
+            alive = patience.reason(storage, name)
+        except HoldfastError as error:
+            leftovers.append(_stuck(storage, name, step, error))
+            continue
+        leftovers.append(
+            Leftover(name=name, step=step, fate="alive", why=alive)
+            if alive
+            else _remove(storage, name, step, f"above step {after}", dry_run)
+        )
+    return leftovers
+
+
 def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> list[str] | None:
     """Wait for writers that outlived their run, and commit the saves that they left complete.
 

@@ -20,7 +20,7 @@ class _Stop(Exception):
     pass
 
 
-def _leave_behind(root: Path, step: int) -> Path:
+def _leave_behind(root: Path, step: int, **options: bool) -> Path:
     """A save with all its records, whose commit never came."""
 
     def stop(*args: object, **kwargs: object) -> None:
@@ -30,7 +30,7 @@ def _leave_behind(root: Path, step: int) -> Path:
         monkey.setattr("holdfast.writer.job.commit_save", stop)
         monkey.setattr("holdfast.checkpoint.save.saver.discard_save", lambda *a: None)
         with pytest.raises(HoldfastError, match="_Stop"):
-            Checkpointer(root).save(step, state_of(step))
+            Checkpointer(root).save(step, state_of(step), **options)
     return next(root.glob(f".saving-iter_{step:07d}-*"))
 
 
@@ -66,6 +66,30 @@ def test_leftovers_are_told_and_dealt_with(holdfast: Holdfast, tmp_path: Path) -
     assert not found["dry_run"]
     assert versions(root) == {1: 1, 2: 2}
     assert [path.name for path in root.glob(".saving-*")] == [young.name]
+
+
+def test_what_a_run_has_given_up_is_not_finished_later(holdfast: Holdfast, tmp_path: Path) -> None:
+    """E14: the next load would commit it, and continue the course that was given up."""
+    root = tmp_path / "run"
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step))
+    complete, below = _leave_behind(root, 3), _leave_behind(root, 1, overwrite=True)
+    for path in (complete, below):
+        _age(path)
+    kept = holdfast("prune", root, "--after", "0", "--yes")
+    assert "no checkpoint up to step 0 proves sound" in kept.out
+    assert holdfast("prune", root, "--after", "1", "--dry-run").out.count("goes") == 2
+    assert complete.exists()
+    result = holdfast("prune", root, "--after", "1", "--yes")
+    assert "removed 1 checkpoint and 1 unfinished save" in result.out
+    assert not complete.exists()
+    assert below.exists()
+    assert Checkpointer(root).latest() == 1
+    young = _leave_behind(root, 5)
+    os.utime(young)
+    said = holdfast("prune", root, "--after", "1", "--yes", "--json").json
+    assert [item["step"] for item in said["unfinished_saves"]] == [5]
 
 
 def test_mistakes_are_one_line(holdfast: Holdfast, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -32,6 +32,7 @@ from holdfast.retention.removal import (
     plan_retention,
 )
 from holdfast.storage import shown
+from holdfast.writer.leftovers import Leftover, give_up
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _COUNT = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
@@ -64,8 +65,8 @@ class Args:
     """Keep steps that have a tag (see `holdfast tag`)."""
 
     after: int | None = None
-    """Remove the steps above this one, which a run that has gone back gives up. Without a --keep…
-    option all others stay."""
+    """Remove the steps above this one, which a run that has gone back gives up, and saves of such
+    steps that were left unfinished. Without a --keep… option all others stay."""
 
     dry_run: bool = False
     """Only say what would be done."""
@@ -92,19 +93,26 @@ def run(args: Args) -> int:
     policy = _policy(args)
     storage = open_steps(args.root, verb="prune")
     plan = plan_retention(storage, policy, after=args.after)
+    saves: list[Leftover] = []
+    if args.after is not None and plan.newest is not None:  # else they may be all that there is
+        saves = give_up(storage, after=args.after, dry_run=True)
     if not args.json:
-        _print_plan(shown(args.root), plan)
+        _print_plan(shown(args.root), plan, saves)
     result = RetentionResult()
-    if plan.remove and not args.dry_run:
-        if not _may_remove(args, plan):
+    is_any = bool(plan.remove) or any(save.fate == "removed" for save in saves)
+    if is_any and not args.dry_run:
+        if not _may_remove(args, plan, saves):
             print("nothing was removed")
             return 0
+        if args.after is not None and saves:  # first: a load at this moment would commit them
+            saves = give_up(storage, after=args.after)
         result = apply_retention(storage, plan)
     if args.json:
-        print_json(_as_json(args, plan, result))
+        print_json(_as_json(args, plan, result, saves))
     elif not args.dry_run:
-        _print_result(plan, result)
-    return EXIT_DAMAGED if result.failed or result.pointer_problem else 0
+        _print_result(plan, result, saves)
+    is_stuck = any(save.fate == "kept" for save in saves)
+    return EXIT_DAMAGED if result.failed or result.pointer_problem or is_stuck else 0
 
 
 def _policy(args: Args) -> KeepPolicy:
@@ -158,29 +166,37 @@ def _best(text: str) -> KeepBest:
     return KeepBest(metric, int(number), cast(Literal["min", "max"], mode))
 
 
-def _may_remove(args: Args, plan: RetentionPlan) -> bool:
+def _may_remove(args: Args, plan: RetentionPlan, saves: Sequence[Leftover]) -> bool:
     """Return True to continue: `--yes`, or the answer of the person at the terminal."""
     if args.yes:
         return True
+    what = counted(len(plan.remove), "checkpoint")
+    num_saves = _num_removed(saves)
+    if num_saves:
+        what += f" and {counted(num_saves, 'unfinished save')}"
     if args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
-            f"nothing was removed: {counted(len(plan.remove), 'checkpoint')} would be "
-            "removed, but standard input is not a terminal to ask on; add --yes to remove, "
-            "--dry-run to look"
+            f"nothing was removed: {what} would be removed, but standard input is not a terminal "
+            f"to ask on; add --yes to remove, --dry-run to look"
         )
     nbytes = in_bytes(sum(removal.stored_nbytes for removal in plan.remove))
     try:
-        answer = input(f"remove {counted(len(plan.remove), 'checkpoint')}, {nbytes}? [y/N] ")
+        answer = input(f"remove {what}, {nbytes}? [y/N] ")
     except EOFError:  # Ctrl-D
         print()
         return False
     return answer.strip().lower() in ("y", "yes")
 
 
-def _print_plan(root: str, plan: RetentionPlan) -> None:
-    """Return what stays and what goes, and why."""
+def _num_removed(saves: Sequence[Leftover]) -> int:
+    """Return how many unfinished saves were removed, or would be."""
+    return sum(save.fate == "removed" for save in saves)
+
+
+def _print_plan(root: str, plan: RetentionPlan, saves: Sequence[Leftover]) -> None:
+    """Print what stays and what goes, and why."""
     console = make_console()
-    if not plan.keep and not plan.remove and not plan.spared:
+    if not plan.keep and not plan.remove and not plan.spared and not saves:
         console.print(f"no committed checkpoint in {root}")
         return
     table = make_table([("step", "right"), ("", ""), ("why", ""), ("size", "right")])
@@ -196,13 +212,19 @@ def _print_plan(root: str, plan: RetentionPlan) -> None:
             table.add_row(f"{step}", "goes", clean(why), size, style="yellow")
         else:
             table.add_row(f"{step}", "stays", clean(plan.keep[step]), "")
+    for save in saves:
+        goes = save.fate == "removed"
+        word, style = ("goes", "yellow") if goes else ("left alone", "dim")
+        table.add_row(
+            f"{save.step}", word, f"an unfinished save; {clean(save.why)}", "", style=style
+        )
     for name, why in sorted(plan.spared.items()):
         table.add_row(clean(name), "left alone", clean(why), "", style="dim")
     console.print(table)
 
 
-def _print_result(plan: RetentionPlan, result: RetentionResult) -> None:
-    """Return what was removed, and what was not, and why."""
+def _print_result(plan: RetentionPlan, result: RetentionResult, saves: Sequence[Leftover]) -> None:
+    """Print what was removed, and what was not, and why."""
     console = make_console()
     sizes = {removal.step: removal.stored_nbytes for removal in plan.remove}
     for step, why in result.spared.items():
@@ -211,11 +233,20 @@ def _print_result(plan: RetentionPlan, result: RetentionResult) -> None:
         console.print(f"step {step} could not be removed: {clean(why)}", style="red")
     if result.pointer_problem is not None:
         console.print(f"pointer file: {clean(result.pointer_problem)}", style="red")
+    for save in saves:
+        if save.fate == "kept":
+            console.print(f"{save.name} could not be removed: {clean(save.why)}", style="red")
+        elif save.fate == "alive":
+            console.print(f"step {save.step} is being saved ({clean(save.why)}): prune again then")
     freed = in_bytes(sum(sizes[step] for step in result.removed))
-    console.print(f"removed {counted(len(result.removed), 'checkpoint')}, {freed}")
+    num_saves = _num_removed(saves)
+    also = f" and {counted(num_saves, 'unfinished save')}" if num_saves else ""
+    console.print(f"removed {counted(len(result.removed), 'checkpoint')}{also}, {freed}")
 
 
-def _as_json(args: Args, plan: RetentionPlan, result: RetentionResult) -> dict[str, object]:
+def _as_json(
+    args: Args, plan: RetentionPlan, result: RetentionResult, saves: Sequence[Leftover]
+) -> dict[str, object]:
     """The document of `--json`."""
     return {
         "root": shown(args.root),
@@ -231,4 +262,5 @@ def _as_json(args: Args, plan: RetentionPlan, result: RetentionResult) -> dict[s
         "spared": {str(step): why for step, why in result.spared.items()},
         "failed": {str(step): why for step, why in result.failed.items()},
         "pointer_problem": result.pointer_problem,
+        "unfinished_saves": [asdict(save) for save in saves],
     }
