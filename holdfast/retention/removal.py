@@ -26,7 +26,7 @@ from holdfast.format.names import (
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node
 from holdfast.format.versions import announce_removal, read_manifest, readers_of
-from holdfast.retention.tags import list_tags
+from holdfast.retention.tags import list_tags, remove_tag
 from holdfast.storage import Storage
 from holdfast.storage.reading import read_at_most
 
@@ -185,7 +185,7 @@ def apply_retention(storage: Storage, plan: RetentionPlan) -> RetentionResult:
     """Remove the checkpoints of a plan, oldest first, and check each again before.
 
     A checkpoint is spared if it is being read, was saved again or tagged since the plan, or has
-    become a link. All are spared if the newest sound checkpoint has changed. A failed removal does
+    become a link. The tags of one that was given up go with it. All are spared if the newest sound checkpoint has changed. A failed removal does
     not stop the others and is not raised: see `failed` of the result.
 
     Args:
@@ -201,10 +201,15 @@ def apply_retention(storage: Storage, plan: RetentionPlan) -> RetentionResult:
         except (HoldfastError, OSError) as error:
             result.failed[removal.step] = str(error)
             continue
-        if obstacle is None:
-            result.removed.append(removal.step)
-        else:
+        if obstacle is not None:
             result.spared[removal.step] = obstacle
+            continue
+        result.removed.append(removal.step)
+        try:
+            if plan.gives_up(removal.step):  # the run will save another step of this number
+                _untag(storage, removal)
+        except (HoldfastError, OSError) as error:
+            result.failed[removal.step] = f"it is gone, and a tag still names it: {error}"
     gone = {*result.removed, *result.failed}
     if gone:
         try:
@@ -300,6 +305,13 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
         if storage.exists(directory):
             return "saved again since the plan was made"
     return None
+
+
+def _untag(storage: Storage, removal: Removal) -> None:
+    """Remove the tags of a step that is gone."""
+    for tag in removal.tags:
+        if list_tags(storage).get(tag) == removal.step:
+            remove_tag(storage, tag)
 
 
 def _repoint(storage: Storage, gone: set[int]) -> None:

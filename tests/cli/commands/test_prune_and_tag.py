@@ -65,6 +65,7 @@ def test_what_a_run_has_given_up_goes(holdfast: Holdfast, root: Path) -> None:
     assert "the newest sound checkpoint; not above step 25" in rows["20"]
     assert "removed 2 checkpoints, 40 B" in result.out
     assert steps(root) == [10, 20]
+    assert holdfast("tag", root, "--json").json["tags"] == {}  # it would name the next step 40
     assert holdfast("prune", root, "--after", "20", "--keep-last", "1", "--yes").code == 0
     assert steps(root) == [20]
     assert "--after is -1" in holdfast("prune", root, "--after", "-1").err
