@@ -185,8 +185,9 @@ def apply_retention(storage: Storage, plan: RetentionPlan) -> RetentionResult:
     """Remove the checkpoints of a plan, oldest first, and check each again before.
 
     A checkpoint is spared if it is being read, was saved again or tagged since the plan, or has
-    become a link. The tags of one that was given up go with it. All are spared if the newest sound checkpoint has changed. A failed removal does
-    not stop the others and is not raised: see `failed` of the result.
+    become a link. All are spared if the newest sound checkpoint has changed. The tags of one that
+    was given up go with it. A failed removal does not stop the others and is not raised: see
+    `failed` of the result.
 
     Args:
         storage: The directory of checkpoints.
