@@ -230,8 +230,12 @@ def _set_apart(mesh: DeviceMesh, *, mark: str) -> DeviceMesh:
     def make_marked(*args: Any, **named: Any) -> DeviceMesh:
         return _set_apart(make_slice(*args, **named), mark=mark)
 
+    def itself(memo: object = None) -> DeviceMesh:
+        return mesh
+
     private._create_sub_mesh = make_marked
     private.__reduce_ex__ = _refuse_pickle
+    private.__copy__ = private.__deepcopy__ = itself  # a copy of a model is on the same mesh
     return mesh
 
 
