@@ -27,7 +27,7 @@ from holdfast.fsdp.plan import Kind
 from holdfast.fsdp.prefetch import Prefetch
 from holdfast.optim import LossScaler, StepOutcome, collectives
 from holdfast.optim.collectives import Pending
-from holdfast.optim.engine import ALONE
+from holdfast.optim.engine import ALONE, Veto
 from holdfast.optim.microbatches import Description, Launched, Microbatches, MicrobatchTaker
 from holdfast.optim.norms import CopyCounts, GradientPart, gradient_parts
 from holdfast.optim.reduced import JoinedOptimizer, PlainStepper
@@ -336,6 +336,7 @@ class ShardedModel(MicrobatchTaker):
         scaler: LossScaler | None = None,
         count_zeros: bool = False,
         is_finite: bool = True,
+        veto: Veto | None = None,
     ) -> StepOutcome:
         """Measure gradients, clip, update; collective. Gradients are forgotten in every case.
 
@@ -355,6 +356,8 @@ class ShardedModel(MicrobatchTaker):
             scaler: the one that scaled the loss; it is updated by the decision of all ranks.
             count_zeros: count the elements of the gradient that are exactly zero.
             is_finite: True if this rank's loss is finite.
+            veto: asked on each rank, such as a `RerunMachine`; if it vetoes on any, nothing is
+                updated anywhere. On all ranks or on none.
 
         Raises:
             ConfigError: On all ranks, before anything is updated: the optimizer has parameters that
@@ -372,7 +375,11 @@ class ShardedModel(MicrobatchTaker):
         if self._stepper is None or [*map(id, self._stepper.inners)] != [*map(id, given)]:
             self._stepper = ShardedModelStepper(self, optimizer)
         return self._stepper.step(
-            max_norm=max_norm, scaler=scaler, count_zeros=count_zeros, is_finite=is_finite
+            max_norm=max_norm,
+            scaler=scaler,
+            count_zeros=count_zeros,
+            is_finite=is_finite,
+            veto=veto,
         )
 
     def stepper(

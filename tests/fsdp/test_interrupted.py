@@ -474,6 +474,43 @@ def clear_somewhere(
             clear(net, optimizer)
 
 
+class Word:
+    """Vetoes on one rank."""
+
+    def __init__(self, vetoes: bool) -> None:
+        self.vetoed, self.decided = vetoes, [False]
+
+    def vetoes(self) -> bool:
+        return self.vetoed
+
+    def take_decision(self, vetoed: bool) -> None:
+        self.decided = [vetoed]
+
+
+def vetoed(context: RankContext) -> None:
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        mine = rows_of(0, index=groups.index("dp_cp"), shares=2)
+        for strategy in STRATEGIES:
+            nets = [build(), build()]
+            for net, num_vetoed in zip(nets, (1, 0), strict=True):
+                sharded = shard(net, groups, strategy=strategy)
+                optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+                for attempt in range(num_vetoed + 1):
+                    for number, rows in enumerate(mine):
+                        with sharded.microbatch(is_last=number == len(mine) - 1):
+                            net(rows).mean().backward()
+                    word = Word(attempt < num_vetoed and context.rank == 1)
+                    outcome = sharded.step(optimizer, veto=word)
+                    assert outcome.vetoed == outcome.skipped == (attempt < num_vetoed)
+                    assert word.decided == [outcome.vetoed]
+            assert difference(*nets) == 0, strategy
+
+
+def test_a_step_that_one_rank_vetoes_changes_nothing() -> None:
+    """D7: it runs again on all ranks, as if there had been no first run."""
+    run_ranks(2, vetoed)
+
+
 def cleared(context: RankContext, sizes: dict[str, Any], every: int) -> None:
     """Clear in one of so many ways at each place, under each strategy another one."""
 
