@@ -21,6 +21,7 @@ from holdfast.format.names import (
     unclaimed,
 )
 from holdfast.format.versions import readers_of, retire, save_id_of
+from holdfast.retention.tags import TAGS_DIR
 from holdfast.storage import Storage
 from holdfast.storage.reading import is_locked, locking
 from holdfast.writer.commit import commit_save
@@ -104,6 +105,10 @@ def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False)
     patience = _Patience(alive_s=alive_s, unlocked_s=alive_s)
     for name in storage.list(""):
         leftovers += _look(storage, name, patience, dry_run=dry_run)
+    for name in storage.list(TAGS_DIR) if storage.is_dir(TAGS_DIR) else ():
+        if name.startswith(".tmp-"):
+            path = f"{TAGS_DIR}/{name}"
+            leftovers += _treat_file(storage, path, alive_s=alive_s, dry_run=dry_run)
     if not dry_run:
         clear_heartbeats(storage)
     leftovers += _collect(storage, dry_run=dry_run)

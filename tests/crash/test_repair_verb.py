@@ -92,6 +92,18 @@ def test_what_a_run_has_given_up_is_not_finished_later(holdfast: Holdfast, tmp_p
     assert [item["step"] for item in said["unfinished_saves"]] == [5]
 
 
+def test_what_a_killed_tag_left_goes(holdfast: Holdfast, tmp_path: Path) -> None:
+    Checkpointer(tmp_path).save(1, state_of(1))
+    assert holdfast("tag", tmp_path, 1, "best").code == 0
+    left = tmp_path / "tags" / ".tmp-0123abcd-best"
+    left.write_text("1")
+    assert "about to get its name" in holdfast("repair", tmp_path).out
+    assert left.exists()
+    os.utime(left, (1, 1))
+    assert "it never got its name" in holdfast("repair", tmp_path).out
+    assert [path.name for path in (tmp_path / "tags").iterdir()] == ["best"]
+
+
 def test_mistakes_are_one_line(holdfast: Holdfast, tmp_path: Path) -> None:
     assert holdfast("repair", tmp_path / "nowhere").code == 2
     Checkpointer(tmp_path).save(1, state_of(1))
