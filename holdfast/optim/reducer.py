@@ -72,9 +72,10 @@ class GradientReducer:
     """Takes the gradient of each parameter as backward makes it, and reduces full buckets.
 
     Buckets are launched in their order, never out of it, so that all ranks make the same
-    collectives whatever order their gradients come in. One *round* reduces every bucket once.
-    Stage 1 makes one round a step, stage 2 one a microbatch. With `is_joint` a round launches
-    nothing: the step exchanges what it has filled (`joint.py`).
+    collectives whatever order their gradients come in. That holds for one reducer on a
+    communicator: of several, one may launch while gradients come, and the others after it. One
+    *round* reduces every bucket once. Stage 1 makes one round a step, stage 2 one a microbatch.
+    With `is_joint` a round launches nothing: the step exchanges what it has filled (`joint.py`).
 
     Args:
         buckets: hold the parameters, in the order in which they are reduced.
@@ -113,6 +114,8 @@ class GradientReducer:
         self.is_joint = False
         """True if the step exchanges whole gradients, so that none is reduced before (`joint.py`).
         """
+        self.launches_late = False
+        """True if no bucket is launched before the end of a microbatch: see `ChainedOptimizer`."""
         self.is_apart = False
         """True if the gradients of this step are reduced all the same: the norm was asked for."""
         self._num_missing = [len(bucket.parameters) for bucket in buckets]
@@ -279,8 +282,9 @@ class GradientReducer:
             if slot.is_missing:
                 slot.is_missing = False
                 self._num_missing[slot.position] -= 1
-            while self._next < len(self._buckets) and not self._num_missing[self._next]:
-                self._launch_next()
+            if not self.launches_late:
+                while self._next < len(self._buckets) and not self._num_missing[self._next]:
+                    self._launch_next()
 
     def _take(self, slot: Slot, gradient: Tensor) -> None:
         """Move a gradient into its bucket."""

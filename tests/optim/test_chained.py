@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -183,3 +184,70 @@ def test_a_scaler_is_saved_and_bounded() -> None:
         fresh.load_state_dict({"scale": 1})
     with pytest.raises(ConfigError, match="backoff"):
         LossScaler(backoff=2.0)
+
+
+def order_of(rank: int, step: int, *, last: bool) -> list[int]:
+    """Return which layers a rank computes; the last one gets its gradient first."""
+    order = [0, 1, 2, 3] if (rank + step) % 2 else [3, 2, 1, 0]
+    return [number for number in order if not (last and step and rank == 0 and number == 0)]
+
+
+def in_any_order(context: RankContext, stage: Literal[1, 2]) -> None:
+    """Each rank makes gradients in another order, and one leaves an error in the middle."""
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        torch.manual_seed(3)
+        # Of other sizes, gloo ends the process where a sum meets another one.
+        widths = [4, 4 if stage == 1 else 8] * 2
+        net = nn.ModuleList(nn.Linear(4, width, bias=False) for width in widths)
+        members = [*net.parameters()]
+        optimizer = ChainedOptimizer(
+            {
+                name: ShardedOptimizer(
+                    net,
+                    members[start::2],
+                    make=sgd,
+                    groups=groups,
+                    over="dp_cp",
+                    divisor=2,
+                    stage=stage,
+                    overlap=False,
+                    bucket_nbytes=64,
+                    name=name,
+                )
+                for start, name in enumerate(("even", "odd"))
+            }
+        )
+        expected = [p.detach().clone() for p in members]
+        x = torch.eye(4) * (context.rank + 1)
+        for step, fails in ((0, False), (1, True), (2, False), (3, False)):
+            try:
+                for last in (False, True):
+                    with optimizer.microbatch(is_last=last):
+                        loss = torch.zeros(())
+                        for number in order_of(context.rank, step, last=last):
+                            loss = loss + (number + 1) * net[number](x).sum()
+                        if fails and last and context.rank == 1:
+                            handle = members[1].register_hook(_stop)
+                        loss.backward()
+                optimizer.step()
+            except (HoldfastError, RuntimeError):
+                assert fails
+                optimizer.drop_gradients()
+                if context.rank == 1:
+                    handle.remove()
+                continue
+            for rank, last in itertools.product((0, 1), (False, True)):
+                for number in order_of(rank, step, last=last):
+                    expected[number] -= 0.1 * (number + 1) * (rank + 1) / 2
+            for parameter, value in zip(members, expected, strict=True):
+                torch.testing.assert_close(parameter.detach(), value)
+
+
+def _stop(_: Any) -> None:
+    raise RuntimeError("stopped")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sums_of_two_optimizers_on_one_communicator_do_not_meet(stage: int) -> None:
+    """M12, I1: buckets of equal sizes were added to those of the other optimizer, silently."""
+    run_ranks(2, in_any_order, stage)
