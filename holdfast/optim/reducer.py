@@ -84,6 +84,7 @@ class GradientReducer:
         divisor: the sum of gradients is divided by it.
         names: of the parameters, for messages.
         name: the optimizer's.
+        reducing: the reducers that are in a microbatch, on this and other communicators.
     """
 
     def __init__(
@@ -95,7 +96,9 @@ class GradientReducer:
         divisor: int,
         names: dict[nn.Parameter, str],
         name: str,
+        reducing: list[GradientReducer],
     ) -> None:
+        self._reducing = reducing
         self._buckets = buckets
         self._shard_groups = shard_groups
         self._stage = stage
@@ -116,6 +119,8 @@ class GradientReducer:
         """
         self.launches_late = False
         """True if no bucket is launched before the end of a microbatch: see `ChainedOptimizer`."""
+        self._is_late = False
+        """True if that holds for this microbatch: another optimizer takes its gradients, too."""
         self.is_apart = False
         """True if the gradients of this step are reduced all the same: the norm was asked for."""
         self._num_missing = [len(bucket.parameters) for bucket in buckets]
@@ -168,6 +173,7 @@ class GradientReducer:
                 "a microbatch after the last one of this step: its gradients would be lost; call "
                 "step() or drop_gradients() first"
             )
+        self._share_backward()
         self._is_eager = self._owes_round = is_last or self._stage == 2
         self._is_inside = True
         for slot in self.slots:
@@ -184,7 +190,34 @@ class GradientReducer:
                     if slot.kind is None:
                         self._mark_bucketed(slot)
         finally:
+            self._reducing.remove(self)
             self._is_eager = self._is_inside = False
+
+    def _share_backward(self) -> None:
+        """Launch late, and let others on the communicator do so, if several are in a microbatch.
+
+        Then each launches its buckets when its microbatch is left, which all ranks do in one order.
+
+        Raises:
+            ConfigError: Another one has launched some in this microbatch already.
+        """
+        self._is_late = self.launches_late
+        group = self._shard_groups.reduce
+        others = [
+            each
+            for each in self._reducing
+            if group is not None and each._shard_groups.reduce is group and not each._is_late
+        ]
+        for other in others:
+            if other._next:
+                raise ConfigError(
+                    f"optimizer '{self.name}': microbatch(...) after a backward within that of "
+                    f"optimizer '{other.name}', on the same communicator: enter both before the "
+                    f"backward, or leave one first"
+                )
+        for each in (self, *others) if others else ():
+            each._is_late = True
+        self._reducing.append(self)
 
     @torch.no_grad()
     def take_all(self) -> None:
@@ -282,7 +315,7 @@ class GradientReducer:
             if slot.is_missing:
                 slot.is_missing = False
                 self._num_missing[slot.position] -= 1
-            if not self.launches_late:
+            if not self._is_late:
                 while self._next < len(self._buckets) and not self._num_missing[self._next]:
                     self._launch_next()
 

@@ -165,6 +165,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             divisor=divisor,
             names=self._names,
             name=name,
+            reducing=groups.reducing,
         )
         self._gradients = self._gradient_views()
         self._cut_ends = self._find_cut_ends()

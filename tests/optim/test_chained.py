@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
@@ -192,7 +194,31 @@ def order_of(rank: int, step: int, *, last: bool) -> list[int]:
     return [number for number in order if not (last and step and rank == 0 and number == 0)]
 
 
-def in_any_order(context: RankContext, stage: Literal[1, 2]) -> None:
+class Nested:
+    """Optimizers that step one after the other, and take the gradients of one backward."""
+
+    def __init__(self, optimizers: dict[str, ShardedOptimizer]) -> None:
+        self._optimizers = [*optimizers.values()]
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in self._optimizers:
+                stack.enter_context(each.microbatch(is_last=is_last))
+            yield
+
+    def step(self) -> None:
+        for each in self._optimizers:
+            each.step()
+
+    def drop_gradients(self) -> None:
+        for each in self._optimizers:
+            each.drop_gradients()
+
+
+def in_any_order(
+    context: RankContext, join: Callable[[dict[str, ShardedOptimizer]], Any], stage: Literal[1, 2]
+) -> None:
     """Each rank makes gradients in another order, and one leaves an error in the middle."""
     with ProcessGroups.create(Layout(dp=2)) as groups:
         torch.manual_seed(3)
@@ -200,7 +226,7 @@ def in_any_order(context: RankContext, stage: Literal[1, 2]) -> None:
         widths = [4, 4 if stage == 1 else 8] * 2
         net = nn.ModuleList(nn.Linear(4, width, bias=False) for width in widths)
         members = [*net.parameters()]
-        optimizer = ChainedOptimizer(
+        optimizer = join(
             {
                 name: ShardedOptimizer(
                     net,
@@ -247,7 +273,34 @@ def _stop(_: Any) -> None:
     raise RuntimeError("stopped")
 
 
+@pytest.mark.parametrize("join", [ChainedOptimizer, Nested])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_sums_of_two_optimizers_on_one_communicator_do_not_meet(stage: int) -> None:
+def test_sums_of_two_optimizers_on_one_communicator_do_not_meet(join: Any, stage: int) -> None:
     """M12, I1: buckets of equal sizes were added to those of the other optimizer, silently."""
-    run_ranks(2, in_any_order, stage)
+    run_ranks(2, in_any_order, join, stage)
+
+
+def too_late(context: RankContext) -> None:
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        one, other = [
+            ShardedOptimizer(
+                net, part.parameters(), make=sgd, groups=groups, over="dp_cp", divisor=2, name=name
+            )
+            for name, part in zip(("one", "other"), net, strict=True)
+        ]
+        with one.microbatch(is_last=True):
+            net[0](torch.ones(2)).sum().backward()
+            with (
+                pytest.raises(ConfigError, match=r"'other': .* after a backward within .* 'one'"),
+                other.microbatch(is_last=True),
+            ):
+                pass
+        assert one.step().norm > 0
+        with other.microbatch(is_last=True):
+            net[1](torch.ones(2)).sum().backward()
+        assert other.step().norm > 0
+
+
+def test_a_microbatch_within_that_of_another_optimizer_begins_before_the_backward() -> None:
+    run_ranks(2, too_late)

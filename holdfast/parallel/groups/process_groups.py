@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.arguments import check_number
 from holdfast.errors import GroupError, HoldfastError, LayoutError
@@ -74,6 +74,7 @@ class ProcessGroups:
         "control",
         "layout",
         "rank",
+        "reducing",
     )
 
     def __init__(
@@ -107,6 +108,9 @@ class ProcessGroups:
         """Starts the names of the communicators made here; unique to this meeting of the ranks."""
         self._direct: Direct | None = None
         self._has_meshes = False
+        self.reducing: list[Any] = []
+        """What reduces gradients on these communicators during a backward, while it does. Gradients
+        come in another order on each rank, so of two on one communicator only one may."""
         self._is_closed = False
         self._is_complete = False
 
