@@ -163,15 +163,21 @@ def has_unreduced_gradients(module: nn.Module) -> bool:
         for group in getattr(state, "_fsdp_param_groups", ()) or [state._fsdp_param_group]
         if group is not None
     ]
-    return any(
-        group._partial_reduce_output is not None
-        or any(_whole_gradient(member) is not None for member in group.fsdp_params)
-        for group in groups
-    )
+    return any(map(has_unreduced, groups))
 
 
-def _whole_gradient(member: Any) -> Tensor | None:
-    """Return the gradient of a whole parameter of FSDP2 that no shard has got yet."""
+def has_unreduced(group: Any) -> bool:
+    """Return True if gradients of a group of FSDP2, whole or partly summed, are not reduced yet."""
+    if group._partial_reduce_output is not None:
+        return True
+    for member in group.fsdp_params:  # noqa: SIM110  (a generator costs more than this)
+        if whole_gradient(member) is not None:
+            return True
+    return False
+
+
+def whole_gradient(member: Any) -> Tensor | None:
+    """Return the gradient at a whole parameter of FSDP2, which no shard has got yet."""
     whole = getattr(member, "_unsharded_param", None)
     gradient: Tensor | None = member.unsharded_accumulated_grad
     return gradient if gradient is not None or whole is None else whole.grad

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from holdfast._torch import has_unreduced, whole_gradient
 from holdfast.errors import ConfigError
 from holdfast.fsdp.launch_log import (
     GatherOn,
@@ -316,7 +317,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         dtype = next((each.dtype for each in waiting if each is not None), None)
         for member in self.fsdp_params:
             is_owed = member in self._owed and not member.sharded_param.requires_grad
-            if is_owed and _whole_gradient(member) is None:
+            if is_owed and whole_gradient(member) is None:
                 zeros = torch.zeros_like(member._unsharded_param, dtype=dtype)
                 member.unsharded_accumulated_grad = zeros.detach()
 
@@ -352,7 +353,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             shard = member.sharded_param
             is_summed = self._partial_reduce_output is not None and self.is_summed(member)
             kind = BUCKETED.get(type(shard))
-            if kind is not None and (is_summed or _whole_gradient(member) is not None):
+            if kind is not None and (is_summed or whole_gradient(member) is not None):
                 hook = PendingGradient(self, member)
                 # Not by the method, which takes no hook for what is frozen by now.
                 hooks = shard._post_accumulate_grad_hooks
@@ -387,7 +388,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
 
     def make_zero(self, member: Any) -> None:
         """Make zeros of the gradient of one parameter that waits."""
-        waiting = _whole_gradient(member)
+        waiting = whole_gradient(member)
         if waiting is not None:
             waiting.zero_()
         if self._partial_reduce_output is not None:
@@ -400,7 +401,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             return
         for member in self.fsdp_params:
             has_none = member in used and gradient_of(member.sharded_param) is None
-            if has_none and _whole_gradient(member) is None:
+            if has_none and whole_gradient(member) is None:
                 del used[member]
 
     def _part_of_sum(self, member: Any) -> torch.Tensor:
@@ -424,13 +425,6 @@ def _refuse_lost() -> None:
     )
 
 
-def _whole_gradient(member: Any) -> torch.Tensor | None:
-    """Return the gradient at a whole parameter."""
-    whole = getattr(member, "_unsharded_param", None)
-    gradient: torch.Tensor | None = member.unsharded_accumulated_grad
-    return gradient if gradient is not None or whole is None else whole.grad
-
-
 def has_reduced_gradient(member: Any) -> bool:
     """Return True if a shard has a gradient."""
     return gradient_of(member.sharded_param) is not None
@@ -440,7 +434,7 @@ def has_gradient(group: Any, member: Any) -> bool:
     """Return True if there is a gradient of a parameter, reduced or not."""
     return (
         gradient_of(member.sharded_param) is not None
-        or _whole_gradient(member) is not None
+        or whole_gradient(member) is not None
         or group._partial_reduce_output is not None
     )
 
@@ -858,16 +852,6 @@ def reset(root: nn.Module) -> None:
     for unit in root.modules():
         if isinstance(unit, FSDPModule) and state_of(unit)._is_root:
             unit.reset_iter_state()
-
-
-def has_unreduced(group: Any) -> bool:
-    """Return True if gradients of a group, whole or summed in a slice, wait for a reduction."""
-    if group._partial_reduce_output is not None:
-        return True
-    for member in group.fsdp_params:  # noqa: SIM110  (a generator costs more than this)
-        if _whole_gradient(member) is not None:
-            return True
-    return False
 
 
 _STATE = attrgetter("_training_state")

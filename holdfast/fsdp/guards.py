@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from holdfast._torch import mark_eager
+from holdfast._torch import has_unreduced, mark_eager
 from holdfast.errors import ConfigError
 from holdfast.fsdp import _torch
 from holdfast.fsdp.prefetch import Prefetch
@@ -168,7 +168,7 @@ class UnitGuard:
 
     def has_unreduced(self) -> bool:
         """Return True if gradients of this unit wait for a reduction."""
-        return any(map(_torch.has_unreduced, self.groups))
+        return any(map(has_unreduced, self.groups))
 
     def has_gradients(self) -> bool:
         """Return True if there are gradients of this unit, reduced or not."""
