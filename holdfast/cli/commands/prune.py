@@ -99,8 +99,7 @@ def run(args: Args) -> int:
     if not args.json:
         _print_plan(shown(args.root), plan, saves)
     result = RetentionResult()
-    is_any = bool(plan.remove) or any(save.fate == "removed" for save in saves)
-    if is_any and not args.dry_run:
+    if (plan.remove or _num_removed(saves)) and not args.dry_run:
         if not _may_remove(args, plan, saves):
             print("nothing was removed")
             return 0
@@ -170,10 +169,7 @@ def _may_remove(args: Args, plan: RetentionPlan, saves: Sequence[Leftover]) -> b
     """Return True to continue: `--yes`, or the answer of the person at the terminal."""
     if args.yes:
         return True
-    what = counted(len(plan.remove), "checkpoint")
-    num_saves = _num_removed(saves)
-    if num_saves:
-        what += f" and {counted(num_saves, 'unfinished save')}"
+    what = _counted(len(plan.remove), saves)
     if args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
             f"nothing was removed: {what} would be removed, but standard input is not a terminal "
@@ -191,6 +187,13 @@ def _may_remove(args: Args, plan: RetentionPlan, saves: Sequence[Leftover]) -> b
 def _num_removed(saves: Sequence[Leftover]) -> int:
     """Return how many unfinished saves were removed, or would be."""
     return sum(save.fate == "removed" for save in saves)
+
+
+def _counted(num_checkpoints: int, saves: Sequence[Leftover]) -> str:
+    """Return how much was removed, or would be, in words."""
+    num_saves = _num_removed(saves)
+    also = f" and {counted(num_saves, 'unfinished save')}" if num_saves else ""
+    return counted(num_checkpoints, "checkpoint") + also
 
 
 def _print_plan(root: str, plan: RetentionPlan, saves: Sequence[Leftover]) -> None:
@@ -239,9 +242,7 @@ def _print_result(plan: RetentionPlan, result: RetentionResult, saves: Sequence[
         elif save.fate == "alive":
             console.print(f"step {save.step} is being saved ({clean(save.why)}): prune again then")
     freed = in_bytes(sum(sizes[step] for step in result.removed))
-    num_saves = _num_removed(saves)
-    also = f" and {counted(num_saves, 'unfinished save')}" if num_saves else ""
-    console.print(f"removed {counted(len(result.removed), 'checkpoint')}{also}, {freed}")
+    console.print(f"removed {_counted(len(result.removed), saves)}, {freed}")
 
 
 def _as_json(
