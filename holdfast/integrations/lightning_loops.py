@@ -65,11 +65,7 @@ class Boundaries:
 
     def remove(self) -> None:
         """Leave the loops alone."""
-        if self._num_sanity_steps is not None:
-            self._trainer.num_sanity_val_steps, self._num_sanity_steps = (
-                self._num_sanity_steps,
-                None,
-            )
+        self._check_validation_again()
         for name in ("_load_combined_loader_states", "on_advance_start", "on_advance_end"):
             self._fit.__dict__.pop(name, None)
         self._epoch.__dict__.pop("on_advance_end", None)
@@ -96,6 +92,12 @@ class Boundaries:
             "metrics": _metrics_of(self._trainer.lightning_module),
         }
 
+    def _check_validation_again(self) -> None:
+        """Put back what `resume` has taken from the trainer."""
+        if self._num_sanity_steps is not None:
+            self._trainer.num_sanity_val_steps = self._num_sanity_steps
+            self._num_sanity_steps = None
+
     # ---- What the loops call ----
 
     def _load_places(self) -> None:
@@ -105,10 +107,7 @@ class Boundaries:
         self._has_loaders()
         saved, is_first = self._saved, self._num_sanity_steps is not None
         if saved is not None and is_first:
-            self._trainer.num_sanity_val_steps, self._num_sanity_steps = (
-                self._num_sanity_steps,
-                None,
-            )
+            self._check_validation_again()
             fit._restarting = True  # which it needs to take the places of loaders
         load(fit)
         if saved is not None and is_first and saved["is_between_epochs"]:
