@@ -73,14 +73,12 @@ def placed_by(
     """
     if followed is None or not isinstance(parameter, DTensor):
         return None
+    dims = followed[: len(info.shape)]
     placements: list[Placement] = []
     for placement in parameter.placements:
         cut = _cut(placement, parameter.ndim)
-        at = (
-            None if cut is None else next((i for i, dim in enumerate(followed) if dim == cut), None)
-        )
-        is_there = at is not None and at < len(info.shape)
-        placements.append(_moved(placement, at) if is_there and at is not None else Replicate())
+        is_cut = cut is not None and cut in dims
+        placements.append(_moved(placement, dims.index(cut)) if is_cut else Replicate())
     made: DTensor = distributed.empty(
         *info.shape, dtype=info.dtype, device_mesh=parameter.device_mesh, placements=placements
     )
