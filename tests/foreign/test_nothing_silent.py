@@ -98,6 +98,10 @@ def differences(a: Any, b: Any, path: str) -> Iterator[str]:
             return
         for i, (one, two) in enumerate(zip(a, b, strict=True)):
             yield from differences(one, two, join_path(path, i))
+    elif isinstance(a, set | frozenset):
+        # The order in which a set shows its members is that of their insertion if hashes collide.
+        if type(a) is not type(b) or sorted(map(repr, a)) != sorted(map(repr, b)):
+            yield path
     elif type(a) is not type(b) or repr(a) != repr(b):
         yield path
 
