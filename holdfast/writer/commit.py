@@ -33,6 +33,7 @@ from holdfast.format.envelopes.torch_dist import MetadataMemo, extra_files
 from holdfast.format.fingerprint import Partial, combine
 from holdfast.format.index import ChunkIndex, encode_index, validate_index
 from holdfast.format.manifest import (
+    VERSIONS_PART,
     ExtraInfo,
     FileInfo,
     IndexInfo,
@@ -40,6 +41,7 @@ from holdfast.format.manifest import (
     TensorInfo,
     Totals,
     decode_metadata,
+    decode_versions,
     encode_manifest,
 )
 from holdfast.format.names import (
@@ -339,9 +341,12 @@ def assemble(
     index = build_index(plan, records, files, planned=planned)
     compare_checks(plan, records)
     parts = _merge_values(plan, records, memo)
+    noted = parts.pop(VERSIONS_PART, None)
+    versions = None if noted is None else decode_versions(noted)
     index_bytes = encode_index(index)
     tensors = _tensors(plan, records, memo)
     manifest = _build_manifest(plan, header, records, files, index, index_bytes, parts, tensors)
+    manifest = msgspec.structs.replace(manifest, versions=versions)
     # Of all that the proof looks at, the plan leaves only this open: the places of the chunks, and
     # the sizes of the files. (It looks at the number of digests, not at what they are.)
     facts = (
