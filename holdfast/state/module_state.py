@@ -47,7 +47,6 @@ from holdfast.state.module_versions import (
     changed_modules,
     give_versions,
     state_dict_below,
-    versions_of,
 )
 from holdfast.state.stored import PlacedTemplates, StoredPart, zeros_like_target
 from holdfast.state.tensor_elements import equal_bits, local_of, tensor_digest
@@ -164,7 +163,7 @@ class ModuleState:
         padded = declared_padding(self._module)  # after the hooks, which may replace parameters
         result: dict[str, object] = {}
         self.forms = set()
-        own = versions_of(self._module).items()
+        own = shown.versions.items()
         self.versions = {f"{self._prefix}{name}".rstrip("."): number for name, number in own}
         left_to_first = broadcast_elsewhere(self._root) if self._buffers == "first_rank" else set()
         for entry in self._selected(shown):

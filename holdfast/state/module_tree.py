@@ -31,6 +31,7 @@ from holdfast._torch import (
     buffer_table,
     hook_states,
     module_table,
+    module_version,
     parameter_table,
     unsaved_buffers,
 )
@@ -388,6 +389,8 @@ def declared_padding(module: nn.Module) -> ModulePaddings:
     return ModulePaddings(by_tensor=by_tensor, by_name=by_name)
 
 
+USUAL_VERSION = 1
+"""torch's, of a class of modules that says nothing of its version."""
 _EXTRA_STATE = "_extra_state"
 _DATA = torch.Tensor | Marked | np.ndarray | bytes | bytearray
 """Types that may hold what a tensor of the module does not show itself."""
@@ -437,6 +440,8 @@ class ModuleStateDict:
     registered: tuple[RegisteredTensor, ...]
     metadata: object
     """torch's versions of the modules."""
+    versions: Mapping[str, int]
+    """Those that are not usual, by the modules' logical names; also without torch's metadata."""
 
 
 def read_state_dict(module: nn.Module) -> ModuleStateDict:
@@ -490,7 +495,14 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
             backing = None  # get_extra_state returned a tensor of the module: set_… wants it
         entries[logical] = StateDictEntry(key=key, name=logical, value=value, backing=backing)
     return ModuleStateDict(
-        entries=entries, registered=registered, metadata=getattr(state, "_metadata", None)
+        entries=entries,
+        registered=registered,
+        metadata=getattr(state, "_metadata", None),
+        versions={
+            logical.rstrip("."): version
+            for logical, _, inner, is_wrapper in tree
+            if not is_wrapper and (version := module_version(inner)) != USUAL_VERSION
+        },
     )
 
 

@@ -15,10 +15,7 @@ from torch import nn
 
 from holdfast._torch import give_metadata, module_version
 from holdfast.errors import MismatchError
-from holdfast.state.module_tree import walk
-
-_USUAL = 1
-"""torch's, of a class that says nothing."""
+from holdfast.state.module_tree import USUAL_VERSION, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +36,6 @@ class ChangedModule:
     def name(self) -> str:
         """Its logical name, for messages."""
         return self.prefix.rstrip(".") or "(root)"
-
-
-def versions_of(module: nn.Module) -> dict[str, int]:
-    """Return the versions other than 1 of the modules in a tree, by logical name."""
-    return {
-        logical.rstrip("."): version
-        for logical, _, inner in walk(module)
-        if (version := module_version(inner)) != _USUAL
-    }
 
 
 def versions_below(
@@ -100,7 +88,7 @@ def changed_modules(
     result = []
     for logical, actual, inner in walk(module):
         own = module_version(inner)
-        version = noted.get(f"{prefix}{logical}".rstrip("."), _USUAL)
+        version = noted.get(f"{prefix}{logical}".rstrip("."), USUAL_VERSION)
         below = f"{prefix}{logical}"
         if version != own and any(name.startswith(below) for name in stored):
             result.append(

@@ -39,6 +39,8 @@ def test_the_programs_have_everything() -> None:
     programs = [draw(seed, num_ranks=4) for seed in range(300)]
     assert {spec.kind for each in programs for spec in each.specs.values()} == {*KINDS}
     assert {len(each.specs) for each in programs} == {2, 3, 4}
+    dtypes = [len({spec.dtype for spec in each.specs.values()}) for each in programs]
+    assert {*dtypes} == {1, 2}
     actions = [action for each in programs for action in each.actions]
     assert {action.what for action in actions if isinstance(action, Do)} == {
         "drop", "evaluate", "freeze", "load", "look", "move", "save", "set", "step", "swap", "thaw",

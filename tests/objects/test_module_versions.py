@@ -20,6 +20,7 @@ from holdfast import (
     ModuleState,
     ProcessGroups,
 )
+from holdfast.cli.main import main
 from holdfast.format.manifest import decode_manifest, encode_manifest
 from tests.harness import RankContext, run_ranks
 from tests.objects.modules import randomise
@@ -126,21 +127,26 @@ def test_a_module_converts_what_an_earlier_version_has_saved(
 
 
 def test_what_a_later_version_has_saved_is_refused_by_a_class_that_cannot_know(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """O2: by name, with nothing written; a class that takes its entries itself is the judge."""
     true, twin = net(Third, 1), net(First, 2)
     before = tensors(twin)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"model": true})
+        same = net(First, 1)
+        same.load_state_dict(true.state_dict())
+        checkpointer.save(2, {"model": same})
+        assert main(["diff", f"{tmp_path}/iter_0000001", f"{tmp_path}/iter_0000002"]) == 1
+        assert "$versions.model.layer" in capsys.readouterr().out
         with pytest.raises(MismatchError, match=r"First at 'layer' was saved by version 3.*is ver"):
-            checkpointer.load({"model": twin})
+            checkpointer.load({"model": twin}, step=1)
         assert all(map(torch.equal, before, tensors(twin)))
         twin.layer._version = 3
-        checkpointer.load({"model": twin})
+        checkpointer.load({"model": twin}, step=1)
         assert all(map(torch.equal, tensors(true), tensors(twin)))
         second = net(Second, 3)  # its loader is told 3, and converts nothing
-        checkpointer.load({"model": second}, allow_missing=["*.seen"])
+        checkpointer.load({"model": second}, step=1, allow_missing=["*.seen"])
         assert torch.equal(second.layer.weight, true.layer.weight)
 
 

@@ -26,6 +26,7 @@ from holdfast.cli.support.tables import (
     progress_bar,
 )
 from holdfast.errors import ConfigError, CorruptionError, clean, counted, in_bytes
+from holdfast.format.manifest import VERSIONS_PART, Manifest
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node
 
@@ -99,12 +100,29 @@ def run(args: Args) -> int:
         return EXIT_DAMAGED
 
 
+def _versions(manifest: Manifest, other: Manifest) -> dict[str, Node]:
+    """Return the versions of modules as a tree, of the parts of which both checkpoints know them.
+
+    A version that one of the two has not noted is the usual one.
+    """
+    mine, others = manifest.versions or {}, other.versions or {}
+    parts: Node = {
+        part: {name or "(root)": mine[part].get(name, 1) for name in {**mine[part], **others[part]}}
+        for part in mine
+        if part in others
+    }
+    return {VERSIONS_PART: parts}
+
+
 def _compare(args: Args) -> int:
     """Compare the two, print what differs, and return the exit code."""
     with open_checkpoint(args.a) as a, open_checkpoint(args.b) as b:
         result = Differences()
         if args.values or args.tensor is None:
-            result.values += value_differences(a.snapshot.manifest.parts, b.snapshot.manifest.parts)
+            one, other = a.snapshot.manifest, b.snapshot.manifest
+            result.values += value_differences(one.parts, other.parts)
+            versions = _versions(one, other), _versions(other, one)
+            result.values += value_differences(*versions)
         if args.tensor is not None or not args.values:
             _compare_tensors(a.snapshot, b.snapshot, args, result)
         if args.json:
