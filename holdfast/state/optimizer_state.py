@@ -637,6 +637,12 @@ def modules_by_prefix(module: nn.Module | Mapping[str, nn.Module]) -> dict[str, 
     hint = "pass the module whose parameters the optimizer updates, or a dict of modules by name"
     if isinstance(module, nn.Module):
         return {"": module}
+    given = [module, *module.values()] if isinstance(module, Mapping) else [module]
+    if any(isinstance(each, torch.Tensor) for each in given):
+        hint = (
+            "put parameters that belong to no module into one, a torch.nn.ParameterDict, and make "
+            "it a part of the state, too"
+        )
     if not isinstance(module, Mapping):
         raise ConfigError(f"OptimizerState: a {type(module).__name__} is not a module; {hint}")
     for name, each in module.items():
