@@ -47,6 +47,35 @@ def test_the_guide_trains_resumes_and_changes_layout(tmp_path: Path) -> None:
     assert float(other["rank 0"].split("loss ")[1]) == pytest.approx(loss, rel=1e-5)
 
 
+README = Path(__file__).parent.parent / "README.md"
+IN_THE_README = """
+import sys, torch, torch.distributed as dist, holdfast
+dist.init_process_group("gloo")
+total_steps = int(sys.argv[1])
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+"""
+ONE_STEP = """
+            print("rank", groups.rank, "makes", progress["step"], end=";", flush=True)
+            model(torch.randn(2, 2)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+"""
+
+
+def test_what_the_readme_prints_goes_on_where_it_was(tmp_path: Path) -> None:
+    block = re.search(r"## In your own loop\n\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert block is not None
+    program, places = re.subn(r"\n +\.\.\. +# one step.*\n", ONE_STEP, block[1])
+    assert places == 1  # the other one is the model, which is made here beforehand
+    for stop, steps in ((2, ["0", "1"]), (4, ["2", "3"])):
+        outputs = programs.launch(IN_THE_README + program, stop, num_ranks=2, directory=tmp_path)
+        for rank in range(2):
+            assert re.findall(rf"rank {rank} makes (\d+);", "".join(outputs)) == steps
+
+
 @pytest.mark.slow
 def test_whole_and_sharded_optimizers_go_on_from_each_other(tmp_path: Path) -> None:
     whole, sharded = printed("begin"), printed("sharded begin")

@@ -89,9 +89,9 @@ class SaveReport:
     """By kind, what this rank has asked of storage while it saved (`put`, `part`, `get`, …); empty
     where storage does not count, as on a disk. `holdfast show` has the sum over all ranks."""
     unstored: Sequence[str] = ()
-    """Attributes of modules (`model.encoder.queue`) that have changed between two saves of this
-    checkpointer and that no state dict shows: a load does not bring them back. Each is named by the
-    first save that notices it, with a warning."""
+    """Attributes of modules (`model.encoder.queue`) and optimizers (`optimizer.num_steps`) that
+    have changed between two saves of this checkpointer and that no state dict shows: a load does
+    not bring them back. Each is named by the first save that notices it, with a warning."""
     new_root: bool = False
     """True if this save is the first one in a root that held no checkpoint. In a run that resumed,
     or was to resume, it says that the root is not the one meant: a volume may not be mounted."""

@@ -217,7 +217,8 @@ def _place(loader: Any, num_shares: int) -> LoaderPlace:
         raise ConfigError(
             f"FabricCheckpoints takes a DataLoader that fabric.setup_dataloaders returned; a "
             f"{type(inner if inner is not None else loader).__name__} with a state of its own "
-            f"belongs into the state, as AppliesLater(loader)"
+            f"belongs into the state as a part of its own, AppliesLater(loader) if it takes its "
+            f"state only at iter"
         )
     return place
 

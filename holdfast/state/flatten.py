@@ -46,6 +46,7 @@ from holdfast.state.markers import (
 )
 from holdfast.state.matcher import LocalMemory, TensorRequest
 from holdfast.state.module_state import ModuleState
+from holdfast.state.optimizer_forms import shown_form
 from holdfast.state.optimizer_state import OptimizerState
 from holdfast.state.parts import (
     Part,
@@ -177,6 +178,10 @@ def flatten_state(
             flattener.fills_in_place(since=num_before, but_for={f"{name}.{form}" for form in forms})
         if isinstance(part, OptimizerState) and part.is_live:
             flattener.notes_state(f"{name}.state.", since=num_before)
+        if isinstance(part, OptimizerState):
+            unstored += cache.attributes.look_at_optimizers(
+                name, part.torch_optimizers(), shown_form
+            )
         if isinstance(part, ModuleState):
             flattener.notes_module(since=num_before)
             versions[name] = part.versions

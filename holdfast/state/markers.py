@@ -374,6 +374,12 @@ class AppliesLater:
     must be what was loaded. This one is not asked: it is saved and loaded as any other, and its
     name is in `LoadReport.handed_over`, for what it does with the state nobody has seen.
 
+    Nor has anybody seen what it draws then, after the load has restored the random streams: torch's
+    loaders draw a seed at `iter`, from the default stream unless they have a `generator=` of their
+    own, and what training draws after that is not what the saved run would have drawn. A
+    `StatefulDataLoader` needs no marker: asked for its state it makes its iterator, and the streams
+    are restored after that.
+
         state = {"model": model, "loader": AppliesLater(loader)}
 
     Args:

@@ -45,6 +45,13 @@ def has_own_form(optimizer: Any) -> bool:
     return has_hooks or overrides(optimizer, torch.optim.Optimizer, methods)
 
 
+def shown_form(optimizer: Any) -> Mapping[Any, Any]:
+    """Return what a save reads: the optimizer's own form, or its attributes."""
+    if has_own_form(optimizer):
+        return read_form(optimizer)
+    return {"state": optimizer.state, "param_groups": optimizer.param_groups}
+
+
 def read_form(optimizer: Any) -> Mapping[Any, Any]:
     """Return what the optimizer states; raise PlacementError if that fails."""
     kind = type(optimizer).__name__

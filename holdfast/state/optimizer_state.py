@@ -209,7 +209,7 @@ class OptimizerState:
         The latter is None for a form that is not like torch's, and is read from the attributes
         if the optimizer makes no form itself.
         """
-        optimizers = self._torch_optimizers()
+        optimizers = self.torch_optimizers()
         for optimizer in optimizers:
             if has_own_form(optimizer):
                 if self._own is None:
@@ -222,7 +222,7 @@ class OptimizerState:
                 return form, TorchForm.of(form, optimizer)
         return None, TorchForm.of_attributes(optimizers, self._optimizer.param_groups)
 
-    def _torch_optimizers(self) -> list[Any]:
+    def torch_optimizers(self) -> list[Any]:
         """Return the torch optimizers that keep the state, each once."""
         if self._own is not None:
             return [self._own]
@@ -250,7 +250,7 @@ class OptimizerState:
 
     def _refuse_unknown_state(self, stepped: set[int]) -> None:
         """Raise PlacementError for state that no load could give back."""
-        for optimizer in self._torch_optimizers():
+        for optimizer in self.torch_optimizers():
             for key, value in optimizer.state.items():
                 if not isinstance(key, torch.Tensor):
                     if self._own is None:
@@ -442,7 +442,7 @@ class OptimizerState:
         entries: Mapping[int, Any],
     ) -> None:
         """Put state and settings into a plain torch optimizer; nothing else stays."""
-        optimizers = self._torch_optimizers()
+        optimizers = self.torch_optimizers()
         for param in self._optimizer.optimizer_parameters():
             if param.updated is None:
                 continue
@@ -637,6 +637,12 @@ def modules_by_prefix(module: nn.Module | Mapping[str, nn.Module]) -> dict[str, 
     hint = "pass the module whose parameters the optimizer updates, or a dict of modules by name"
     if isinstance(module, nn.Module):
         return {"": module}
+    given = [module, *module.values()] if isinstance(module, Mapping) else [module]
+    if any(isinstance(each, torch.Tensor) for each in given):
+        hint = (
+            "put parameters that belong to no module into one, a torch.nn.ParameterDict, and make "
+            "it a part of the state, too"
+        )
     if not isinstance(module, Mapping):
         raise ConfigError(f"OptimizerState: a {type(module).__name__} is not a module; {hint}")
     for name, each in module.items():

@@ -1,10 +1,10 @@
-"""What modules keep in plain attributes: no state dict shows it, so a load does not bring it back.
+"""What modules and optimizers keep in plain attributes: a load does not bring it back.
 
 A counter of steps, a queue of negatives in a list, messages in a dict, a flag "initialised": torch
 stores none of them, and a run that resumes silently trains differently. No type tells whether an
 attribute is state or a setting. But a setting stays, and what *changes* between two saves of one
-module object is state or a cache. Such an attribute is named, once, unless a state dict shows it in
-some form (extra state, code of the module's).
+object is state or a cache. Such an attribute is named, once, unless a state dict shows it in some
+form (extra state, code of the module's or the optimizer's).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import math
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,19 +37,21 @@ _MAX_MEMBERS = 256
 _MAX_ARRAY_NBYTES = 1 << 16
 _OWN = frozenset(vars(nn.Module()))
 """What every module has: its tables, its hooks, `training`."""
+_OPTIMIZERS_OWN = frozenset(vars(torch.optim.Optimizer([torch.zeros(1)], {}))) | {"_opt_called"}
+"""What every optimizer has, and what torch's schedules set in it."""
 _LIBRARIES = ("torch.", "builtins", "typing", "abc", "holdfast.")
 
 
 class PlainAttributes:
-    """Notices attributes that change between the looks at modules; see above.
+    """Notices attributes that change between the looks at modules and optimizers; see above.
 
-    Keeps what it saw by module object, weakly: modules made again for each save are never compared.
+    Keeps what it saw by object, weakly: modules made again for each save are never compared.
     By identity, because the hash of a module may change with its state (torchmetrics).
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, dict[int, tuple[weakref.ref[nn.Module], dict[str, object]]]] = {}
-        """The last look at each part: by `id`, the module and its attributes."""
+        self._seen: dict[str, dict[int, tuple[weakref.ref[Any], dict[str, object]]]] = {}
+        """The last look at each part: by `id`, the object and its attributes."""
         self._settled: set[str] = set()
         self._users: dict[type, bool] = {}
         """Whether a class has code of the user's, by class."""
@@ -68,46 +70,81 @@ class PlainAttributes:
 
         Cost: 2 to 7 µs for each module with code of the user's, and what it keeps in containers.
         """
+        changed = self._changed(part, root.modules(), own=_OWN)
+        if not changed:
+            return []
+        paths = {
+            f"{part}.{prefix}{name}": (module, name)
+            for prefix, _, module, is_wrapper in walk_all(root)
+            if not is_wrapper
+            for name in changed.get(id(module), ())
+        }
+        shown = None
+
+        def shown_by(_: object) -> _Shown:
+            nonlocal shown
+            shown = shown or _Shown(made, memory=_registered_memory(root))
+            return shown
+
+        return self._named(paths, shown_by)
+
+    def look_at_optimizers(
+        self, part: str, optimizers: Sequence[Any], form_of: Callable[[Any], Mapping[Any, Any]]
+    ) -> list[str]:
+        """Compare the optimizers of a part with the look before, as `look` does with modules.
+
+        Args:
+            part: Its name.
+            optimizers: Those that keep its state.
+            form_of: Returns what a save reads of an optimizer; called if an attribute changed.
+        """
+        optimizers = [each for each in optimizers if hasattr(each, "__dict__")]
+        changed = self._changed(part, optimizers, own=_OPTIMIZERS_OWN)
+        paths = {
+            f"{part}.{f'{number}.' if len(optimizers) > 1 else ''}{name}": (optimizer, name)
+            for number, optimizer in enumerate(optimizers)
+            for name in changed.get(id(optimizer), ())
+        }
+        return self._named(paths, lambda optimizer: _shown_by_optimizer(optimizer, form_of))
+
+    def _changed(
+        self, part: str, owners: Iterable[Any], *, own: frozenset[str]
+    ) -> dict[int, list[str]]:
+        """Return the attributes that differ from the look before, by `id` of their object."""
         before, self._seen[part] = self._seen.get(part, {}), {}
         changed: dict[int, list[str]] = {}
-        for module in root.modules():
-            kind = type(module)
+        for owner in owners:
+            kind = type(owner)
             if kind not in self._users:
                 self._users[kind] = _is_users(kind)
             if not self._users[kind]:
                 continue
             now = {
                 name: value if type(value) in _PLAIN else _token(value, _MAX_DEPTH)
-                for name, value in vars(module).items()
-                if name not in _OWN
+                for name, value in vars(owner).items()
+                if name not in own
             }
-            self._seen[part][id(module)] = weakref.ref(module), now
-            ref, then = before.get(id(module), (None, now))
-            if ref is not None and ref() is module and then != now:
-                changed[id(module)] = [name for name in now if then.get(name) != now[name]]
-        return self._named(part, root, changed, made) if changed else []
+            self._seen[part][id(owner)] = weakref.ref(owner), now
+            ref, then = before.get(id(owner), (None, now))
+            if ref is not None and ref() is owner and then != now:
+                changed[id(owner)] = [name for name in now if then.get(name) != now[name]]
+        return changed
 
     def _named(
-        self,
-        part: str,
-        root: nn.Module,
-        changed: Mapping[int, list[str]],
-        made: Mapping[str, object],
+        self, paths: Mapping[str, tuple[Any, str]], shown_by: Callable[[Any], _Shown]
     ) -> list[str]:
         """Return those attributes that hold something and are not shown, each once."""
-        paths = {
-            f"{part}.{prefix}{name}": (module, name)
-            for prefix, _, module, is_wrapper in walk_all(root)
-            if not is_wrapper
-            for name in changed.get(id(module), ())
-            if _holds_any(vars(module)[name])
+        undecided = {
+            path: (owner, name)
+            for path, (owner, name) in paths.items()
+            if path not in self._settled and _holds_any(vars(owner)[name])
         }
-        undecided = paths.keys() - self._settled
-        if not undecided:
-            return []
-        shown = _Shown(root, made)
-        self._settled |= undecided
-        return [path for path, at in paths.items() if path in undecided and not shown.has(*at)]
+        self._settled |= undecided.keys()
+        return [
+            path
+            for path, (owner, name) in undecided.items()
+            if not shown_by(owner).has(owner, name)
+        ]
 
 
 class _TensorToken:
@@ -158,9 +195,9 @@ def _is_users(kind: type) -> bool:
 
 
 class _Shown:
-    """What a module's state dict makes, and the memory that is registered in the module."""
+    """What a state dict makes, and the memory of the tensors that are stored as they are."""
 
-    def __init__(self, root: nn.Module, made: Mapping[str, object]) -> None:
+    def __init__(self, made: Mapping[Any, object], *, memory: set[Any]) -> None:
         self._values: dict[str, set[tuple[type, object]]] = {}
         """Numbers and texts that are shown, by the name nearest to them."""
         for key, value in _leaves(made, _KINDS):
@@ -169,14 +206,9 @@ class _Shown:
                 self._values.setdefault(_bare(key), set()).add((type(single), single))
         self._tensors = [each for _, each in _leaves(made, torch.Tensor)]
         self._arrays = [each for _, each in _leaves(made, np.ndarray)]
-        self._memory = {
-            storage_id(local_of(tensor))
-            for *_, module, _ in walk_all(root)
-            for tensor in registered_in(module).values()
-            if _has_storage(tensor)
-        }
+        self._memory = memory
 
-    def has(self, module: nn.Module, name: str) -> bool:
+    def has(self, module: object, name: str) -> bool:
         """Return True if all of an attribute is shown, or is memory of a registered tensor.
 
         A number under the name of another attribute is that one's: counters run in step.
@@ -196,6 +228,34 @@ class _Shown:
         if _has_storage(array) and storage_id(local_of(array)) in self._memory:
             return True
         return any(equal_bits(array, each) for each in self._tensors)
+
+
+def _registered_memory(root: nn.Module) -> set[Any]:
+    return {
+        storage_id(local_of(tensor))
+        for *_, module, _ in walk_all(root)
+        for tensor in registered_in(module).values()
+        if _has_storage(tensor)
+    }
+
+
+def _shown_by_optimizer(optimizer: Any, form_of: Callable[[Any], Mapping[Any, Any]]) -> _Shown:
+    """Return what a save reads of an optimizer.
+
+    In `state` and `param_groups` an attribute is the number of its name, or the tensor that has its
+    memory: steps, settings and moments are equal by chance.
+    """
+    form = form_of(optimizer)
+    usual = {key: form[key] for key in ("state", "param_groups") if key in form}
+    names = {_bare(name) for name in vars(optimizer)}
+    made: dict[str, object] = {"": {key: form[key] for key in form if key not in usual}}
+    for key, value in _leaves(usual, _VALUES):
+        if _bare(key) in names:
+            made.setdefault(key, [])
+            cast(list[object], made[key]).append(value)
+    tensors = [each for _, each in _leaves(usual, torch.Tensor)]
+    memory = {storage_id(local_of(each)) for each in tensors if _has_storage(each)}
+    return _Shown(made, memory=memory)
 
 
 def _single(value: Any) -> bool | int | float | str | None:

@@ -180,6 +180,27 @@ def test_an_owner_that_is_no_module_is_refused(wrong: Any) -> None:
         OptimizerState(torch.optim.SGD(nn.Linear(1, 1).parameters()), wrong)
 
 
+def test_parameters_of_no_module_are_put_into_one(tmp_path: Path) -> None:
+    alone = nn.Parameter(torch.zeros(()))
+    for wrong in (alone, {"alpha": alone}, {"model": nn.Linear(1, 1), "alpha": alone}):
+        with pytest.raises(ConfigError, match=r"into one, a torch\.nn\.ParameterDict"):
+            OptimizerState(torch.optim.Adam([alone]), wrong)  # type: ignore[arg-type]
+
+    def made() -> tuple[torch.optim.Optimizer, nn.ParameterDict, dict[str, Any]]:
+        owner = nn.ParameterDict({"alpha": torch.zeros(())})
+        optimizer = torch.optim.Adam([owner["alpha"]])
+        return optimizer, owner, {"a": owner, "optimizer": OptimizerState(optimizer, owner)}
+
+    optimizer, owner, state = made()
+    owner["alpha"].sum().backward()
+    optimizer.step()
+    Checkpointer(tmp_path).save(1, state)
+    twin, other, target = made()
+    Checkpointer(tmp_path).load(target)
+    assert other["alpha"].item() == owner["alpha"].item() != 0
+    assert twin.state_dict() == optimizer.state_dict()
+
+
 def numbered(context: RankContext, root: str) -> None:
     """A form that numbers parameters, and keys what is theirs by numbers and tuples."""
     with ProcessGroups.create(Layout(dp=2)) as groups:

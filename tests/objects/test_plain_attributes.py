@@ -6,13 +6,14 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from holdfast import Checkpointer, ModuleState
+from holdfast import Checkpointer, ModuleState, OptimizerState
 
 
 class Net(nn.Module):
@@ -112,6 +113,59 @@ def test_what_changes_and_is_not_stored_is_named_once(
     messages = [record.message for record in caplog.records if "no state dict" in record.message]
     assert len(messages) == len(names)
     assert all(path in messages[0] for path in paths)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in attributes, of which the groups and the state show some."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model.parameters(), **options)
+        self.num_steps, self.shown, self.cut = 0, 0, 3
+        self.mean, self.kept = torch.zeros(2), torch.zeros(2)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.num_steps += 1
+        self.shown += 1
+        self.mean += 1
+        self.kept += 1
+        for group in self.param_groups:
+            group["shown"] = self.shown
+            self.state[group["params"][0]] |= {"kept": self.kept, "other": self.num_steps}
+
+
+class Stating(Counting):
+    """States what the class before loses."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "more": {"n": self.num_steps, "mean": self.mean}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = dict(state)
+        self.num_steps, self.mean = own.pop("more").values()
+        super().load_state_dict(own)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [(Counting, ["num_steps", "mean"]), (Stating, []), (torch.optim.AdamW, [])]
+)
+def test_what_an_optimizer_changes_and_does_not_store_is_named_once(
+    kind: Any, names: list[str], tmp_path: Path
+) -> None:
+    """O14."""
+    model = nn.Linear(2, 2)
+    optimizer = kind(model) if issubclass(kind, Counting) else kind(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = {"optimizer": OptimizerState(optimizer, model), "schedule": schedule}
+    reports = []
+    with Checkpointer(tmp_path) as checkpointer:
+        for number in range(4):
+            reports.append(checkpointer.save(number, state))
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            schedule.step()
+    paths = [f"optimizer.{name}" for name in names]
+    assert [list(report.unstored) for report in reports] == [[], paths, [], []]
 
 
 def test_a_metric_inside_of_a_module_is_named_unless_it_is_persistent(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -269,6 +270,10 @@ def test_every_dtype_of_the_format(tmp_path: Path) -> None:
         (np.array(["a"]), "<U1"),
         (np.zeros(2, dtype=np.longdouble), "longdouble|float128"),
         (np.array([b"ab"]), "S2"),
+        (np.random.default_rng(1), r"RNG\(generators="),
+        (np.random.RandomState(1), r"RNG\(generators="),
+        (random.Random(1), r"RNG\(generators="),
+        (torch.Generator(), r"RNG\(generators="),
         ({1.0: 0, float("nan"): 1, float("nan"): 2}, "same stored form"),
     ],
     ids=str,

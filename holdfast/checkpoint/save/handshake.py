@@ -425,11 +425,12 @@ class Handshake:
 
 
 def warn_of_unstored(attributes: Sequence[str], rank: int) -> None:
-    """Say once that training changes attributes of modules that no checkpoint has."""
+    """Say once that training changes attributes that no checkpoint has."""
     _LOG.warning(
         "rank %s: %s changed since the last save, and no state dict shows it: a load does not "
         "bring it back. If training depends on it, register it as a buffer, return it from "
-        "get_extra_state, or save it as a part of its own",
+        "get_extra_state (an optimizer: keep it in state or param_groups), or save it as a part of "
+        "its own",
         rank,
         some_of(attributes),
     )

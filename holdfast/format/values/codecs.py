@@ -57,6 +57,13 @@ USUAL_NAN = "7ff8000000000000"
 """The bits of `float("nan")`; any other NaN is stored with its bits."""
 FACTORIES = (bool, bytes, dict, float, int, list, set, str, tuple)
 """The default factories of a defaultdict that can be stored; any other would be code."""
+_GENERATORS = (
+    "numpy.random._generator.Generator",
+    "numpy.random.mtrand.RandomState",
+    "random.Random",
+    "torch._C.Generator",
+)
+"""Types of random generators by name: this room imports no torch."""
 
 _MAX_DECIMAL_BITS = 8192  # beyond this, decimal digits cost more than linear time: hexadecimal
 _DECIMAL = re.compile(r"-?[1-9][0-9]{0,4000}", re.ASCII)
@@ -384,6 +391,9 @@ class _Encoder:
             hint = f"register it: Codecs(enums=[{cls.__name__}])"
         elif is_dataclass(value):
             hint = f"register it: Codecs(dataclasses=[{cls.__name__}])"
+        elif any(f"{base.__module__}.{base.__qualname__}" in _GENERATORS for base in cls.__mro__):
+            hint = "convert its state to plain values"
+            marker = ", or keep it in a part of its own: RNG(generators={name: generator})"
         else:
             hint = "convert it to plain values, register a Codec for its type"
             marker = ", or mark it Transient"
