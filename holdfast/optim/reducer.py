@@ -223,11 +223,11 @@ class GradientReducer:
 
     def _refuse_unordered(self) -> None:
         """Raise ConfigError if a microbatch within this one, which launches first, is not left."""
-        beside = self._beside()
-        if beside and beside[-1] is not self:
+        entered = self._beside()
+        if entered and entered[-1] is not self:
             raise ConfigError(
                 f"optimizer '{self.name}': its microbatch(...) is left before that of optimizer "
-                f"'{beside[-1].name}' within it, on the same communicator: leave the inner one "
+                f"'{entered[-1].name}' within it, on the same communicator: leave the inner one "
                 f"first"
             )
 
