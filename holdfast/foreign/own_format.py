@@ -165,6 +165,7 @@ def layout(catalog: Catalog, *, step: int) -> Output:
     ]
     return Output(
         files=files,
+        num_tensors=len(catalog.tensors),
         block_nbytes=DEFAULT_BLOCK_NBYTES,
         finish=lambda digests: _records(catalog, files, images, digests, step=step),
         notes=catalog.left_out,

@@ -93,6 +93,26 @@ def test_a_copy_under_a_newer_name_is_not_the_newest(tmp_path: Path) -> None:
     assert steps_of(storage) == [2, 9]
 
 
+def test_a_look_at_the_newest_step_takes_the_next_if_that_goes(tmp_path: Path) -> None:
+    """O9: retention removes it between the list and the manifest."""
+
+    class Removed(PosixStorage):
+        is_due = True
+
+        def size(self, path: str) -> int:
+            if self.is_due and path == "iter_0000001/manifest.json":
+                self.is_due = False
+                Checkpointer(tmp_path).save(2, {"t": {"step": 2}})
+                shutil.rmtree(tmp_path / "iter_0000001")
+            return super().size(path)
+
+    Checkpointer(tmp_path).save(1, {"t": {"step": 1}})
+    checkpointer = Checkpointer(Removed(tmp_path))
+    assert checkpointer.inspect().step == 2
+    with pytest.raises(StorageError, match="not a committed checkpoint"):
+        checkpointer.inspect(1)
+
+
 def test_a_step_under_the_name_of_another_is_damage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
