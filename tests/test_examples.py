@@ -56,10 +56,7 @@ def test_every_example_is_run_and_listed() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "async_policies" else ())
-        for name in NUM_RANKS
-    ],
+    [pytest.param(name, marks=() if name == "fsdp2" else pytest.mark.slow) for name in NUM_RANKS],
 )
 def test_an_example_continues_after_a_stop_as_if_there_had_been_none(
     name: str, tmp_path: Path

@@ -36,7 +36,7 @@ def share_of_values(ends: Ends) -> float:
     return values / sum(count for (*_, end), count in ends.items() if end != "fault")
 
 
-@pytest.mark.parametrize(("num_ranks", "count"), [(1, 30), (2, 15)])
+@pytest.mark.parametrize(("num_ranks", "count"), [(1, 15), (2, 8)])
 def test_any_actions_equal_one_process_or_raise_by_name(
     tmp_path: Path, num_ranks: int, count: int
 ) -> None:

@@ -25,6 +25,10 @@ from holdfast.cli.main import main
 from holdfast.foreign import output
 from holdfast.writer import copying
 
+# Whoever runs the tests in the background, or by nohup, has these ignored.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def stop(*args, **kwargs):
     for _ in range(2):  # as timeout(1) does
         os.kill(os.getpid(), signal.Signals[sys.argv[1]])

@@ -182,6 +182,7 @@ def test_some_products_of_axes_train_like_one_process() -> None:
     check(4, cases, "sgd", dtype=torch.float32, bound=1e-6)
 
 
+@pytest.mark.slow
 def test_all_axes_together_train_like_one_process() -> None:
     check(8, ON_EIGHT[:1], "sgd", dtype=torch.float32, bound=1e-6)
 

@@ -66,7 +66,11 @@ def workplace(tmp_path: Path) -> Path:
     ("model", "legs"),
     [
         (MODEL, ((1, ""), (2, "--tp 2"), (4, "--tp 4"), (4, "--tp 2"), (1, ""))),
-        (EXPERTS, ((1, ""), (2, "--ep 2"), (4, "--tp 2 --ep 2"), (4, "--tp 2 --cp 2"))),
+        pytest.param(
+            EXPERTS,
+            ((1, ""), (2, "--ep 2"), (4, "--tp 2 --ep 2"), (4, "--tp 2 --cp 2")),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             EXPERTS,
             ((2, "--cp 2"), (4, "--cp 2 --tp 2 --expt-tp 1 --ep 2"), (4, "--tp 4 --zero 1")),

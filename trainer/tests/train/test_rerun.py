@@ -293,7 +293,9 @@ def drifting(rank: RankContext, directory: str, words: str) -> tuple[str, str, b
     return str(stopped.value), notes.getvalue(), is_same
 
 
-@pytest.mark.parametrize("words", [VALIDATE, f"--async-save {DROPOUT}"])
+@pytest.mark.parametrize(
+    "words", [VALIDATE, pytest.param(f"--async-save {DROPOUT}", marks=pytest.mark.slow)]
+)
 def test_a_rank_whose_replicas_drift_is_named_with_its_device(workplace: Path, words: str) -> None:
     """Wrong but finite values: the save fails, and the checkpoint before brings back the run."""
     for message, notes, is_same in run_ranks(3, drifting, str(workplace), words).results:
