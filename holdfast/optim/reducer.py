@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,30 @@ class Slot(GradientHook):
         self.reducer.gradient_forgotten(self)
 
 
+class Reducing(Protocol):
+    """What reduces gradients during a backward; see `ProcessGroups.reducing`."""
+
+    def reduces_on(self, group: dist.ProcessGroup) -> bool:
+        """Return True if it may launch reductions on a communicator in a backward from now on."""
+
+    def launch_late(self, *, within: str) -> None:
+        """Launch none before its microbatch is left, if it can wait, for something within it."""
+
+
+def share_backward(
+    reducing: Sequence[Reducing], groups: Iterable[dist.ProcessGroup], *, who: str
+) -> bool:
+    """Have what reduces on some communicators do so late; return True if there is any.
+
+    Raises:
+        ConfigError: It has launched some in its microbatch already.
+    """
+    others = [each for each in reducing if any(map(each.reduces_on, groups))]
+    for each in others:
+        each.launch_late(within=who)
+    return bool(others)
+
+
 class GradientReducer:
     """Takes the gradient of each parameter as backward makes it, and reduces full buckets.
 
@@ -84,7 +108,7 @@ class GradientReducer:
         divisor: the sum of gradients is divided by it.
         names: of the parameters, for messages.
         name: the optimizer's.
-        reducing: the reducers that are in a microbatch, on this and other communicators.
+        reducing: what is in a microbatch, on this and other communicators.
     """
 
     def __init__(
@@ -96,7 +120,7 @@ class GradientReducer:
         divisor: int,
         names: dict[nn.Parameter, str],
         name: str,
-        reducing: list[GradientReducer],
+        reducing: list[Reducing],
     ) -> None:
         self._reducing = reducing
         self._buckets = buckets
@@ -197,27 +221,24 @@ class GradientReducer:
         """Launch late, and let others on the communicator do so, if several are in a microbatch.
 
         Then each launches its buckets when its microbatch is left, which all ranks do in one order.
-
-        Raises:
-            ConfigError: Another one has launched some in this microbatch already.
         """
-        self._is_late = self.launches_late
         group = self._shard_groups.reduce
-        others = [
-            each
-            for each in self._reducing
-            if group is not None and each._shard_groups.reduce is group and not each._is_late
-        ]
-        for other in others:
-            if other._next:
-                raise ConfigError(
-                    f"optimizer '{self.name}': microbatch(...) after a backward within that of "
-                    f"optimizer '{other.name}', on the same communicator: enter both before the "
-                    f"backward, or leave one first"
-                )
-        for each in (self, *others) if others else ():
-            each._is_late = True
+        groups = () if group is None else (group,)
+        is_shared = share_backward(self._reducing, groups, who=f"optimizer '{self.name}'")
+        self._is_late = self.launches_late or is_shared
         self._reducing.append(self)
+
+    def reduces_on(self, group: dist.ProcessGroup) -> bool:
+        return group is self._shard_groups.reduce and not self._is_late
+
+    def launch_late(self, *, within: str) -> None:
+        if self._next:
+            raise ConfigError(
+                f"{within}: microbatch(...) after a backward within that of optimizer "
+                f"'{self.name}', on the same communicator: enter both before the backward, or "
+                f"leave one first"
+            )
+        self._is_late = True
 
     @torch.no_grad()
     def take_all(self) -> None:
