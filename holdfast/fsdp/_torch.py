@@ -752,6 +752,9 @@ class Places:
             known = getattr(member, "orig_dtype", shard.dtype)
             if shard.dtype != known:
                 what = f"was converted from {known} to {shard.dtype} after the first forward"
+            # FSDP2 gathers from memory that it takes from the shard when the model is converted.
+            elif _STORAGE(shard) != _STORAGE(member._sharded_param_data):
+                what = "was swapped with another tensor (torch.utils.swap_tensors)"
             # A conversion of the model gives it another shard, too.
             elif outsides[i] != self._outsides[i] and self._shards[i]() is shard:
                 what = "was assigned to through .data, which torch ignores for a DTensor"
