@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
@@ -20,6 +21,7 @@ from holdfast.optim import collectives
 from holdfast.optim.buckets import Bucket
 from holdfast.optim.in_flight import (
     BUCKETED,
+    BucketedShare,
     GradientHook,
     HeldHook,
     change_class,
@@ -52,6 +54,14 @@ class Slot(GradientHook):
     """True until the gradient of this microbatch comes."""
     kind: type[Tensor] | None = None
     """The parameter's own class while it has a class of `BUCKETED`."""
+    share: Tensor | None = None
+    """The elements that this rank updates, which `param_groups` shows."""
+
+    def watch(self, share: Tensor) -> None:
+        """Notice reads of `.grad` of the share, too, while that of the parameter is noticed."""
+        untyped: Any = share
+        untyped._post_accumulate_grad_hooks = OrderedDict({0: HeldHook(self)})
+        self.share = share
 
     def on_made(self, parameter: Tensor) -> None:
         """Move the gradient that autograd has put into `.grad` into its bucket."""
@@ -325,6 +335,8 @@ class GradientReducer:
             if slot.kind is not None:
                 change_class(slot.parameter, slot.kind)
                 slot.kind = None
+                if slot.share is not None:
+                    slot.share.__class__ = Tensor
         self._has_warned = False
 
     def on_gradient(self, slot: Slot, gradient: Tensor) -> None:
@@ -402,6 +414,8 @@ class GradientReducer:
         if kind in BUCKETED:
             slot.kind = kind
             change_class(slot.parameter, BUCKETED[kind])
+            if slot.share is not None:
+                slot.share.__class__ = BucketedShare
 
     def gradient_read(self, slot: Slot) -> None:
         """Raise or warn before `.grad` of a marked parameter is read.
