@@ -303,8 +303,10 @@ class ShardedModel(MicrobatchTaker):
     def reduces_on(self, group: dist.ProcessGroup) -> bool:
         return group in self._log.counts()
 
-    def launch_late(self, *, within: str) -> None:
-        """Do nothing: FSDP2 reduces in the backward, and what is within comes after it."""
+    def launch_late(self, *, within: str) -> bool:
+        """Return False: FSDP2 reduces in the backward, and what is within comes after it."""
+        del within
+        return False
 
     def _share_backward(self) -> None:
         """Let sharded optimizers whose microbatch this is within reduce after the backward.

@@ -84,22 +84,21 @@ class Reducing(Protocol):
     def reduces_on(self, group: dist.ProcessGroup) -> bool:
         """Return True if it may launch reductions on a communicator in a backward from now on."""
 
-    def launch_late(self, *, within: str) -> None:
-        """Launch none before its microbatch is left, if it can wait, for something within it."""
+    def launch_late(self, *, within: str) -> bool:
+        """Launch none before its microbatch is left; return False if it cannot wait."""
 
 
 def share_backward(
     reducing: Sequence[Reducing], groups: Iterable[dist.ProcessGroup], *, who: str
 ) -> bool:
-    """Have what reduces on some communicators do so late; return True if there is any.
+    """Have what reduces on some communicators do so late; return True if some cannot.
 
     Raises:
         ConfigError: It has launched some in its microbatch already.
     """
     others = [each for each in reducing if any(map(each.reduces_on, groups))]
-    for each in others:
-        each.launch_late(within=who)
-    return bool(others)
+    can_wait = [each.launch_late(within=who) for each in others]  # each of them
+    return not all(can_wait)
 
 
 class GradientReducer:
@@ -107,9 +106,10 @@ class GradientReducer:
 
     Buckets are launched in their order, never out of it, so that all ranks make the same
     collectives whatever order their gradients come in. That holds for one reducer on a
-    communicator: of several, one may launch while gradients come, and the others after it. One
-    *round* reduces every bucket once. Stage 1 makes one round a step, stage 2 one a microbatch.
-    With `is_joint` a round launches nothing: the step exchanges what it has filled (`joint.py`).
+    communicator: of several microbatches within one another the innermost launches while gradients
+    come, and each other one when it is left. One *round* reduces every bucket once. Stage 1 makes
+    one round a step, stage 2 one a microbatch. With `is_joint` a round launches nothing: the step
+    exchanges what it has filled (`joint.py`).
 
     Args:
         buckets: hold the parameters, in the order in which they are reduced.
@@ -151,10 +151,8 @@ class GradientReducer:
         self.is_joint = False
         """True if the step exchanges whole gradients, so that none is reduced before (`joint.py`).
         """
-        self.launches_late = False
-        """True if no bucket is launched before the end of a microbatch: see `ChainedOptimizer`."""
         self._is_late = False
-        """True if that holds for this microbatch: another optimizer takes its gradients, too."""
+        """True if this microbatch launches at its end: another one is within it."""
         self.is_apart = False
         """True if the gradients of this step are reduced all the same: the norm was asked for."""
         self._num_missing = [len(bucket.parameters) for bucket in buckets]
@@ -216,6 +214,7 @@ class GradientReducer:
         try:
             yield
             if self._is_eager:
+                self._refuse_unordered()
                 with torch.no_grad():
                     self._finish_round()
                 self._is_reduced = is_last
@@ -228,27 +227,48 @@ class GradientReducer:
             self._is_eager = self._is_inside = False
 
     def _share_backward(self) -> None:
-        """Launch late, and let others on the communicator do so, if several are in a microbatch.
+        """Let the microbatches that this one is entered in launch when they are left.
 
-        Then each launches its buckets when its microbatch is left, which all ranks do in one order.
+        All ranks leave them in one order, and this one first. During a backward they would take
+        turns as gradients come, which is in another order on each rank (an expert without tokens, a
+        branch taken first), and one's sum would meet the other's. A fully sharded model reduces
+        during the backward in any case, so next to one this one is late, too.
+
+        Raises:
+            ConfigError: Another one has launched some in this microbatch already.
         """
         group = self._shard_groups.reduce
         groups = () if group is None else (group,)
-        is_shared = share_backward(self._reducing, groups, who=f"optimizer '{self.name}'")
-        self._is_late = self.launches_late or is_shared
+        self._is_late = share_backward(self._reducing, groups, who=f"optimizer '{self.name}'")
         self._reducing.append(self)
 
     def reduces_on(self, group: dist.ProcessGroup) -> bool:
-        return group is self._shard_groups.reduce and not self._is_late
+        return group is self._shard_groups.reduce
 
-    def launch_late(self, *, within: str) -> None:
-        if self._next:
+    def launch_late(self, *, within: str) -> bool:
+        if self._next and not self._is_late:
             raise ConfigError(
                 f"{within}: microbatch(...) after a backward within that of optimizer "
                 f"'{self.name}', on the same communicator: enter both before the backward, or "
                 f"leave one first"
             )
         self._is_late = True
+        return True
+
+    def _refuse_unordered(self) -> None:
+        """Raise ConfigError if a microbatch within this one, which launches first, is not left."""
+        group = self._shard_groups.reduce
+        entered = [
+            each
+            for each in self._reducing
+            if isinstance(each, GradientReducer) and group is not None and each.reduces_on(group)
+        ]
+        if entered and entered[-1] is not self:
+            raise ConfigError(
+                f"optimizer '{self.name}': its microbatch(...) is left before that of optimizer "
+                f"'{entered[-1].name}' within it, on the same communicator: leave the inner one "
+                f"first"
+            )
 
     @torch.no_grad()
     def take_all(self) -> None:
