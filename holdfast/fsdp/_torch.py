@@ -85,21 +85,31 @@ def mesh_info(mesh: DeviceMesh, *, shards: bool) -> Any:
     return FSDPMeshInfo(mesh, shard_mesh_dim=0)
 
 
-def log_launches(group: Any, log: LaunchLog) -> None:
-    """Note all collectives of a group of parameters from now on."""
+def log_launches(group: Any, log: LaunchLog, *, name: str) -> None:
+    """Note all collectives of a group of parameters from now on; `name` tells it from others."""
     if isinstance(group.mesh_info, FSDPMeshInfo):
         gather, over = group._all_gather_comm, group._reduce_scatter_process_group
         is_watched = can_watch(over, group.device)
         log.expect(gather.group if isinstance(gather, GatherOn) else over)
         log.expect(over)
-        group._all_gather_comm = LoggedGather(gather, log, is_watched=is_watched)
+        group._all_gather_comm = LoggedGather(
+            gather, log, source=f"the gather of {name}", is_watched=is_watched
+        )
         group._reduce_scatter_comm = LoggedReduction(
-            group._reduce_scatter_comm, log, is_watched=is_watched
+            group._reduce_scatter_comm,
+            log,
+            source=f"the reduction of {name}",
+            is_watched=is_watched,
         )
     if isinstance(group.mesh_info, DDPMeshInfo):
         between = group.mesh_info.replicate_process_group
         log.expect(between)
-        group.sums = LoggedSums(between, log, is_watched=can_watch(between, group.device))
+        group.sums = LoggedSums(
+            between,
+            log,
+            source=f"the sum between replicas of {name}",
+            is_watched=can_watch(between, group.device),
+        )
 
 
 class PendingGradient(GradientHook):
@@ -742,6 +752,9 @@ class Places:
             known = getattr(member, "orig_dtype", shard.dtype)
             if shard.dtype != known:
                 what = f"was converted from {known} to {shard.dtype} after the first forward"
+            # FSDP2 gathers from memory that it takes from the shard when the model is converted.
+            elif _STORAGE(shard) != _STORAGE(member._sharded_param_data):
+                what = "was swapped with another tensor (torch.utils.swap_tensors)"
             # A conversion of the model gives it another shard, too.
             elif outsides[i] != self._outsides[i] and self._shards[i]() is shard:
                 what = "was assigned to through .data, which torch ignores for a DTensor"

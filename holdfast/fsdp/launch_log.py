@@ -8,10 +8,10 @@ hooks for them (`_torch.log_launches`), but for `LoggedSums`, which stands for a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from itertools import chain, repeat
-from operator import itemgetter
+from itertools import chain, compress, repeat
+from operator import is_, itemgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -62,6 +62,8 @@ class UnitLaunch(NamedTuple):
     """Elements that this rank gives."""
     dtype: torch.dtype
     device: torch.device
+    source: int = -1
+    """What is gathered or reduced, see `LaunchLog.add_source`; -1 where only bytes are known."""
 
     @classmethod
     def of(
@@ -97,7 +99,7 @@ class UnitLaunch(NamedTuple):
         return self.operation, self.numel, str(self.dtype).removeprefix("torch.")
 
 
-_GROUP = itemgetter(1)
+_GROUP, _SOURCE = itemgetter(1), itemgetter(5)
 """Of what `LaunchLog` notes of a launch."""
 _LOOK_AFTER = tuple(timedelta(seconds=each) for each in (0.1, 0.2, 0.5))
 """A wait looks after these times whether another rank has failed, and then every last of them.
@@ -111,9 +113,15 @@ class LaunchLog:
 
     On the host this rank waits for them here, and looks meanwhile, if `look` is set, whether
     another rank has failed, which will never come. A device waits by itself.
+
+    A communicator pairs the launches of its ranks by their order alone. So ranks compare orders: if
+    one gathers a unit where another gathers one of the same size, both get wrong weights.
     """
 
     def __init__(self) -> None:
+        self._sources: list[str] = []
+        self._orders: dict[dist.ProcessGroup, int] = {}
+        """By communicator, a digest of the launches but for those noted, since `forget_orders`."""
         self._noted: list[tuple[Any, ...]] = []
         """The fields of each `UnitLaunch` from the last `start` to the last `stop`."""
         self.look: Callable[[], None] | None = None
@@ -150,8 +158,34 @@ class LaunchLog:
         """Count the launches on a communicator, also while there are none."""
         self._counts.setdefault(group, 0)
 
+    def add_source(self, what: str) -> int:
+        """Return the number of what is gathered or reduced from now on; equal on all ranks."""
+        self._sources.append(what)
+        return len(self._sources) - 1
+
+    def orders(self) -> Mapping[dist.ProcessGroup, int]:
+        """Return a digest of the order of launches on each communicator since `forget_orders`."""
+        return {
+            group: hash((self._orders.get(group, 0), *self._sources_on(group)))
+            for group in self._counts
+        }
+
+    def noted_on(self, group: dist.ProcessGroup) -> list[str]:
+        """Return what was gathered or reduced from the last `start` to the last `stop`."""
+        return [self._sources[number] for number in self._sources_on(group)]
+
+    def forget_orders(self) -> None:
+        """Compare what follows alone; on all ranks."""
+        self._orders.clear()
+
+    def _sources_on(self, group: dist.ProcessGroup) -> Iterator[int]:
+        is_on = map(is_, map(_GROUP, self._noted), repeat(group))
+        return compress(map(_SOURCE, self._noted), is_on)
+
     def _count(self, fields: tuple[Any, ...]) -> None:
-        self._counts[fields[1]] += 1
+        group = fields[1]
+        self._counts[group] += 1
+        self._orders[group] = hash((self._orders.get(group, 0), fields[5]))
 
     def watched(self, work: dist.Work) -> WatchedWork:
         """Return work on the host that is waited for here."""
@@ -204,9 +238,10 @@ class WatchedWork(dist.Work):
 class Logged:
     """Makes a collective in the place of another object of FSDP2, and notes it."""
 
-    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
+    def __init__(self, inner: Any, log: LaunchLog, *, source: str, is_watched: bool) -> None:
         self._inner = inner
         self._log = log
+        self._source = log.add_source(source)
         self._is_watched = is_watched
         self.allocate = inner.allocate
 
@@ -218,8 +253,8 @@ class LoggedGather(Logged):
     cost as much as the launch.
     """
 
-    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
-        super().__init__(inner, log, is_watched=is_watched)
+    def __init__(self, inner: Any, log: LaunchLog, *, source: str, is_watched: bool) -> None:
+        super().__init__(inner, log, source=source, is_watched=is_watched)
         self._apart: dist.ProcessGroup | None = inner.group if isinstance(inner, GatherOn) else None
         self._options = AllgatherOptions()
         self._options.asyncOp = True
@@ -233,9 +268,8 @@ class LoggedGather(Logged):
     ) -> dist.Work | None:
         """Note it and launch it."""
         over = self._apart or group
-        self._log.note(
-            ("all-gather", over, input_tensor.numel(), input_tensor.dtype, input_tensor.device)
-        )
+        given = input_tensor
+        self._log.note(("all-gather", over, given.numel(), given.dtype, given.device, self._source))
         work: dist.Work | None
         if not self._is_watched:
             work = self._inner(output_tensor, input_tensor, group, async_op=async_op)
@@ -255,8 +289,8 @@ class LoggedReduction(Logged):
     it gave any more.
     """
 
-    def __init__(self, inner: Any, log: LaunchLog, *, is_watched: bool) -> None:
-        super().__init__(inner, log, is_watched=is_watched)
+    def __init__(self, inner: Any, log: LaunchLog, *, source: str, is_watched: bool) -> None:
+        super().__init__(inner, log, source=source, is_watched=is_watched)
         self._options = dist.AllreduceOptions()
         self._options.asyncOp = True
 
@@ -269,8 +303,9 @@ class LoggedReduction(Logged):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Note it and launch it."""
+        given = input_tensor
         self._log.note(
-            ("reduce-scatter", group, input_tensor.numel(), input_tensor.dtype, input_tensor.device)
+            ("reduce-scatter", group, given.numel(), given.dtype, given.device, self._source)
         )
         if not self._is_watched:
             work: dist.Work | None = self._inner(
@@ -288,9 +323,12 @@ class LoggedReduction(Logged):
 class LoggedSums:
     """A communicator on which FSDP2 makes its all-reduces, which are noted."""
 
-    def __init__(self, group: dist.ProcessGroup, log: LaunchLog, *, is_watched: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, log: LaunchLog, *, source: str, is_watched: bool
+    ) -> None:
         self._group = group
         self._log = log
+        self._source = log.add_source(source)
         self._is_watched = is_watched
 
     def size(self) -> int:
@@ -300,7 +338,9 @@ class LoggedSums:
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work | None:
         """Note an all-reduce and launch it; torch's `all_reduce` calls it and waits."""
         given = tensors[0]
-        self._log.note(("all-reduce", self._group, given.numel(), given.dtype, given.device))
+        self._log.note(
+            ("all-reduce", self._group, given.numel(), given.dtype, given.device, self._source)
+        )
         work: dist.Work | None = self._group.allreduce(tensors, options)
         return work if work is None or not self._is_watched else self._log.watched(work)
 

@@ -203,7 +203,7 @@ def _make_units(
         # The model's own parameters are used to the end of its forward, and first in backward.
         frees = regathers and unit is not root
         _torch.make_unit(unit, mesh=mesh, precision=precision, regathers=frees)
-        for (kind, _), members in plan.of(unit).items():
+        for (kind, dtype), members in plan.of(unit).items():
             axis = axes[kind]
             group = _torch.add_parameters(
                 unit,
@@ -216,7 +216,8 @@ def _make_units(
             _torch.set_reduction(group, divisor=axis.divisor)
             if axis.gather is not None:
                 _torch.set_gather(group, axis.gather)
-            _torch.log_launches(group, log)
+            name = plan.units[unit] or "(the model)"
+            _torch.log_launches(group, log, name=f"unit '{name}' ({kind}, {dtype})")
             for each, member in zip(members, _torch.members(group), strict=True):
                 if _torch.hooks_of(each.parameter):
                     hooks[member] = _torch.hooks_of(each.parameter)

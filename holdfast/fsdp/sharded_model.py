@@ -31,6 +31,7 @@ from holdfast.optim.engine import ALONE, Veto
 from holdfast.optim.microbatches import Description, Launched, Microbatches, MicrobatchTaker
 from holdfast.optim.norms import CopyCounts, GradientPart, gradient_parts
 from holdfast.optim.reduced import JoinedOptimizer, PlainStepper
+from holdfast.optim.reducer import share_backward
 from holdfast.parallel import ProcessGroups
 from holdfast.state.module_tree import parameter_names
 from holdfast.state.unfinished import set_worker
@@ -275,6 +276,7 @@ class ShardedModel(MicrobatchTaker):
         reduces_outer = is_last or self._outer_reduction == "microbatch"
         reshards = is_last or self._schedule.regathers
         self._set(reduces=reduces, reduces_outer=reduces_outer, reshards=reshards)
+        self._share_backward()
         if self._predicts:
             whole = tuple(guard.is_whole() for guard in self._guards)
             trained = tuple(_torch.sharded(member).requires_grad for member, _ in self._members)
@@ -284,6 +286,7 @@ class ShardedModel(MicrobatchTaker):
             )
         self._log.start()
         self._is_pending = True
+        self.groups.reducing.append(self)
         try:
             yield
             # Without a backward in the last one, gradients of those before it are not reduced.
@@ -292,11 +295,29 @@ class ShardedModel(MicrobatchTaker):
             _torch.explain(error)
             raise
         finally:
+            self.groups.reducing.remove(self)
             self._log.stop()
             self._units.leave()  # after an error, too
             self._set(reduces=True, reduces_outer=True, reshards=True)
 
+    def reduces_on(self, group: dist.ProcessGroup) -> bool:
+        return group in self._log.counts()
+
+    def launch_late(self, *, within: str) -> bool:
+        """Return False: FSDP2 reduces in the backward, and what is within comes after it."""
+        del within
+        return False
+
+    def _share_backward(self) -> None:
+        """Let sharded optimizers whose microbatch this is within reduce after the backward.
+
+        Each rank has gradients of theirs, and of the units here, in an order of its own.
+        """
+        if self.groups.reducing:
+            share_backward(self.groups.reducing, self._log.counts(), who="the sharded model")
+
     def close_microbatch(self) -> None:
+        self._log.forget_orders()
         if self._predicts:
             self._programs.remember(self._kind, [*self._log.launches])
 
@@ -318,6 +339,13 @@ class ShardedModel(MicrobatchTaker):
             )
             for group, count in self._log.counts().items()
         }
+
+    def orders(self) -> Mapping[str, int]:
+        return {str(group.group_name): order for group, order in self._log.orders().items()}
+
+    def launches_on(self, communicator: str) -> Sequence[str]:
+        groups = {str(group.group_name): group for group in self._log.counts()}
+        return self._log.noted_on(groups[communicator])
 
     def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:
         groups = {str(group.group_name): group for group in self._log.counts()}
@@ -419,6 +447,7 @@ class ShardedModel(MicrobatchTaker):
             if self._is_interrupted or interrupted:
                 _torch.reset(self.model)
             self._is_pending = self._is_interrupted = False
+            self._log.forget_orders()
             for group in self._groups:
                 group.drop_gradients()
             # After an error some ranks have whole parameters and others not: all gather again.
@@ -605,6 +634,8 @@ class ShardedModel(MicrobatchTaker):
             # Also after training: some units may not have run in it.
             _torch.prepare_for_inference(module, [guard.state for guard in self._guards])
             self._is_ready_for_inference = True
+        if torch.is_grad_enabled():  # maybe without a microbatch here
+            self._share_backward()
         self._prefetch.begin()
 
     @mark_eager
@@ -685,6 +716,12 @@ class ShardedModelStepper(PlainStepper):
 
     def launched(self) -> dict[str, Launched]:
         return self._sharded.launched()
+
+    def orders(self) -> Mapping[str, int]:
+        return self._sharded.orders()
+
+    def launches_on(self, communicator: str) -> Sequence[str]:
+        return self._sharded.launches_on(communicator)
 
     def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:
         return self._sharded.launch_missing(missing)

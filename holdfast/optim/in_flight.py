@@ -293,6 +293,15 @@ class BucketedDTensor(DTensor):
         return _as(DTensor, self, lambda p: p.__reduce_ex__(protocol))
 
 
+class BucketedShare(Tensor):
+    """The elements of a parameter that a rank updates, while its gradient is in a bucket."""
+
+    __slots__ = ()
+    # As nn.Parameter: what is computed of it is a plain tensor.
+    __torch_function__ = nn.Parameter.__torch_function__
+    grad = property(_read_gradient, _write_gradient, _delete_gradient)
+
+
 BUCKETED: Mapping[type[Tensor], type[Tensor]] = MappingProxyType(
     {nn.Parameter: BucketedParameter, DTensor: BucketedDTensor}
 )

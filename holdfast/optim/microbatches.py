@@ -10,9 +10,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.optim import collectives
 from holdfast.optim.collectives import Pending
+from holdfast.optim.launch_orders import compare_orders
 from holdfast.parallel import ModuleGroups, ProcessGroups
 from holdfast.parallel.ranks import shorten_ranks
 
@@ -72,6 +75,18 @@ class MicrobatchTaker(ABC):
         which it has made.
         """
         return {}
+
+    def orders(self) -> Mapping[str, int]:
+        """Return, by communicator, a digest of the order of launches; equal on all of its ranks.
+
+        For a kind whose launches follow the code of the model, which may differ between ranks.
+        """
+        return {}
+
+    def launches_on(self, communicator: str) -> Sequence[str]:
+        """Return what `orders` is of, in words: the launches of this microbatch."""
+        del communicator
+        return ()
 
     def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:
         """Launch collectives that other ranks have launched and this one has not, by communicator.
@@ -318,11 +333,28 @@ class Microbatches:
             )
 
     def _agree(self) -> None:
-        """Wait for all ranks; raise if one has failed."""
+        """Wait for all ranks; raise if one has failed, or launched in another order."""
         self._is_known = True
-        with self._groups.control.in_step():
-            self._groups.control.agree(None, phase=_PHASE)
+        orders = {
+            _key(module, name): order
+            for module, taker in self._takers.items()
+            for name, order in taker.orders().items()
+        }
+        control = self._groups.control
+        payload = msgspec.msgpack.encode(orders) if orders else b""
+        with control.in_step():
+            payloads = control.agree(None, phase=_PHASE, payload=payload)
+            if payloads.count(payload) != len(payloads):
+                compare_orders(payloads, launches=self._launches_of, control=control)
         self._is_known = False
+
+    def _launches_of(self, key: str) -> Sequence[str] | None:
+        """Return what this rank has launched on a communicator of a module, if it has it."""
+        for module, taker in self._takers.items():
+            for name in taker.orders():
+                if _key(module, name) == key:
+                    return taker.launches_on(name)
+        return None
 
     def _end_on_all(self, error: Exception) -> None:
         """Raise on all ranks; return if this one keeps its own error."""

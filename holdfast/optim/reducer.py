@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from holdfast.optim import collectives
 from holdfast.optim.buckets import Bucket
 from holdfast.optim.in_flight import (
     BUCKETED,
+    BucketedShare,
     GradientHook,
     HeldHook,
     change_class,
@@ -52,6 +54,14 @@ class Slot(GradientHook):
     """True until the gradient of this microbatch comes."""
     kind: type[Tensor] | None = None
     """The parameter's own class while it has a class of `BUCKETED`."""
+    share: Tensor | None = None
+    """The elements that this rank updates, which `param_groups` shows."""
+
+    def watch(self, share: Tensor) -> None:
+        """Notice reads of `.grad` of the share, too, while that of the parameter is noticed."""
+        untyped: Any = share
+        untyped._post_accumulate_grad_hooks = OrderedDict({0: HeldHook(self)})
+        self.share = share
 
     def on_made(self, parameter: Tensor) -> None:
         """Move the gradient that autograd has put into `.grad` into its bucket."""
@@ -66,6 +76,29 @@ class Slot(GradientHook):
     def on_clear(self) -> None:
         """Raise."""
         self.reducer.gradient_forgotten(self)
+
+
+class Reducing(Protocol):
+    """What reduces gradients during a backward; see `ProcessGroups.reducing`."""
+
+    def reduces_on(self, group: dist.ProcessGroup) -> bool:
+        """Return True if it may launch reductions on a communicator in a backward from now on."""
+
+    def launch_late(self, *, within: str) -> bool:
+        """Launch none before its microbatch is left; return False if it cannot wait."""
+
+
+def share_backward(
+    reducing: Sequence[Reducing], groups: Iterable[dist.ProcessGroup], *, who: str
+) -> bool:
+    """Have what reduces on some communicators do so late; return True if some cannot.
+
+    Raises:
+        ConfigError: It has launched some in its microbatch already.
+    """
+    others = [each for each in reducing if any(map(each.reduces_on, groups))]
+    can_wait = [each.launch_late(within=who) for each in others]  # each of them
+    return not all(can_wait)
 
 
 class GradientReducer:
@@ -85,7 +118,7 @@ class GradientReducer:
         divisor: the sum of gradients is divided by it.
         names: of the parameters, for messages.
         name: the optimizer's.
-        reducing: the reducers that are in a microbatch, on this and other communicators.
+        reducing: what is in a microbatch, on this and other communicators.
     """
 
     def __init__(
@@ -97,7 +130,7 @@ class GradientReducer:
         divisor: int,
         names: dict[nn.Parameter, str],
         name: str,
-        reducing: list[GradientReducer],
+        reducing: list[Reducing],
     ) -> None:
         self._reducing = reducing
         self._buckets = buckets
@@ -198,32 +231,38 @@ class GradientReducer:
 
         All ranks leave them in one order, and this one first. During a backward they would take
         turns as gradients come, which is in another order on each rank (an expert without tokens, a
-        branch taken first), and one's sum would meet the other's.
+        branch taken first), and one's sum would meet the other's. A fully sharded model reduces
+        during the backward in any case, so next to one this one is late, too.
 
         Raises:
             ConfigError: Another one has launched some in this microbatch already.
         """
-        self._is_late = False
-        others = [each for each in self._entered() if not each._is_late]
-        for other in others:
-            if other._next:
-                raise ConfigError(
-                    f"optimizer '{self.name}': microbatch(...) after a backward within that of "
-                    f"optimizer '{other.name}', on the same communicator: enter both before the "
-                    f"backward, or leave one first"
-                )
-        for other in others:
-            other._is_late = True
+        group = self._shard_groups.reduce
+        groups = () if group is None else (group,)
+        self._is_late = share_backward(self._reducing, groups, who=f"optimizer '{self.name}'")
         self._reducing.append(self)
 
-    def _entered(self) -> list[GradientReducer]:
-        """Return the reducers in a microbatch on this one's communicator, as they were entered."""
-        group = self._shard_groups.reduce
-        return [e for e in self._reducing if group is not None and e._shard_groups.reduce is group]
+    def reduces_on(self, group: dist.ProcessGroup) -> bool:
+        return group is self._shard_groups.reduce
+
+    def launch_late(self, *, within: str) -> bool:
+        if self._next and not self._is_late:
+            raise ConfigError(
+                f"{within}: microbatch(...) after a backward within that of optimizer "
+                f"'{self.name}', on the same communicator: enter both before the backward, or "
+                f"leave one first"
+            )
+        self._is_late = True
+        return True
 
     def _refuse_unordered(self) -> None:
         """Raise ConfigError if a microbatch within this one, which launches first, is not left."""
-        entered = self._entered()
+        group = self._shard_groups.reduce
+        entered = [
+            each
+            for each in self._reducing
+            if isinstance(each, GradientReducer) and group is not None and each.reduces_on(group)
+        ]
         if entered and entered[-1] is not self:
             raise ConfigError(
                 f"optimizer '{self.name}': its microbatch(...) is left before that of optimizer "
@@ -316,6 +355,8 @@ class GradientReducer:
             if slot.kind is not None:
                 change_class(slot.parameter, slot.kind)
                 slot.kind = None
+                if slot.share is not None:
+                    slot.share.__class__ = Tensor
         self._has_warned = False
 
     def on_gradient(self, slot: Slot, gradient: Tensor) -> None:
@@ -393,6 +434,8 @@ class GradientReducer:
         if kind in BUCKETED:
             slot.kind = kind
             change_class(slot.parameter, BUCKETED[kind])
+            if slot.share is not None:
+                slot.share.__class__ = BucketedShare
 
     def gradient_read(self, slot: Slot) -> None:
         """Raise or warn before `.grad` of a marked parameter is read.

@@ -167,6 +167,8 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             reducing=groups.reducing,
         )
         self._gradients = self._gradient_views()
+        for slot, updated, _ in self._gradients:
+            slot.watch(updated)
         self._cut_ends = self._find_cut_ends()
         self._parts = self._make_parts()
         self._is_closed = False

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast import Checkpointer, ConfigError, HoldfastError, Layout, ProcessGroups
-from holdfast.fsdp import ShardedModel
+from holdfast import Checkpointer, ConfigError, HoldfastError, Layout, PlanError, ProcessGroups
+from holdfast.fsdp import ShardedModel, fully_shard_model
 from tests.fsdp.common import STRATEGIES, build, difference, full, place, rows_of, sgd, shard, truth
 from tests.harness import RankContext, run_ranks
 
@@ -655,3 +655,71 @@ def frozen_and_left_out(context: RankContext) -> None:
 def test_what_is_frozen_and_does_not_run_keeps_its_values() -> None:
     """I1: before, momentum and decay moved a layer that was frozen before it was left out."""
     run_ranks(2, frozen_and_left_out)
+
+
+class Branching(nn.Module):
+    """Runs layers of one size in the order of the call; the output depends on those in `used`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, order: tuple[int, ...], used: tuple[int, ...] = (0, 1)) -> Tensor:
+        for number in order:
+            out = (number + 1) * self.layers[number](x)
+            x = x + (out if number in used else out.detach())
+        return x
+
+
+ORDERS: list[tuple[Any, Any]] = [
+    (((0, 1),), ((1, 0),)),
+    (((0,),), ((1,),)),
+    (((0, 1), (0,)), ((0, 1), (1,))),
+]
+"""What the ranks call: other orders, other units, the same with gradients for others."""
+
+
+def branch(sharded: ShardedModel, x: Tensor, of_rank: Any) -> None:
+    with sharded.microbatch(is_last=True):
+        sharded.model(x, *of_rank).sum().backward()
+
+
+def in_other_orders(context: RankContext) -> None:
+    rows = [torch.full((1, 4), rank + 1.0, requires_grad=True) for rank in range(2)]
+    x = rows[context.rank]
+    with ProcessGroups.create(Layout(dp=2), data_timeout_s=20) as groups:
+        for strategy in STRATEGIES:
+            net = Branching()
+            with torch.no_grad():
+                net.layers[0].weight.copy_(torch.eye(4))  # type: ignore[operator, union-attr]
+                net.layers[1].weight.copy_(torch.ones(4, 4))  # type: ignore[operator, union-attr]
+            single = copy.deepcopy(net)
+            # What is gathered ahead would be another number of gathers, and one rank wait in vain.
+            sharded = fully_shard_model(
+                net, groups, experts=(), units=net.layers, strategy=strategy, num_prefetched=0
+            )
+            optimizer, alone = sgd(net.parameters()), sgd(single.parameters())
+            # Where whole parameters are freed, so would the last of these.
+            for each in ORDERS[: 2 if strategy == "optim_grads_params" else 3]:
+                with pytest.raises(PlanError, match=r"what comes next: .*'layers\.\d' .*rank 1"):
+                    branch(sharded, x, each[context.rank])
+                sharded.drop_gradients()
+            if strategy != "no_shard":  # which gathers nothing
+                with torch.no_grad():
+                    net(x, *ORDERS[1][context.rank])
+                with pytest.raises(PlanError, match="outside of microbatch"):
+                    branch(sharded, x, ((0, 1),))
+                sharded.drop_gradients()
+            with torch.no_grad():
+                net(x, (1, 0))
+            branch(sharded, x, ((0, 1),))
+            sharded.step(optimizer)
+            losses = [single(row, (0, 1)).sum() / 2 for row in rows]
+            torch.stack(losses).sum().backward()
+            alone.step()
+            assert difference(net, single) < 1e-4, strategy
+
+
+def test_ranks_that_run_other_units_do_not_get_each_others_weights() -> None:
+    """I1: a rank without rows for an expert took the other expert's weights, silently."""
+    run_ranks(2, in_other_orders)

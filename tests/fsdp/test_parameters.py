@@ -198,12 +198,17 @@ def convert(net: Any) -> None:
     net.layers[1].to(torch.float64)
 
 
+def swap(net: Any) -> None:
+    torch.utils.swap_tensors(net.layers[1].bias, nn.Parameter(net.layers[1].bias.detach() * 2))
+
+
 REPLACED = {
     assign: "is another one since",
     remove: "is not there any more since",
     tie: "is another one since",
     give_memory: "was assigned to through .data",
     convert: "was converted from torch.float32 to torch.float64",
+    swap: "was swapped with another tensor",
 }
 
 
@@ -237,7 +242,7 @@ def replaced(context: RankContext, directory: str) -> None:
                 change(net)
             with torch.no_grad(), pytest.raises(ConfigError, match=match):
                 net(rows(0))
-            if change is not convert:
+            if change not in (convert, swap):
                 net.layers[1].bias = before
                 sharded.drop_gradients()
                 backward()

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from holdfast import ConfigError, GroupError, Layout, ProcessGroups
 from holdfast.errors import HoldfastError
-from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer
+from holdfast.fsdp import fully_shard_model
+from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer, collectives
 from tests.harness import RankContext, run_ranks
 from tests.optim.common import OPTIMIZERS, sgd
 from tests.optim.experts import build_sparse, chain, rows_of
@@ -278,6 +279,85 @@ def _stop(_: Any) -> None:
 def test_sums_of_two_optimizers_on_one_communicator_do_not_meet(join: Any, stage: int) -> None:
     """M12, I1: buckets of equal sizes were added to those of the other optimizer, silently."""
     run_ranks(2, in_any_order, join, stage)
+
+
+class Trunk(nn.Module):
+    """A layer that comes before the head on one rank, and after it on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out
+
+
+def trunk_and_head(context: RankContext, stage: Literal[1, 2]) -> None:
+    """A fully sharded trunk and a head with a sharded optimizer, under one backward."""
+    # As on devices: over gloo messages between ranks never meet a sum.
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ProcessGroups.create(Layout(dp=2), data_timeout_s=20) as groups,
+    ):
+        patch.setattr(collectives, "sends_directly", lambda *_: False)
+        torch.manual_seed(3)
+        trunk, head = Trunk(), nn.Linear(4, 4, bias=False)
+        members = [trunk.body.weight, head.weight]
+        expected = [p.detach().clone().requires_grad_() for p in members]
+        sharded = fully_shard_model(trunk, groups, experts=())
+        optimizer = sgd(trunk.parameters())
+        of_head = ShardedOptimizer(
+            head,
+            head.parameters(),
+            make=sgd,
+            groups=groups,
+            over="dp_cp",
+            divisor=2,
+            stage=stage,
+            overlap=False,
+        )
+
+        def outer_head() -> Iterator[Any]:
+            yield of_head.microbatch(is_last=True)
+            yield sharded.microbatch(is_last=True)
+
+        def outer_trunk() -> Iterator[Any]:
+            yield from reversed([*outer_head()])
+
+        def only_head() -> Iterator[Any]:
+            yield of_head.microbatch(is_last=True)
+
+        for contexts in (outer_head, outer_trunk, only_head):
+            with contextlib.ExitStack() as stack:
+                for each in contexts():
+                    stack.enter_context(each)
+                x = torch.eye(4) * (context.rank + 1)
+                out = trunk(head(x)) if context.rank else head(trunk(x))
+                out.square().sum().backward()
+            sharded.step(optimizer)
+            of_head.step()
+            body, last = expected
+            whole = sum(
+                (x @ (second @ first).T).square().sum() / 2
+                for x, first, second in (
+                    (torch.eye(4), body, last),
+                    (2 * torch.eye(4), last, body),
+                )
+            )
+            gradients = torch.autograd.grad(whole, expected)
+            with torch.no_grad():
+                for value, gradient in zip(expected, gradients, strict=True):
+                    value -= 0.1 * gradient
+            weight: Any = trunk.body.weight
+            torch.testing.assert_close(weight.full_tensor().detach(), body.detach())
+            torch.testing.assert_close(head.weight.detach(), last.detach())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sums_of_a_sharded_model_do_not_meet_those_of_an_optimizer(stage: int) -> None:
+    """M12, I1: a bucket was launched where it was full, before the units or after them."""
+    run_ranks(2, trunk_and_head, stage)
 
 
 def too_late(context: RankContext) -> None:

@@ -173,6 +173,9 @@ def test_reading_gradients_before_the_step_says_where_they_are() -> None:
     net = net_of()
     optimizer = sharded(net)
     clip = nn.utils.clip_grad_norm_
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    shares = [p for group in optimizer.param_groups for p in group["params"]]
     with optimizer.microbatch(is_last=False):
         net(torch.ones(3, 4)).mean().backward()
     backward(net, optimizer)
@@ -180,6 +183,8 @@ def test_reading_gradients_before_the_step_says_where_they_are() -> None:
         lambda: clip(net.parameters(), 1.0),
         lambda: nn.utils.clip_grad_value_(net.parameters(), 1.0),
         lambda: [p.grad for p in net.parameters()],
+        lambda: clip(shares, 1.0),  # what a loop over param_groups gets
+        lambda: scaler.unscale_(optimizer),
         net.zero_grad,
     ):
         with pytest.raises(
@@ -189,6 +194,7 @@ def test_reading_gradients_before_the_step_says_where_they_are() -> None:
     assert not net(torch.ones(1, 4)).isnan().any()
     assert optimizer.step(max_norm=1e-4).clipped
     assert all(type(p) is nn.Parameter and p.grad is None for p in net.parameters())
+    assert all(type(p) is torch.Tensor and p.grad is None for p in shares)
     assert clip(net.parameters(), 1.0) == 0  # after the step there are none, as after zero_grad
     # without microbatch nobody knows which backward was the last one
     net(torch.ones(3, 4)).mean().backward()

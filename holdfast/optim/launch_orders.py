@@ -1,0 +1,77 @@
+"""Compares the orders in which ranks launched the collectives of a microbatch.
+
+A communicator pairs launches by their order alone. Where they follow the code of the model, as the
+gathers of a fully sharded one do, a branch that one rank takes and another does not pairs different
+units: of one size, each rank computes with weights of another unit, and nothing fails.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+
+import msgspec
+
+from holdfast.errors import PlanError
+from holdfast.parallel.control.control import Control
+from holdfast.parallel.ranks import disagreement
+
+
+def compare_orders(
+    payloads: Sequence[bytes],
+    *,
+    launches: Callable[[str], Sequence[str] | None],
+    control: Control,
+) -> None:
+    """Raise PlanError on all ranks if ranks have launched unlike on a communicator of theirs.
+
+    Args:
+        payloads: of all ranks, a digest by communicator; empty without any.
+        launches: returns what this rank has launched on a communicator; None if it does not have
+            it.
+        control: of all ranks.
+
+    Cost: a collective over `control` if ranks differ.
+    """
+    by_rank = [
+        msgspec.msgpack.decode(each, type=dict[str, int]) if each else {} for each in payloads
+    ]
+    digests: dict[str, set[int]] = {}
+    for orders in by_rank:
+        for key, digest in orders.items():
+            digests.setdefault(key, set()).add(digest)
+    differing = sorted(key for key, different in digests.items() if len(different) > 1)
+    if not differing:
+        return
+    key = differing[0]
+    own = launches(key)
+    answers = control.all_gather(json.dumps(own and [*own]).encode(), phase="orders of collectives")
+    by_member = {
+        rank: json.loads(answer) or []
+        for rank, orders, answer in zip(control.ranks, by_rank, answers, strict=True)
+        if key in orders
+    }
+    differs = _first_difference(by_member)
+    if differs is None:
+        what = "forwards outside of microbatch(...), as of an evaluation, ran other units"
+    else:
+        what = str(
+            disagreement("microbatch", "what comes next", [*differs.values()], ranks=[*differs])
+        )
+    raise PlanError(
+        f"{what}. Collectives of different units met, so ranks computed with weights or gradients "
+        f"of another unit. All ranks of a data axis run the same units in the same order, in "
+        f"forward and backward: call a unit also where it has no rows, and use its output in the "
+        f"loss (times 0, maybe), or make the module around the branch the unit. Call "
+        f"drop_gradients() on all ranks, and repeat the step",
+        details={"ranks": [*by_member]},
+    )
+
+
+def _first_difference(launches: Mapping[int, Sequence[str]]) -> dict[int, str] | None:
+    """Return, by rank, the first launch that is not the same on all ranks; None if all are."""
+    for row in zip_longest(*launches.values(), fillvalue="nothing"):
+        if len({*row}) > 1:
+            return dict(zip(launches, row, strict=True))
+    return None
