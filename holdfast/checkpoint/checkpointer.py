@@ -539,10 +539,16 @@ class Checkpointer:
 
         Cost: one read of the manifest; no collectives.
         """
-        chosen = step if step is not None else self.latest()
-        if chosen is None:
-            raise StorageError(f"{self._storage.describe('')} holds no committed checkpoint")
-        return inspect_checkpoint(self._storage, chosen)
+        while True:
+            chosen = step if step is not None else self.latest()
+            if chosen is None:
+                raise StorageError(f"{self._storage.describe('')} holds no committed checkpoint")
+            try:
+                return inspect_checkpoint(self._storage, chosen)
+            except StorageError:
+                # Retention may have removed the newest since that look: there is a newer one then.
+                if step is not None or chosen in self.steps():
+                    raise
 
     def steps(self) -> list[int]:
         """Committed steps, ascending; none in a root that does not exist yet.

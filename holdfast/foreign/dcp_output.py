@@ -83,7 +83,11 @@ def layout(
     notes = [*catalog.left_out, *plain.notes]
     if catalog.metadata:
         notes.append(f"the user's metadata is left out: {', '.join(catalog.metadata)}")
-    return Output(files=[*output, OutputFile.of(METADATA_FILE, pickled(metadata))], notes=notes)
+    return Output(
+        files=[*output, OutputFile.of(METADATA_FILE, pickled(metadata))],
+        num_tensors=len(files.tensors),
+        notes=notes,
+    )
 
 
 @dataclass(slots=True)

@@ -100,6 +100,7 @@ class Output:
 
     Args:
         files: In the order in which they are written.
+        num_tensors: By their names in the output, those without elements included.
         is_folder: False for a format that is one file; then there is one file, of any name.
         block_nbytes: Bytes per block digest; 0 for none.
         finish: Makes the last files from the digests of the others.
@@ -108,6 +109,7 @@ class Output:
     """
 
     files: Sequence[OutputFile]
+    num_tensors: int
     is_folder: bool = True
     block_nbytes: int = 0
     finish: Callable[[Digests], Sequence[OutputFile]] | None = None

@@ -97,6 +97,7 @@ def catalog_of(snapshot: Snapshot) -> Catalog:
         tensors=tensors,
         parts=manifest.parts,
         metadata=manifest.metadata,
+        versions=manifest.versions,
     )
 
 
@@ -164,6 +165,7 @@ def layout(catalog: Catalog, *, step: int) -> Output:
     ]
     return Output(
         files=files,
+        num_tensors=len(catalog.tensors),
         block_nbytes=DEFAULT_BLOCK_NBYTES,
         finish=lambda digests: _records(catalog, files, images, digests, step=step),
         notes=catalog.left_out,
@@ -217,6 +219,7 @@ def _records(
         index=IndexInfo(nbytes=len(data), digest=digest128(data), num_rows=index.num_rows),
         totals=Totals(num_tensors=len(catalog.tensors), nbytes=stored, stored_nbytes=stored),
         metadata=dict(catalog.metadata),
+        versions=catalog.versions,
     )
     return [OutputFile.of(INDEX, data), OutputFile.of(MANIFEST, encode_manifest(manifest))]
 

@@ -340,7 +340,9 @@ def layout(
     elif is_folder and catalog.format == FORMAT and (names := _next_to_weights(catalog)):
         folder = catalog.storage.describe("").rstrip("/")
         notes.append(f"{some_of(names)}: --config-from {folder} copies them")
-    return Output(files=files, is_folder=is_folder, carried=carried, notes=notes)
+    return Output(
+        files=files, num_tensors=len(sizes), is_folder=is_folder, carried=carried, notes=notes
+    )
 
 
 def _split(sizes: Mapping[str, int], max_nbytes: int) -> list[list[str]]:

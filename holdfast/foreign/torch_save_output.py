@@ -74,7 +74,7 @@ def layout(catalog: Catalog, *, part: str | None = None, whole_tree: bool = Fals
     file = OutputFile(
         name="model.pt", nbytes=archive.nbytes, literals=archive.literals, extents=extents
     )
-    return Output(files=[file], is_folder=False, notes=notes)
+    return Output(files=[file], num_tensors=len(places), is_folder=False, notes=notes)
 
 
 def _places(value: Any) -> dict[str, str]:

@@ -71,27 +71,12 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                         f"'{names[member.parameter]}' and '{name}'"
                     )
                 names[member.parameter] = name
-        self._order_reductions()
         super().__init__(
             [
                 each.inner if isinstance(each, ShardedOptimizer) else each.optimizer
                 for each in self._optimizers.values()
             ]
         )
-
-    def _order_reductions(self) -> None:
-        """Let one optimizer on each communicator reduce during the backward, the others after it.
-
-        Gradients come in another order on each rank (an expert without tokens, a branch taken
-        first). Each optimizer launches its buckets in their order, but two of them on one
-        communicator would take turns as gradients come, and one's sum would meet the other's.
-        """
-        taken = set()
-        for each in self._optimizers.values():
-            if isinstance(each, ShardedOptimizer) and each.reduces_on is not None:
-                if each.reduces_on in taken:
-                    each.launch_late()
-                taken.add(each.reduces_on)
 
     def __getitem__(self, name: str) -> Any:
         """Return one of the optimizers."""
@@ -125,7 +110,8 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
 
     @contextlib.contextmanager
     def take_microbatch(self, *, is_last: bool) -> Iterator[None]:
-        # Left in their order, in which `join_microbatch` takes them on a rank that has failed.
+        # Left in their order, in which `join_microbatch` takes them on a rank that has failed: of
+        # those on one communicator the first one reduces during the backward, see the reducer.
         with contextlib.ExitStack() as stack:
             for optimizer in reversed(self._optimizers.values()):
                 stack.enter_context(optimizer.take_microbatch(is_last=is_last))

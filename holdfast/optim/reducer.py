@@ -73,9 +73,10 @@ class GradientReducer:
 
     Buckets are launched in their order, never out of it, so that all ranks make the same
     collectives whatever order their gradients come in. That holds for one reducer on a
-    communicator: of several, one may launch while gradients come, and the others after it. One
-    *round* reduces every bucket once. Stage 1 makes one round a step, stage 2 one a microbatch.
-    With `is_joint` a round launches nothing: the step exchanges what it has filled (`joint.py`).
+    communicator: of several microbatches within one another the innermost launches while gradients
+    come, and each other one when it is left. One *round* reduces every bucket once. Stage 1 makes
+    one round a step, stage 2 one a microbatch. With `is_joint` a round launches nothing: the step
+    exchanges what it has filled (`joint.py`).
 
     Args:
         buckets: hold the parameters, in the order in which they are reduced.
@@ -117,10 +118,8 @@ class GradientReducer:
         self.is_joint = False
         """True if the step exchanges whole gradients, so that none is reduced before (`joint.py`).
         """
-        self.launches_late = False
-        """True if no bucket is launched before the end of a microbatch: see `ChainedOptimizer`."""
         self._is_late = False
-        """True if that holds for this microbatch: another optimizer takes its gradients, too."""
+        """True if this microbatch launches at its end: another one is within it."""
         self.is_apart = False
         """True if the gradients of this step are reduced all the same: the norm was asked for."""
         self._num_missing = [len(bucket.parameters) for bucket in buckets]
@@ -182,6 +181,7 @@ class GradientReducer:
         try:
             yield
             if self._is_eager:
+                self._refuse_unordered()
                 with torch.no_grad():
                     self._finish_round()
                 self._is_reduced = is_last
@@ -194,20 +194,17 @@ class GradientReducer:
             self._is_eager = self._is_inside = False
 
     def _share_backward(self) -> None:
-        """Launch late, and let others on the communicator do so, if several are in a microbatch.
+        """Let the microbatches that this one is entered in launch when they are left.
 
-        Then each launches its buckets when its microbatch is left, which all ranks do in one order.
+        All ranks leave them in one order, and this one first. During a backward they would take
+        turns as gradients come, which is in another order on each rank (an expert without tokens, a
+        branch taken first), and one's sum would meet the other's.
 
         Raises:
             ConfigError: Another one has launched some in this microbatch already.
         """
-        self._is_late = self.launches_late
-        group = self._shard_groups.reduce
-        others = [
-            each
-            for each in self._reducing
-            if group is not None and each._shard_groups.reduce is group and not each._is_late
-        ]
+        self._is_late = False
+        others = [each for each in self._beside() if not each._is_late]
         for other in others:
             if other._next:
                 raise ConfigError(
@@ -215,9 +212,24 @@ class GradientReducer:
                     f"optimizer '{other.name}', on the same communicator: enter both before the "
                     f"backward, or leave one first"
                 )
-        for each in (self, *others) if others else ():
-            each._is_late = True
+        for other in others:
+            other._is_late = True
         self._reducing.append(self)
+
+    def _beside(self) -> list[GradientReducer]:
+        """Return the reducers in a microbatch on this one's communicator, as they were entered."""
+        group = self._shard_groups.reduce
+        return [e for e in self._reducing if group is not None and e._shard_groups.reduce is group]
+
+    def _refuse_unordered(self) -> None:
+        """Raise ConfigError if a microbatch within this one, which launches first, is not left."""
+        beside = self._beside()
+        if beside and beside[-1] is not self:
+            raise ConfigError(
+                f"optimizer '{self.name}': its microbatch(...) is left before that of optimizer "
+                f"'{beside[-1].name}' within it, on the same communicator: leave the inner one "
+                f"first"
+            )
 
     @torch.no_grad()
     def take_all(self) -> None:

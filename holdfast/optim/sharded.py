@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from holdfast._torch import parameter_table
@@ -211,15 +210,6 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         """Take gradients; the last microbatch reduces during its backward, in stage 2 every one."""
         self._check_open()
         return self._reducer.microbatch(is_last=is_last)
-
-    @property
-    def reduces_on(self) -> ProcessGroup | None:
-        """The communicator that adds gradients up; None for one rank."""
-        return self._shard_groups.reduce
-
-    def launch_late(self) -> None:
-        """Reduce after each backward that reduces, and not during it: see `ChainedOptimizer`."""
-        self._reducer.launches_late = True
 
     def join_microbatch(self) -> Sequence[Pending]:
         if not self._is_closed:

@@ -300,7 +300,13 @@ def too_late(context: RankContext) -> None:
         with other.microbatch(is_last=True):
             net[1](torch.ones(2)).sum().backward()
         assert other.step().norm > 0
+        outer, inner = one.microbatch(is_last=True), other.microbatch(is_last=True)
+        outer.__enter__()
+        inner.__enter__()
+        with pytest.raises(ConfigError, match=r"'one': .* left before that of optimizer 'other'"):
+            outer.__exit__(None, None, None)
+        inner.__exit__(None, None, None)
 
 
-def test_a_microbatch_within_that_of_another_optimizer_begins_before_the_backward() -> None:
+def test_a_microbatch_within_that_of_another_optimizer_begins_and_ends_within_it() -> None:
     run_ranks(2, too_late)

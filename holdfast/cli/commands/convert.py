@@ -167,19 +167,13 @@ def _as_json(
         "to": str(conversion.to),
         "format": args.to,
         "written": not args.dry_run,
-        "num_tensors": _num_tensors(conversion),
+        "num_tensors": output.num_tensors,
         "nbytes": output.nbytes,
         "files": [{"name": file.name, "nbytes": file.nbytes} for file in output.files],
         "changes": changes,
         "left_out": _left_out(conversion),
         "seconds": round(seconds, 3),
     }
-
-
-def _num_tensors(conversion: Conversion) -> int:
-    """Tensors that are written; one may be there in several chunks."""
-    files = conversion.output.files
-    return len({extent.to_key for file in files for extent in file.extents})
 
 
 def _left_out(conversion: Conversion) -> list[str]:
@@ -199,9 +193,9 @@ def _print(
         console.print(table)
     for line in changes if args.dry_run else ():
         console.print(f"  {clean(line)}", soft_wrap=True)
-    num = _num_tensors(conversion)
     done = "would be written" if args.dry_run else "written"
     after = "" if args.dry_run else f" and compared with the source, in {seconds:.1f} s"
+    num = output.num_tensors
     console.print(
         f"{counted(num, 'tensor')}, {in_bytes(output.nbytes)}, of {clean(catalog.label)} "
         f"({catalog.format}) {done} as {args.to} to {conversion.to}{after}",
