@@ -100,7 +100,8 @@ def leaves_early(program: str, seed: str) -> str:
     assert found
     assert epochs in before
     before = before.replace("    for batch ", f"    {seed}(100 + epoch)\n    for batch ")
-    return before + found + leaves + after
+    counted = "assert checkpoints.epoch == epoch + 1\ncheckpoints.close()"
+    return before + found + leaves + after.replace("checkpoints.close()", counted)
 
 
 def with_workers_that_stay(program: str) -> str:

@@ -69,7 +69,7 @@ def test_a_loop_that_seeds_and_leaves_its_epochs(
 ) -> None:
     """X20. Right after a save at the end of an epoch that was left, and within the next one."""
     saved = "    checkpoints.save(overwrite=True)\ncheckpoints.close()"
-    program = leaves_early(PROGRAM, "seed_everything").replace("checkpoints.close()", saved)
+    program = leaves_early(PROGRAM.replace("checkpoints.close()", saved), "seed_everything")
     kill = KILL.format(at=at, rank=0)
     check_variant(server, tmp_path, program, kill=kill, epochs=EPOCHS)
 
