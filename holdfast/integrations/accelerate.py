@@ -29,6 +29,8 @@ from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.integrations.fetches import (
     FetchWatch,
+    LoadedStreams,
+    States,
     Streams,
     generators_of,
     has_workers,
@@ -129,7 +131,8 @@ class AccelerateCheckpoints:
     def epoch(self) -> int:
         """The pass over the loader that is trained with, in progress or next.
 
-        That is the loader in whose loop steps were counted or saved.
+        That is the loader in whose loop steps were counted or saved. A pass that the loop has left
+        early counts as a whole one.
 
         Raises:
             ConfigError: no loader was prepared: a loop over it would begin again.
@@ -142,7 +145,7 @@ class AccelerateCheckpoints:
             )
         if self._trained is None and self.step == 0:
             return 0  # whatever was validated before
-        return int(self._places[self._trained or 0].loader.iteration)
+        return self._places[self._trained or 0].num_passes
 
     def after_step(self) -> PendingSave | None:
         """Count an optimizer step, and save in the background if one is due; after each batch.
@@ -152,6 +155,7 @@ class AccelerateCheckpoints:
         Raises:
             HoldfastError: as of `Checkpointer.save_async`.
         """
+        self._note_trained()
         if not self._accelerator.sync_gradients:
             return None
         self.step += 1
@@ -170,9 +174,7 @@ class AccelerateCheckpoints:
         """
         accelerator = self._accelerator
         self._refuse_loss()
-        active = accelerator.gradient_state.active_dataloader
-        loaders = enumerate(place.loader for place in self._places)
-        self._trained = next((n for n, each in loaders if each is active), self._trained)
+        self._note_trained()
         if not accelerator.sync_gradients:
             raise ConfigError(
                 "AccelerateCheckpoints.save: gradients are being accumulated, and would be lost; "
@@ -206,8 +208,9 @@ class AccelerateCheckpoints:
         parts = {**self._parts(), "accelerator": own, "loaders": places}
         report = self._checkpointer.load(parts, step=step, **options)
         values: Any = report.values
+        loaded = LoadedStreams()
         for i, place in enumerate(self._places):
-            place.move(values["loaders"][str(i)])
+            place.move(values["loaders"][str(i)], loaded)
         own = values["accelerator"]
         self.step, self._trained = own["step"], own["loader"]
         # Nothing is accumulated at a save: with another number of steps the count begins again.
@@ -220,6 +223,16 @@ class AccelerateCheckpoints:
         """Wait for saves in flight, and raise what failed; destroy the communicators made here."""
         self._checkpointer.close()
         self._groups.close()
+
+    def _note_trained(self) -> None:
+        """Note which loaders are trained with now, of several the one whose pass began last."""
+        active = self._accelerator.gradient_state.active_dataloader
+        inside = [n for n, place in enumerate(self._places) if place.is_inside]
+        for n in inside:
+            self._places[n].is_trained = True
+        if inside:
+            begun_last = (n for n in inside if self._places[n].loader is active)
+            self._trained = next(begun_last, inside[0])
 
     def _refuse_loss(self) -> None:
         """Raise ConfigError if the accelerator has something that a save would not keep."""
@@ -278,6 +291,12 @@ class _Place:
         self._start: Streams | None = None
         self._had_workers = self._is_whole = False
         self._moved: Mapping[str, Any] | None = None
+        self.loaded: LoadedStreams | None = None
+        """The streams that the moved pass continues with."""
+        self._num_left = 0
+        """Passes that a loop has left early: the loader itself counts those that ended."""
+        self.is_trained = False
+        """True once a step was counted or saved in the pass in progress."""
 
     @classmethod
     def of(cls, loader: Any) -> _Place:
@@ -293,15 +312,32 @@ class _Place:
         object.__dict__["__class__"].__set__(loader, counting)
         return place
 
+    @property
+    def num_passes(self) -> int:
+        """Passes that have ended, or were left early after a step."""
+        return int(self.loader.iteration) + self._num_left
+
+    @property
+    def is_inside(self) -> bool:
+        """True while a pass is in progress."""
+        return self._moved is None and self._batches > 0
+
     def batches(self) -> Iterator[object]:
-        """Yield the batches of one pass: of a new one, or of the one that a load has moved to."""
+        """Yield the batches of one pass: of a new one, or of the one that a load has moved to.
+
+        A loop may leave a pass early; one in which nothing was trained was only looked at.
+        """
         moved, self._moved = self._moved, None
-        if moved is not None and self._is_whole:
+        loaded, self.loaded = self.loaded, None
+        if moved is not None and loaded is not None and self._is_whole:
+            set_streams(loaded.take())
             self.loader.iteration += 1
             return
+        self.is_trained = has_ended = False
         try:
-            if moved is not None and self._batches:
-                self._begin_moved(moved)
+            if moved is not None and loaded is not None and self._batches:
+                self.is_trained = True
+                self._begin_moved(moved, loaded.take())
             else:
                 self._begin_new()
             for batch in self._kind.__iter__(self.loader):
@@ -309,21 +345,24 @@ class _Place:
                 self._batches += 1
                 yield batch
             self._watch.finish()
+            has_ended = True
         finally:
             self._batches, self.loader.skip_batches = 0, 0
+            if not has_ended and self.is_trained:
+                self._num_left += 1
 
     def _begin_new(self) -> None:
         """Take note of the streams that the order of a new pass is drawn with."""
         self._had_workers = has_workers(self._base)
         self._batches, self._start = 0, Streams(self._generators)
 
-    def _begin_moved(self, moved: Mapping[str, Any]) -> None:
+    def _begin_moved(self, moved: Mapping[str, Any], now: States) -> None:
         """Let the next pass be the rest of one, whose order is drawn with its first streams.
 
         Where draws are watched, indices alone are passed over. Worker processes and iterable
         datasets fetch again what is passed over, so that their own streams are right, too.
         """
-        now, batches = Streams().states(), self._batches
+        batches = self._batches
         set_streams(moved.get("start") or {}, self._generators)
         self._begin_new()
         self._batches = batches
@@ -337,6 +376,7 @@ class _Place:
         """Return what is saved."""
         return {
             "epoch": int(self.loader.iteration),
+            "left": self._num_left,
             "batches": self._batches,
             "is_whole": self._is_at_end(),
             "total_batch_size": self._num_samples,
@@ -368,13 +408,13 @@ class _Place:
     def template(self) -> dict[str, object]:
         """Return what is loaded."""
         whole: dict[str, object] = dict.fromkeys(
-            ("epoch", "batches", "is_whole", "total_batch_size"), Stored()
+            ("epoch", "left", "batches", "is_whole", "total_batch_size"), Stored()
         )
         seeds = of_each_rank_or_first(Stored())
         return {**whole, "seeds": seeds, "streams": of_each_rank(Stored())}
 
-    def move(self, tree: Mapping[str, Any]) -> None:
-        """Go to where a checkpoint was."""
+    def move(self, tree: Mapping[str, Any], loaded: LoadedStreams) -> None:
+        """Go to where a checkpoint was, and continue with the streams of its load."""
         samples, size = tree["batches"] * tree["total_batch_size"], self._num_samples
         if samples % size and not tree["is_whole"]:
             raise MismatchError(
@@ -382,13 +422,13 @@ class _Place:
                 f"multiple of its {size} samples a step now; choose a batch size that divides it"
             )
         self.loader.iteration, self._batches = tree["epoch"], samples // size
-        self._is_whole = tree["is_whole"]
+        self._is_whole, self._num_left = tree["is_whole"], tree["left"]
         for sampler, seed in zip(self._seeded(), tree["seeds"], strict=True):
             sampler.initial_seed = seed
         streams = tree["streams"] if isinstance(tree["streams"], dict) else {}
         if streams.get("had_workers"):
             start_workers(self._base, self._generators)
-        self._moved = streams
+        self._moved, self.loaded = streams, loaded
         if self._is_whole or not self._batches:
             own = {n: s for n, s in (streams.get("start") or {}).items() if n in self._generators}
             set_streams(own, self._generators)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
 from holdfast.errors import ConfigError
+from holdfast.integrations.fetches import LoadedStreams
 from holdfast.integrations.gradients import GradientWatch, own_gradients, unused_gradients
 from holdfast.integrations.loaders import LoaderPlace, place_of, shares_of_data
 from holdfast.integrations.owners import owners_of
@@ -165,9 +166,11 @@ class FabricCheckpoints:
         for name, value in self._state.items():
             if isinstance(value, dict) and name in values:
                 value.update(values[name])
+        loaded = LoadedStreams()
         for i, place in enumerate(self._places):
             stored = values["fabric"]["loaders"][str(i)]
             place.load_state_dict(stored["place"])
+            place.continue_with = loaded.take
             self._loaders[i]._num_iter_calls = stored["epoch"]
         gradients = values["fabric"]["gradients"]
         for name, parameter in self._parameters().items():

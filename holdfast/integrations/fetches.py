@@ -38,6 +38,22 @@ class Streams:
         return {name: each.state_of(self._raw[name]) for name, each in self._accessors.items()}
 
 
+class LoadedStreams:
+    """The streams as a load has set them, with which the first pass that is resumed continues.
+
+    What a loop draws or seeds between the load and that pass belongs to the start of an epoch,
+    which the saved run had behind it.
+    """
+
+    def __init__(self) -> None:
+        self._states: States | None = Streams().states()
+
+    def take(self) -> States:
+        """Return those of the load to the first who asks, and to others those of now."""
+        states, self._states = self._states, None
+        return Streams().states() if states is None else states
+
+
 def set_streams(
     states: Mapping[str, State], generators: Mapping[str, torch.Generator] | None = None
 ) -> None:

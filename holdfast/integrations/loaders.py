@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.errors import MismatchError
 from holdfast.integrations.fetches import (
     FetchWatch,
+    States,
     Streams,
     generators_of,
     has_workers,
@@ -95,6 +96,8 @@ class LoaderPlace:
         """How many batches a pass has, where it ends before the loader does."""
         self.now: Mapping[str, Any] | None = None
         """The streams of a load, with which the moved pass continues."""
+        self.continue_with: Callable[[], States] = lambda: Streams().states()
+        """Returns the streams that the rest of a pass continues with, where `now` has none."""
         self.is_held = False
         """True while an iterator is made that is not used: it is empty, and draws nothing."""
 
@@ -137,7 +140,7 @@ class LoaderPlace:
 
     def _rest(self, iterator: Any, moved: Mapping[str, Any]) -> Iterator[Any]:
         """Yield the rest of a pass."""
-        now: Any = self.now if self.now is not None else Streams().states()
+        now: Any = self.now if self.now is not None else self.continue_with()
         self.now = None
         set_streams(moved["first"], self._generators)
         self._first = Streams(self._generators)
@@ -153,11 +156,15 @@ class LoaderPlace:
 
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield batches and count them."""
-        for batch in iterator:
-            self._batches += 1
-            yield batch
-        self._watch.finish()
-        self._batches, self._start, self._first = 0, None, None
+        start = self._start
+        try:
+            for batch in iterator:
+                self._batches += 1
+                yield batch
+        finally:  # a loop may leave a pass early, and an iterator may outlive its pass
+            if self._start is start:
+                self._watch.finish()
+                self._batches, self._start, self._first = 0, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place: batches, samples, and the streams that a resume draws with."""

@@ -12,8 +12,9 @@ import dataclasses
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ from holdfast.integrations.world import (
     groups_of_world,
     newest_step,
     of_each_rank,
-    stored_text,
+    stored_values,
     text_of_coordinator,
 )
 from holdfast.parallel import ProcessGroups
@@ -87,6 +88,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._epoch_start: Streams | None = None
         self._epoch = self._batches = self._steps_in_epoch = self._total_batch_size = 0
         self._replay: dict[str, Any] | None = None
+        self._begun = 0, 0
+        """The epoch, and the batch of it, at which the Trainer starts."""
         self._is_due_at_epoch_end = False
 
     @classmethod
@@ -158,7 +161,10 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
                 self._resumed = self._step_for(groups, resume_from_checkpoint)
                 if self._resumed is None:
                     return self._train(resume_from_checkpoint, *args, **named)
-                with self._resume_folder(checkpointer, self._resumed) as folder:
+                with (
+                    self._starts_once(),
+                    self._resume_folder(checkpointer, self._resumed) as folder,
+                ):
                     return self._train(folder, *args, **named)
             finally:
                 self._checkpointer = None
@@ -212,6 +218,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """Count an epoch."""
         if self._is_due_at_epoch_end:
             control.should_save, self._is_due_at_epoch_end = True, False
+        if self._watch is not None:  # nothing was left of the pass
+            self._watch.finish()
         self._epoch, self._batches = self._epoch + 1, 0
 
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
@@ -304,12 +312,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """Take from the Trainer where it will start, and watch its loader."""
         trainer: Any = self._trainer
         numbers = trainer.set_initial_training_values(args, loader)
-        per_epoch, total, self._steps_in_epoch = numbers[1], numbers[4], numbers[5]
-        self._total_batch_size = total
-        step = trainer.state.global_step if self._resumed is not None else 0
-        self._epoch, self._batches = step // per_epoch, 0
-        if not args.ignore_data_skip:
-            self._batches = step % per_epoch * args.gradient_accumulation_steps
+        self._total_batch_size, self._steps_in_epoch = numbers[4], numbers[5]
+        self._epoch, self._batches = self._begun if self._resumed is not None else (0, 0)
         self._watch, self._generators = FetchWatch(loader), generators_of(loader)
 
     # ---- Where ----
@@ -351,15 +355,40 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         Weights, optimizer and streams follow in `on_train_begin`, once they are placed.
         """
         trainer: Any = self._trainer
-        own = stored_text(checkpointer.groups, self._root, step, part="trainer", name="state")
+        names = ("trainer", "state"), ("position", "epoch"), ("position", "batches")
+        own, epoch, batches = stored_values(checkpointer.groups, self._root, step, names)
+
+        def begin(max_steps: int, per_epoch: int, num_epochs: int, *args: Any) -> tuple[int, int]:
+            init: Any = type(trainer)._init_training_state
+            counted = init(trainer, max_steps, per_epoch, num_epochs, *args)
+            # Of data without a length the Trainer counts all steps as of the first pass.
+            is_endless = num_epochs == sys.maxsize and not trainer.args.ignore_data_skip
+            self._begun = (epoch, batches) if is_endless else counted
+            return self._begun
+
+        own_methods = {
+            "_load_from_checkpoint": lambda *args, **named: None,
+            "_init_training_state": begin,
+        }
         with TemporaryDirectory(prefix="holdfast-") as folder:
             Path(folder, TRAINER_STATE_NAME).write_text(own)
-            trainer._load_from_checkpoint = lambda *args, **named: None
+            for name, method in own_methods.items():
+                setattr(trainer, name, method)
             try:
                 yield folder
             finally:
-                with suppress(AttributeError):
-                    del trainer._load_from_checkpoint
+                for name in own_methods:
+                    trainer.__dict__.pop(name, None)
+
+    @contextmanager
+    def _starts_once(self) -> Iterator[None]:
+        """Leave out the evaluation of a start: its count of patience would be one too many."""
+        arguments = self._trainer.args
+        evaluates, arguments.eval_on_start = arguments.eval_on_start, False
+        try:
+            yield
+        finally:
+            arguments.eval_on_start = evaluates
 
 
 def _moved(saved: _Position, here: _Position) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,30 +59,41 @@ def text_of_coordinator(groups: ProcessGroups, text: str, *, phase: str) -> str:
     return control.broadcast(own, phase=phase).decode()
 
 
-def stored_text(groups: ProcessGroups, root: Path, step: int, *, part: str, name: str) -> str:
-    """Return a text that a part of a checkpoint holds, on every rank, before anything is loaded.
+def stored_values(
+    groups: ProcessGroups, root: Path, step: int, names: Sequence[tuple[str, str]]
+) -> list[Any]:
+    """Return texts and numbers of a checkpoint, on every rank, before anything is loaded.
 
     One rank reads the manifest, and nothing else.
+
+    Args:
+        groups: of the ranks.
+        root: directory of the checkpoints.
+        step: which one.
+        names: of each value, the part that holds it and its name there.
 
     Raises:
         StorageError, CorruptionError: on all ranks: there is no such checkpoint, or its manifest is
             damaged.
-        MismatchError: on all ranks: it has no such text.
+        MismatchError: on all ranks: it does not have them all.
 
     Cost: two small collectives.
     """
 
     def read() -> str:
-        text: object = ""
+        values = []
         if groups.control.is_coordinator:
             manifest = read_manifest(PosixStorage(root), step_dir(step))[1]
-            node: object = manifest.parts.get(part)
-            text = node.get(name) if is_plain_dict(node) else None
-            if not isinstance(text, str):
-                raise MismatchError(f"the checkpoint of step {step} has no {part}.{name}")
-        return text_of_coordinator(groups, str(text), phase=f"read {part}.{name}")
+            for part, name in names:
+                node: object = manifest.parts.get(part)
+                value = node.get(name) if is_plain_dict(node) else None
+                if not isinstance(value, str | int):
+                    raise MismatchError(f"the checkpoint of step {step} has no {part}.{name}")
+                values.append(value)
+        return text_of_coordinator(groups, json.dumps(values), phase="read values")
 
-    return Guard[str](groups.control, f"read {part}.{name}").run(read)
+    values: list[Any] = json.loads(Guard[str](groups.control, "read values").run(read))
+    return values
 
 
 def newest_step(root: Path) -> int | None:

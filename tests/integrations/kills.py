@@ -87,6 +87,23 @@ def check_variant(server: ForkServer, root: Path, program: str, *, kill: str, ep
     assert server.lines_after_kill(program, root / "b", epochs, **named) == straight
 
 
+def leaves_early(program: str, seed: str) -> str:
+    """The program with a loop that seeds each epoch, and leaves it after four steps.
+
+    Args:
+        program: Its loop is over `loader`, in one over epochs.
+        seed: The function that seeds.
+    """
+    epochs, batches = "for epoch in range(checkpoints.epoch, int(sys.argv[2])):", "in loader:\n"
+    leaves = "        if checkpoints.step >= 4 * (epoch + 1):\n            break\n"
+    before, found, after = program.partition(batches)
+    assert found
+    assert epochs in before
+    before = before.replace("    for batch ", f"    {seed}(100 + epoch)\n    for batch ")
+    counted = "assert checkpoints.epoch == epoch + 1\ncheckpoints.close()"
+    return before + found + leaves + after.replace("checkpoints.close()", counted)
+
+
 def with_workers_that_stay(program: str) -> str:
     """The program with a loader's process that stays; its data draws nothing from it."""
     still = program.replace(" + torch.randn(8)\n", "\n")

@@ -14,7 +14,13 @@ import pytest
 from holdfast import Checkpointer, PerRankValues
 from holdfast.state.tensor_elements import equal_trees
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import NUM_KILLS, check_four_ranks, check_kills, check_variant
+from tests.integrations.kills import (
+    NUM_KILLS,
+    check_four_ranks,
+    check_kills,
+    check_variant,
+    leaves_early,
+)
 from tests.integrations.pages import program_of
 
 PROGRAM = program_of("transformers", "accelerate")
@@ -71,6 +77,26 @@ def test_killed_at_random_steps(
 ) -> None:
     resumed = partial(killed_and_resumed, server)
     check_kills(resumed, straight, tmp_path / "run", num_kills, first=3, stop=STEPS)
+
+
+ZIPPED = PROGRAM.replace(
+    "checkpoints = ",
+    "other = accelerator.prepare(torch.utils.data.DataLoader(Samples(), batch_size=3))\n"
+    "checkpoints = ",
+).replace("for batch in loader:", "for batch, _ in zip(loader, other):")
+
+
+@pytest.mark.parametrize(
+    ("program", "at"),
+    [(leaves_early(PROGRAM, "set_seed"), 5), (leaves_early(PROGRAM, "set_seed"), 8), (ZIPPED, 8)],
+    ids=["left", "seeded", "zipped"],
+)
+def test_a_loop_that_seeds_and_leaves_its_epochs(
+    server: ForkServer, tmp_path: Path, program: str, at: int
+) -> None:
+    """X20. Right after an epoch that was left, within the next one, and in two loaders' draws."""
+    kill = KILL.format(at=at, rank=0)
+    check_variant(server, tmp_path, program, kill=kill, epochs=EPOCHS)
 
 
 SHARDED = """

@@ -15,6 +15,7 @@ from tests.integrations.kills import (
     check_kills,
     check_variant,
     kill_at_step_of,
+    leaves_early,
     with_workers_that_stay,
 )
 from tests.integrations.pages import program_of
@@ -60,6 +61,17 @@ def test_killed_at_random_steps(
 ) -> None:
     resumed = partial(killed_and_resumed, server)
     check_kills(resumed, straight, tmp_path / "run", num_kills, first=3, stop=STEPS)
+
+
+@pytest.mark.parametrize("at", [5, 8])
+def test_a_loop_that_seeds_and_leaves_its_epochs(
+    server: ForkServer, tmp_path: Path, at: int
+) -> None:
+    """X20. Right after a save at the end of an epoch that was left, and within the next one."""
+    saved = "    checkpoints.save(overwrite=True)\ncheckpoints.close()"
+    program = leaves_early(PROGRAM.replace("checkpoints.close()", saved), "seed_everything")
+    kill = KILL.format(at=at, rank=0)
+    check_variant(server, tmp_path, program, kill=kill, epochs=EPOCHS)
 
 
 SHARDED = """
