@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 
 from bench.results import BenchResults, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 INK = "#22303c"
 FAINT = "#8795a1"
@@ -130,6 +127,11 @@ def print_phases(results: BenchResults, console: Console) -> None:
 
 def draw(results: BenchResults, path: Path) -> None:
     """Three panels: ratios to the floor, cost of a tiny tensor, planning at scale."""
+    import matplotlib as mpl  # takes a second, which nothing else here needs
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
     height = max(8, 0.5 * len(_with_ratios(results)))
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplot_mosaic(
@@ -176,7 +178,7 @@ def _draw_ratios(axes: Axes, results: BenchResults) -> None:
     top = max(max(row.holdfast, row.dcp or 0) / (row.floor or 1) for row in shown)
     low = min(0.8, *(row.holdfast / (row.floor or 1) * 0.9 for row in shown))
     axes.set_xlim(low, top * 4)
-    axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda x, _: f"{x:g}x"))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}x")
     axes.set_yticks(range(len(shown)), [f"{row.case}\n{row.name}" for row in shown])
     axes.set_xlabel("times the floor (log); black: the floor, red: Holdfast's bar")
     for label, colour in (("Holdfast", HOLDFAST), ("PyTorch DCP, its best way", DCP)):
@@ -205,8 +207,8 @@ def _draw_scale(axes: Axes, results: BenchResults) -> None:
         return
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.yaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axes.set_xlabel("ranks")
     axes.set_ylabel("seconds")
     axes.grid(True, color="#e6ebef", lw=0.7)
@@ -230,6 +232,6 @@ def _draw_tiny(axes: Axes, results: BenchResults) -> None:
     axes.axhline(20, color=MISSED, lw=1.5)
     axes.set_yscale("log")
     axes.set_ylim(1, max(row.dcp or row.holdfast for row in rows) * 4)
-    axes.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.yaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axes.set_xticks(range(len(rows)), [row.name.removesuffix(", a tensor") for row in rows])
     axes.set_ylabel("µs a tensor (log); red: target")

@@ -30,9 +30,9 @@ __all__ = [
     "TorchDispatchMode", "argument_names", "buffer_table", "copy_each", "form_check",
     "give_metadata", "hook_states", "launched_as", "local_tensor", "local_tensor_slot",
     "local_tensors", "lost_after_s", "mark_eager", "mark_launch", "mark_stepped", "module_table",
-    "num_storage_uses", "parameter_table", "registrations", "scale_each", "set_local_tensor",
-    "sparse_members", "spec_of", "storage_id", "unsaved_buffers", "watch_forwards",
-    "without_torch_function", "write_counter",
+    "module_version", "num_storage_uses", "parameter_table", "registrations", "scale_each",
+    "set_local_tensor", "sparse_members", "spec_of", "storage_id", "unsaved_buffers",
+    "watch_forwards", "without_torch_function", "write_counter",
 ]  # fmt: skip
 
 # ---- DTensors ----
@@ -147,6 +147,12 @@ def watch_forwards(look: Callable[[nn.Module], object]) -> Callable[[], None]:
 def give_metadata(state_dict: Mapping[str, object], metadata: object) -> None:
     """Give a state dict the versions of modules that `state_dict()` has put at it."""
     state_dict._metadata = metadata  # type: ignore[attr-defined]
+
+
+def module_version(module: nn.Module) -> int:
+    """Return the version of a module's class, which torch notes in its state dict."""
+    version = getattr(module, "_version", 1)
+    return version if isinstance(version, int) else 1
 
 
 def has_unreduced_gradients(module: nn.Module) -> bool:

@@ -197,8 +197,9 @@ class LoadReport:
     """Tensors that were filled and, where they were given to an object of the user's, that it has
     stated to have."""
     handed_over: tuple[str, ...] = ()
-    """What was given to an owner that applies it only later (`AppliesLater`): names of parts and
-    of entries. Nothing has proved that it arrived, so that nothing below them is in `loaded`."""
+    """What was given to an owner that applies it only later (`AppliesLater`), or to a module that
+    converts it from another version of its class: names of parts and of entries. Nothing
+    has proved that it arrived, so that nothing below them is in `loaded`."""
     missing: tuple[str, ...] = ()
     """Requested, absent, and allowed: their targets keep what they had."""
     fresh: tuple[str, ...] = ()

@@ -336,6 +336,7 @@ class _Application:
         for name, records in self._optimizers.items():
             parts[name] = records.tree(emitter.node)
             self._report.optimizer_parameters += len(records.names)
+        versions = self._catalog.versions  # of modules by the names that they had
         dropped = [
             f"{change.sources[0]} was dropped by {change.rule}"
             for change in self._report.of_kind("drop")
@@ -346,6 +347,7 @@ class _Application:
             tensors=tensors,
             parts=parts,
             left_out=[*self._catalog.left_out, *dropped],
+            versions=None if versions is None else {n: versions[n] for n in versions if n != part},
         )
         return MappedCatalog(catalog, self._report)
 

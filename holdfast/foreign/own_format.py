@@ -98,6 +98,7 @@ def catalog_of(snapshot: Snapshot) -> Catalog:
         tensors=tensors,
         parts=manifest.parts,
         metadata=manifest.metadata,
+        versions=manifest.versions,
     )
 
 
@@ -215,6 +216,7 @@ def _records(
         index=IndexInfo(nbytes=len(data), digest=digest128(data), num_rows=index.num_rows),
         totals=Totals(num_tensors=len(catalog.tensors), nbytes=stored, stored_nbytes=stored),
         metadata=dict(catalog.metadata),
+        versions=catalog.versions,
     )
     return [OutputFile.of(INDEX, data), OutputFile.of(MANIFEST, encode_manifest(manifest))]
 

@@ -271,6 +271,7 @@ class CatalogStorage:
                 stored_nbytes=int(index.nbytes.sum()),
             ),
             metadata=dict(catalog.metadata),
+            versions=catalog.versions,
         )
         try:
             return encode_manifest(manifest), data

@@ -64,6 +64,8 @@ MAX_BLOCK_NBYTES = 1 << 26
 _MAX_NBYTES = 2**63 - 1
 METADATA_PART = "$metadata"
 """Its name in `parts`; the name of a part of the state does not start with `$`."""
+VERSIONS_PART = "$versions"
+"""Its name in `parts`, for the versions of modules."""
 MAX_METADATA_NBYTES = 64 * 1024
 """Limit in bytes of JSON text, because `ls` reads and every load broadcasts the manifest."""
 
@@ -217,9 +219,12 @@ class Manifest(_Members, frozen=True, kw_only=True, dict=True):
 
     Args:
         metadata: The user's own JSON object, which is stored among the `parts`; may be empty.
+        versions: By part, the versions (torch's `_version`) other than 1 of the modules in it, by
+            their names; stored among the `parts`, too. None if the save has noted none.
     """
 
     metadata: dict[str, Any] = {}
+    versions: Mapping[str, Mapping[str, int]] | None = None
 
     @cached_property
     def forms(self) -> TensorForms:
@@ -445,9 +450,12 @@ def _members(
     table = {name: getattr(manifest, name) for name in _Members.__struct_fields__}
     if not manifest.extras:
         del table["extras"]
-    table["tensors"], table["parts"] = rows, parts
+    added: dict[str, Node] = {}
+    if manifest.versions is not None:
+        added[VERSIONS_PART] = encode_tree(manifest.versions)
     if manifest.metadata:
-        table["parts"] = {**parts, METADATA_PART: encode_tree(manifest.metadata)}
+        added[METADATA_PART] = encode_tree(manifest.metadata)
+    table["tensors"], table["parts"] = rows, {**parts, **added}
     return table
 
 
@@ -469,6 +477,8 @@ def _decode(text: bytes) -> Manifest:
     node = decoded.parts.pop(METADATA_PART, None)
     if node is not None:
         table["metadata"] = decode_metadata(node)
+    if VERSIONS_PART in decoded.parts:
+        table["versions"] = decode_versions(decoded.parts.pop(VERSIONS_PART))
     fill_implied_keys(decoded.parts, limit=MAX_MANIFEST_NBYTES)
     return Manifest(**table)
 
@@ -639,6 +649,15 @@ def encode_metadata(metadata: Mapping[str, object]) -> bytes:
             "as keys"
         )
     return msgspec.json.encode(encode_tree(value, path="metadata")) if value else b""
+
+
+def decode_versions(node: Node) -> dict[str, dict[str, int]]:
+    """Return the versions of modules; CorruptionError for another tree than that."""
+    versions = decode_tree(node)
+    try:
+        return msgspec.convert(versions, dict[str, dict[str, int]], strict=True)
+    except msgspec.ValidationError as error:
+        raise CorruptionError(f"'{VERSIONS_PART}' has no versions of modules: {error}") from None
 
 
 def decode_metadata(node: Node) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
 
     Raises:
         StorageError: It is not a committed checkpoint, or cannot be read.
-        CorruptionError: The manifest is damaged.
+        CorruptionError: The manifest is damaged, or of another step than the directory's name.
 
     Cost: one read.
     """
@@ -112,7 +112,14 @@ def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
             f"{storage.describe(directory)} is not a committed checkpoint: it has no {MANIFEST}"
         )
     needs_digests: bool = getattr(storage, "has_digests", True)
-    return data, decode_manifest(data, place=place, needs_digests=needs_digests)
+    manifest = decode_manifest(data, place=place, needs_digests=needs_digests)
+    # A run would continue from it as from the step in the name.
+    if parse_step_dir(directory) not in (None, manifest.step):
+        raise CorruptionError(
+            f"{storage.describe(directory)} was renamed: its manifest is of step {manifest.step}; "
+            f"give it back the name {step_dir(manifest.step)}"
+        )
+    return data, manifest
 
 
 def read_records(storage: Storage, directory: str) -> tuple[Records, Manifest]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -366,31 +366,44 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     scale_each([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
 
 
-def _square(tensors: Iterable[Tensor]) -> Tensor:
+def _square(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of tensors on one device, in float64, on that device.
 
-    Small ones are joined, as many as fit in a chunk, since each operation costs the host time.
+    Small ones are joined, as many as fit in a chunk, since each operation costs the host time. All
+    chunks are widened into one buffer: memory of some MiB that is new for each chunk is new to the
+    kernel, too, and touching it first took seven times as long as the squares.
     """
-    sums: list[Tensor] = []
+    flats = [_flat_reals(local) for local in tensors]
+    room = min(_CHUNK, sum(flat.numel() for flat in flats))
+    wide = torch.empty(room, dtype=torch.float64, device=flats[0].device)
+    sums = [_dot(chunk, wide) for chunk in _chunks(flats)]
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def _flat_reals(local: Tensor) -> Tensor:
+    """Return a tensor as a row of real numbers; |z|² of a complex one is the sum of two squares."""
+    flat = local.reshape(-1)
+    return torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
+
+
+def _chunks(flats: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield rows cut or joined to at most `_CHUNK` elements."""
     small: list[Tensor] = []
     room = _CHUNK
-    for local in tensors:
-        flat = local.reshape(-1)
-        if flat.is_complex():  # |z|² is the sum of two squares; a NaN in either part counts
-            flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    for flat in flats:
         if flat.numel() > _CHUNK:
-            sums += [_dot(chunk) for chunk in torch.split(flat, _CHUNK)]
+            yield from torch.split(flat, _CHUNK)
             continue
         if flat.numel() > room:
-            sums.append(_dot(torch.cat(small)))
+            yield torch.cat(small)
             small, room = [], _CHUNK
         small.append(flat)
         room -= flat.numel()
     if small:
-        sums.append(_dot(torch.cat(small) if len(small) > 1 else small[0]))
-    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+        yield torch.cat(small) if len(small) > 1 else small[0]
 
 
-def _dot(flat: Tensor) -> Tensor:
-    wide = flat.double()
+def _dot(flat: Tensor, buffer: Tensor) -> Tensor:
+    """Return the sum of squares of a row, which is widened into the start of `buffer`."""
+    wide = buffer[: flat.numel()].copy_(flat)
     return wide.dot(wide)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
 
-from holdfast.errors import CorruptionError, HoldfastError
+from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest128
 from holdfast.format.names import (
     LATEST,
@@ -103,9 +103,6 @@ def prove_sound(storage: Storage, directory: str) -> str | None:
     """
     try:
         with Snapshot.open(storage, directory) as snapshot:
-            step = snapshot.manifest.step
-            if step_dir(step) != directory:
-                return f"its manifest is of step {step}"
             for name, stated in snapshot.manifest.file_sizes.items():
                 nbytes = storage.size(f"{directory}/{name}")
                 if nbytes != stated:
@@ -259,8 +256,6 @@ def _stamp(storage: Storage, directory: str) -> str:
 def _read_step(storage: Storage, step: int, tags: tuple[str, ...]) -> tuple[Candidate, Removal]:
     """Read the manifest of a step; return its candidate for policies and its removal."""
     data, manifest = read_manifest(storage, step_dir(step))
-    if manifest.step != step:
-        raise CorruptionError(f"its manifest is of step {manifest.step}")
     removal = Removal(
         step=step,
         directory=step_dir(step),

@@ -146,6 +146,7 @@ def flatten_state(
     flattener = _Flattener(layout=layout, rank=rank, codecs=codecs, before=cache.last)
     unstored: list[str] = []
     nodes: dict[str, object] = {}
+    versions: dict[str, Mapping[str, int]] = {}
     # The sort is stable: parts keep the user's order, but for random streams at the end.
     entries = [(name, value) for name, value in state.items() if not is_left_out(value)]
     refuse_shared_streams({n: v.value if isinstance(v, OnLayout) else v for n, v in entries})
@@ -178,6 +179,7 @@ def flatten_state(
             flattener.notes_state(f"{name}.state.", since=num_before)
         if isinstance(part, ModuleState):
             flattener.notes_module(since=num_before)
+            versions[name] = part.versions
             shown = cast(Union, tree).mapping
             of_code = {form: shown[form] for form in part.forms}
             unstored += cache.attributes.look(name, part.module, of_code)
@@ -192,6 +194,7 @@ def flatten_state(
         forms=made.traits.forms,
         labels=flattener.labels,
         nodes={name: nodes[name] for name in state if name in nodes},
+        versions=versions,
         structure=made.structure,
         unstored=unstored,
     )

@@ -91,6 +91,8 @@ class FlatState:
     """What each of these holds on this rank, see `held_tensor`."""
     nodes: Mapping[str, object] = field(default_factory=dict)
     """Part name -> encoded tree, in which each tensor is a reference to its key."""
+    versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Part name -> versions of the modules in it that are not 1, for each part that is a module."""
     labels: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Key -> where coordinates of this rank stand in it, as position and length, in order."""
     addresses: Sequence[int] = ()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from holdfast._torch import buffer_table, give_metadata, parameter_table, write_counter
+from holdfast._torch import buffer_table, parameter_table, write_counter
 from holdfast.arguments import check_choice
 from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError, some_of
 from holdfast.format.values import tag_of
@@ -41,6 +41,13 @@ from holdfast.state.module_tree import (
     refuse_lost,
     same_memory,
     walk_all,
+)
+from holdfast.state.module_versions import (
+    ChangedModule,
+    changed_modules,
+    give_versions,
+    state_dict_below,
+    versions_of,
 )
 from holdfast.state.stored import PlacedTemplates, StoredPart, zeros_like_target
 from holdfast.state.tensor_elements import equal_bits, local_of, tensor_digest
@@ -136,6 +143,8 @@ class ModuleState:
         self._pending: ModuleLoad | None = None
         self.forms: set[str] = set()
         """Entries that the module has made for its state dict, which a load does not fill."""
+        self.versions: dict[str, int] = {}
+        """Of the last tree's modules, by their names in it, all that are not 1."""
 
     def tree(self) -> dict[str, object]:
         """Return tensors and extra state by logical name; tensors with padding are marked.
@@ -155,6 +164,8 @@ class ModuleState:
         padded = declared_padding(self._module)  # after the hooks, which may replace parameters
         result: dict[str, object] = {}
         self.forms = set()
+        own = versions_of(self._module).items()
+        self.versions = {f"{self._prefix}{name}".rstrip("."): number for name, number in own}
         left_to_first = broadcast_elsewhere(self._root) if self._buffers == "first_rank" else set()
         for entry in self._selected(shown):
             value = entry.value
@@ -177,7 +188,16 @@ class ModuleState:
         nodes = dict(stored.children(stored.node) or ())
         templates = PlacedTemplates(in_place=False)
         entries = self._selected(shown)
-        pending = ModuleLoad(self._module, shown, entries=entries, hidden=self._hidden(shown))
+        changed = changed_modules(
+            self._module,
+            stored.versions,
+            prefix=self._prefix,
+            stored=nodes.keys(),
+            has_loader=has_user_loader,
+        )
+        pending = ModuleLoad(
+            self._module, shown, entries=entries, hidden=self._hidden(shown), changed=changed
+        )
         result: dict[str, object] = {}
         for entry in entries:
             name = self._prefix + entry.name
@@ -222,8 +242,9 @@ class ModuleState:
         }
         if not self._proves_extra:
             extra = {entry.name for entry in pending.entries if entry.is_extra} & loaded.keys()
-            self.applied_later = tuple(self._prefix + name for name in sorted(extra))
             pending.unproved |= extra
+        pending.unproved |= pending.converted & loaded.keys()
+        self.applied_later = tuple(self._prefix + name for name in sorted(pending.unproved))
         if any(entry.backing is None for entry in pending.entries) or (
             pending.copied or runs_code(self._module)
         ):
@@ -362,6 +383,7 @@ class ModuleLoad:
         *,
         entries: Sequence[StateDictEntry],
         hidden: Sequence[RegisteredTensor],
+        changed: Sequence[ChangedModule] = (),
     ) -> None:
         """Prepare a load.
 
@@ -369,6 +391,7 @@ class ModuleLoad:
             before: The module's state dict now.
             entries: Those of its entries that the load is about.
             hidden: Registered tensors that come back through entries of other names.
+            changed: Modules that convert their entries from another version of their class.
         """
         self._module = module
         self._before = before
@@ -381,7 +404,11 @@ class ModuleLoad:
         self.absent: set[str] = set()
         """Names that are not stored; they stay as they are."""
         self.unproved: set[str] = set()
-        """Names of entries that the module is declared to apply later."""
+        """Names of entries that the module is declared to apply later, or converts."""
+        scopes = tuple(each.prefix for each in changed)
+        self._changed = changed
+        self.converted = {name for name in before.entries if scopes and name.startswith(scopes)}
+        """Names of entries whose values the module may convert."""
         self._given: dict[str, object] = {}
         """Records of the entries that are values, from before the module was given them."""
 
@@ -396,9 +423,11 @@ class ModuleLoad:
         """
         given: OrderedDict[str, object] = OrderedDict()
         for name, entry in self._before.entries.items():
-            given[entry.key] = loaded.get(name, entry.value)
+            # What the module has now is not of the version that it converts from.
+            if name in loaded or name not in self.converted:
+                given[entry.key] = loaded.get(name, entry.value)
         if self._before.metadata is not None:
-            give_metadata(given, self._before.metadata)
+            give_versions(given, self._before.metadata, self._changed)
         # Both before any code of the module runs.
         digests = self._digests(loaded)
         self._given = {
@@ -461,7 +490,7 @@ class ModuleLoad:
             for entry in self.entries
             if isinstance(value := loaded.get(entry.name), torch.Tensor)
             and entry.backing is not None
-            and entry.name not in self.copied
+            and entry.name not in self.copied | self.converted
             and entry.name.startswith(scopes)
         }
 
@@ -471,7 +500,7 @@ class ModuleLoad:
         """Names of the entries that the module does not show as they were loaded."""
         wrong = []
         for entry in self.entries:
-            if entry.name not in loaded:
+            if entry.name not in loaded or entry.name in self.converted:
                 continue
             shown = after.entries.get(entry.name)
             now = None if shown is None else shown.value
@@ -546,7 +575,7 @@ class ModuleLoad:
             mine = [name for name in left if keys[name].startswith(actual)]
             if not actual or not mine or type(inner).load_state_dict is nn.Module.load_state_dict:
                 continue
-            self._call(inner, _below(given, actual))
+            self._call(inner, state_dict_below(given, actual))
             left -= set(mine)
         left -= _set_quant_states(self._before, left, loaded)
         self._fill_live(after, left, loaded)
@@ -673,11 +702,6 @@ def _is_neutral(hook: object) -> bool:
     return where.startswith(("torch.distributed.", "holdfast."))
 
 
-def _below(values: Mapping[str, object], prefix: str) -> dict[str, object]:
-    """Return the values whose names start with a prefix, by the rest of their names."""
-    return {name[len(prefix) :]: v for name, v in values.items() if name.startswith(prefix)}
-
-
 def _set_quant_states(
     before: ModuleStateDict, left: set[str], loaded: Mapping[str, object]
 ) -> set[str]:
@@ -693,7 +717,7 @@ def _set_quant_states(
         mine = {name for name in left if name.startswith(f"{held.name}.")}
         if not mine or build is None:
             continue
-        made = build(qs_dict=_below(loaded, f"{held.name}."), device=held.tensor.device)
+        made = build(qs_dict=state_dict_below(loaded, f"{held.name}."), device=held.tensor.device)
         held.tensor.quant_state = made  # type: ignore[attr-defined]
         if getattr(held.owner, "quant_state", None) is quant_state:
             held.owner.quant_state = made

@@ -81,6 +81,8 @@ class StoredPart:
     """Of the load; known to a whole part only, as is the next one."""
     may_miss: Callable[[str], bool] = lambda _: False
     """Whether the caller allows that a path is not stored."""
+    versions: Mapping[str, int] | None = None
+    """Of the modules in a module's part, those other than 1; None if the save noted none."""
 
     def find(self, path: str) -> object | None:
         """Return the node at a path of names joined by dots, from this part on; None if nothing is.

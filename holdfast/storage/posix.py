@@ -134,6 +134,12 @@ class PosixStorage:
             raise StorageError(f"{self.describe(path)} is not a regular file")
         return status.st_size
 
+    def file_stamp(self, path: str) -> tuple[int, int]:
+        """Return the number of a file's inode, and when it was last changed, in ns."""
+        with self._guard("examine", path):
+            status = self._lstat(path)
+        return status.st_ino, status.st_mtime_ns
+
     def exists(self, path: str) -> bool:
         """See `Storage.exists`; a place that cannot be examined is an error, not absence."""
         with self._guard("examine", path):

@@ -146,6 +146,16 @@ def held_with_name(storage: Storage, files: Mapping[str, bytes]) -> dict[str, by
     return dict(files) if holds(files) else {}
 
 
+def file_stamp(storage: Storage, path: str) -> tuple[int, int] | None:
+    """Return inode and time of last change of a file; no copy of it has both.
+
+    None where files appear as a whole, so that a copy of half of one cannot be.
+    """
+    look = getattr(storage, "file_stamp", None)
+    stamp: tuple[int, int] | None = look(path) if look is not None else None
+    return stamp
+
+
 def locking(storage: Storage, directory: str) -> AbstractContextManager[Callable[[], None]]:
     """In the body, or until what it yields is called, share the kernel's lock on a directory.
 

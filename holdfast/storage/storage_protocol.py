@@ -76,7 +76,9 @@ class Storage(Protocol):
     (the times of all files are by its own clock),
     `collect_garbage` (for `repair`), and `address` (how a writer process opens it).
     `storage/objects/storage.py` has all of them. One whose processes share a kernel may have
-    `locking` and `is_locked` (whether a save has a writer), as `storage/posix.py` has.
+    `locking` and `is_locked` (whether a save has a writer), and one that shows files before they
+    are whole `file_stamp` (whether a file is the one that was written, or a copy), as
+    `storage/posix.py` has.
 
     `exchange_dir` may be two renames. `sync_dir` may do nothing if directories cannot be synced:
     then promise 3 depends on the file system.

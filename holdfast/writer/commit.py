@@ -9,7 +9,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,11 +27,13 @@ from holdfast.errors import (
     StorageError,
     some_sentences,
 )
+from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.digest import digest128
 from holdfast.format.envelopes.torch_dist import MetadataMemo, extra_files
 from holdfast.format.fingerprint import Partial, combine
 from holdfast.format.index import ChunkIndex, encode_index, validate_index
 from holdfast.format.manifest import (
+    VERSIONS_PART,
     ExtraInfo,
     FileInfo,
     IndexInfo,
@@ -39,6 +41,7 @@ from holdfast.format.manifest import (
     TensorInfo,
     Totals,
     decode_metadata,
+    decode_versions,
     encode_manifest,
 )
 from holdfast.format.names import (
@@ -52,9 +55,11 @@ from holdfast.format.names import (
 from holdfast.format.stored_copies import find_copies
 from holdfast.format.summaries import annotate
 from holdfast.format.values import Node, merge_nodes
-from holdfast.format.versions import retire, retire_replaced, save_id_of
+from holdfast.format.verifier import verify_source
+from holdfast.format.versions import Records, retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
 from holdfast.storage.reading import (
+    file_stamp,
     for_each,
     held_with_name,
     requests_of,
@@ -84,6 +89,7 @@ def commit_save(
     own: DoneRecord | None = None,
     others: Sequence[DoneRecord] = (),
     before: Counter[str] | None = None,
+    is_repair: bool = False,
 ) -> None:
     """Check that every planned byte is accounted for, then give the checkpoint its name.
 
@@ -102,10 +108,13 @@ def commit_save(
         others: Those of all other ranks, if they are at hand.
         before: The storage's requests before this process's share of the save; None for a repair,
             which does not know them.
+        is_repair: The save's processes are gone. Its files may be copies, made while they were
+            written: each that is not the very file that its rank wrote is read, and compared with
+            the digests.
 
     Raises:
         PlanError: Values or replicas differ between ranks; the message names key and ranks.
-        CorruptionError: A record does not belong to this save.
+        CorruptionError: A record does not belong to this save, or a copy is damaged.
         StorageError: The storage failed. In all these cases the previous checkpoint is untouched,
             except in one that the message names: the rename was made, could not be made durable and
             could not be undone.
@@ -115,7 +124,7 @@ def commit_save(
     final = step_dir(header.step)
     # Phase 1: prove that all bytes are there and complete the directory.
     try:
-        done = _complete(storage, directory, plan, header, sizes, own, others)
+        done = _complete(storage, directory, plan, header, sizes, own, others, is_repair)
     except StorageError:
         if storage.exists(directory) or save_id_of(storage, final) != header.save_id:
             raise
@@ -169,6 +178,7 @@ def _complete(
     sizes: Mapping[str, int] | None,
     own: DoneRecord | None,
     others: Sequence[DoneRecord],
+    is_repair: bool,
 ) -> _Completed:
     """Make the directory a complete, durable checkpoint that lacks only its name."""
     if sizes is None:
@@ -201,6 +211,11 @@ def _complete(
         ) from error
     # Second, compare the sizes of the data files with what their writers reported.
     _compare_sizes(storage, directory, manifest, sizes)
+    if is_repair:
+        files = CheckpointFiles(
+            storage, directory, records=Records(manifest_bytes, index_bytes), manifest=manifest
+        )
+        _prove_copies(files, records)
     # Third, write index and manifest, and what other programs begin with.
     present = storage.list(directory) if sizes is None else [*sizes]
     for name in (*extras, INDEX, MANIFEST):
@@ -248,6 +263,30 @@ def _compare_sizes(
             raise StorageError(
                 f"{storage.describe(f'{directory}/{info.name}')} has {nbytes} bytes, its writer "
                 f"(rank {info.writer}) reported {info.nbytes}; save again"
+            )
+
+
+def _prove_copies(files: CheckpointFiles, records: Iterable[DoneRecord]) -> None:
+    """Raise CorruptionError if a data file is a copy that lacks some of what its rank wrote.
+
+    A run that was copied while it saved may have a data file from before its end, of full size,
+    and the record of its end.
+
+    Cost: a look at each file; all bytes of those that are copies.
+    """
+    storage = files.storage
+    for record in records:
+        if record.file is None or record.stamp is None:
+            continue
+        path = f"{files.directory}/{record.file}"
+        if file_stamp(storage, path) == record.stamp:
+            continue
+        with closing(storage.open(path)) as source:
+            damages = verify_source(files, record.file, source)
+        if damages:
+            raise CorruptionError(
+                f"{storage.describe(path)} is a copy from before its writer had ended, or "
+                f"damaged: {damages[0]}; copy the run again, or save again"
             )
 
 
@@ -302,9 +341,12 @@ def assemble(
     index = build_index(plan, records, files, planned=planned)
     compare_checks(plan, records)
     parts = _merge_values(plan, records, memo)
+    noted = parts.pop(VERSIONS_PART, None)
+    versions = None if noted is None else decode_versions(noted)
     index_bytes = encode_index(index)
     tensors = _tensors(plan, records, memo)
     manifest = _build_manifest(plan, header, records, files, index, index_bytes, parts, tensors)
+    manifest = msgspec.structs.replace(manifest, versions=versions)
     # Of all that the proof looks at, the plan leaves only this open: the places of the chunks, and
     # the sizes of the files. (It looks at the number of digests, not at what they are.)
     facts = (

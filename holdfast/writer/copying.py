@@ -25,6 +25,7 @@ from holdfast.format.names import INDEX, MANIFEST, point_to_newest, saving_dir, 
 from holdfast.format.summaries import annotate
 from holdfast.format.verifier import verify_snapshot, verify_source
 from holdfast.format.versions import Identity
+from holdfast.retention.removal import prove_sound
 from holdfast.storage import Source, Storage
 from holdfast.storage.reading import for_each, is_locked, read_at_most
 from holdfast.writer.commit import publish
@@ -75,12 +76,14 @@ def copy_checkpoint(
         on_progress: Called with bytes that are there, as they come.
 
     Raises:
-        ConfigError: The target has another version of the step, or another process copies this one.
+        ConfigError: The target has another version of the step, or a damaged one and `overwrite` is
+            not given; or another process copies this one.
         CorruptionError: The source is damaged, or what was written does not read back as it.
         StorageError: As its message says. What is there already serves the next try.
 
-    Cost: reads the source once and writes it once; reads the target once more with `verify`. Memory
-        for 6 pieces of 8 MiB, and for what an upload keeps.
+    Cost: reads the source once and writes it once; reads the target once more with `verify`. Of a
+        version that is there already the records and the sizes of files are looked at, or with
+        `verify` all bytes. Memory for 6 pieces of 8 MiB, and for what an upload keeps.
     """
     with CheckpointFiles.open(source, directory) as files:
         manifest = files.manifest
@@ -89,12 +92,19 @@ def copy_checkpoint(
         nbytes = len(files.records.manifest) + manifest.index.nbytes
         nbytes += sum(manifest.file_sizes.values())
         if target.exists(final):
+            what = "another version"
             if Identity.of(files.records.manifest).is_of(target, final):
-                return CopyReport(step=manifest.step, nbytes=nbytes, nbytes_sent=0, was_there=True)
+                # Another tool may have copied it, and have been killed with half of its files.
+                damage = _damage(target, final, verify=verify)
+                if not damage:
+                    return CopyReport(
+                        step=manifest.step, nbytes=nbytes, nbytes_sent=0, was_there=True
+                    )
+                what = f"this version, damaged: {damage}"
             if not overwrite:
                 raise ConfigError(
-                    f"{target.describe(final)} exists already, and is another version; to replace "
-                    f"it, add --overwrite"
+                    f"{target.describe(final)} exists already, and is {what}; to replace it, add "
+                    f"--overwrite"
                 )
         place = saving_dir(manifest.step, f"copy_{digest128(files.records.manifest)[:24]}")
         # Where the kernel knows that no process works on it, it is continued at once.
@@ -119,6 +129,13 @@ def copy_checkpoint(
     with suppress(StorageError):  # for people only; a repair corrects it
         point_to_newest(target)
     return CopyReport(step=manifest.step, nbytes=nbytes, nbytes_sent=sent)
+
+
+def _damage(storage: Storage, directory: str, *, verify: bool) -> str:
+    """Return what is wrong with a checkpoint; empty for nothing. Reads its data if asked to."""
+    if verify:
+        return str(next(iter(verify_snapshot(storage, directory)), ""))
+    return prove_sound(storage, directory) or ""
 
 
 def _header(files: CheckpointFiles, *, overwrite: bool) -> SaveHeader:

@@ -28,9 +28,10 @@ from holdfast.format.fingerprint import fingerprint_box
 from holdfast.format.index import gaps
 from holdfast.format.names import parse_saving_dir, step_dir
 from holdfast.format.root_identity import require_root
-from holdfast.format.versions import LEASES_DIR, repeated
+from holdfast.format.versions import LEASES_DIR, repeated, save_id_of
 from holdfast.storage import PosixStorage, Storage
 from holdfast.storage.reading import (
+    file_stamp,
     for_each,
     held_with_name,
     is_joined,
@@ -55,6 +56,7 @@ from holdfast.writer.records import (
     PLAN_FILE,
     DoneRecord,
     EncodedPlan,
+    SaveHeader,
     SaveOutcome,
     WriteJob,
     column,
@@ -386,16 +388,16 @@ def _make_directory(storage: Storage, job: WriteJob, plan: EncodedPlan | None) -
         for name in ("plan", DONE_DIR, "data"):
             storage.make_dir(f"{job.directory}/{name}", durable=False)
     elif plan is not None:
-        make_dir_with(storage, job.directory, _plan_files(job, plan))
+        make_dir_with(storage, job.directory, _plan_files(job.header, plan))
     elif not is_joined(storage, job.directory):
         time.sleep(_LATE_S)
         if not is_joined(storage, job.directory):
             storage.make_dir(job.directory, durable=False)
 
 
-def _plan_files(job: WriteJob, plan: EncodedPlan) -> dict[str, bytes]:
+def _plan_files(header: SaveHeader, plan: EncodedPlan) -> dict[str, bytes]:
     """Return plan and header by their paths: with them a repair can finish the save."""
-    return {PLAN_FILE: plan.data, HEADER_FILE: seal(msgspec.msgpack.encode(job.header))}
+    return {PLAN_FILE: plan.data, HEADER_FILE: seal(msgspec.msgpack.encode(header))}
 
 
 def _write_plan(storage: Storage, job: WriteJob, plan: EncodedPlan) -> None:
@@ -407,7 +409,12 @@ def _write_plan(storage: Storage, job: WriteJob, plan: EncodedPlan) -> None:
     # The first heartbeat: its content is this clock's time, its own time is the storage's.
     now = f"{time.time():.3f}".encode()
     storage.replace_file(f"{job.directory}/{ALIVE_FILE}", now, durable=False)
-    for path, data in _plan_files(job, plan).items():
+    # By what it replaces, and not by times, a repair knows later which of two versions is newer:
+    # the clock may have been set back in between.
+    header = msgspec.structs.replace(
+        job.header, replaces=save_id_of(storage, step_dir(job.header.step)) or ""
+    )
+    for path, data in _plan_files(header, plan).items():
         storage.write_file(f"{job.directory}/{path}", data, durable=False)
 
 
@@ -466,6 +473,7 @@ def write_share(
         values=job.values,
         # And the record itself, which is one more.
         requests=dict(sent + Counter(put=int(is_published))) if sent else {},
+        stamp=file_stamp(storage, f"{job.directory}/{job.file.name}") if job.file.name else None,
     )
     path = f"{job.directory}/{done_file(job.position)}"
     return OwnRecord(storage, path, record)
@@ -556,7 +564,7 @@ def _commit_when_complete(
     if others is not None:
         # What they state is there: each upload was answered before its rank made its record.
         sizes = {each.file: each.nbytes for each in (own.record, *others) if each.file is not None}
-        plan_files = _plan_files(job, plan)
+        plan_files = _plan_files(job.header, plan)
         if not held_with_name(storage, plan_files):  # objects, which are to go after the commit
             sizes |= {path: len(data) for path, data in plan_files.items()}
         sizes |= {done_file(each.position): 0 for each in others if not any(records)}

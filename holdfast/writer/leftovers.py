@@ -25,6 +25,7 @@ from holdfast.retention.tags import TAGS_DIR
 from holdfast.storage import Storage
 from holdfast.storage.reading import is_locked, locking
 from holdfast.writer.commit import commit_save
+from holdfast.writer.job import heartbeat
 from holdfast.writer.outcomes import discard_save
 from holdfast.writer.records import (
     DONE_DIR,
@@ -344,7 +345,9 @@ def _finish(storage: Storage, name: str, step: int) -> Leftover:
     claimed = claimed_dir(name, secrets.token_hex(4))
     with locking(storage, name):
         storage.rename_dir(name, claimed, durable=False)
-        return _commit_claimed(storage, name, claimed, step)
+        # It may have to read all data: meanwhile no repair on another host takes it for abandoned.
+        with heartbeat(storage, claimed, position=0):
+            return _commit_claimed(storage, name, claimed, step)
 
 
 def _commit_claimed(storage: Storage, name: str, claimed: str, step: int) -> Leftover:
@@ -353,7 +356,7 @@ def _commit_claimed(storage: Storage, name: str, claimed: str, step: int) -> Lef
         data = read_record(storage, f"{claimed}/{PLAN_FILE}")
         plan = decode_plan(data, where=storage.describe(f"{claimed}/{PLAN_FILE}"))
         header = read_sealed(storage, f"{claimed}/{HEADER_FILE}", SaveHeader)
-        commit_save(storage, claimed, plan=plan, header=header)
+        commit_save(storage, claimed, plan=plan, header=header, is_repair=True)
     except StorageError as error:
         with suppress(StorageError):
             storage.rename_dir(claimed, name, durable=False)
@@ -381,10 +384,14 @@ def _why_superseded(storage: Storage, name: str, step: int) -> str:
     header = read_sealed(storage, path, SaveHeader)
     if not header.overwrite:
         return f"step {step} was committed by another save"
-    # The age of the committed one is taken first: if the times are equal, it counts as newer.
-    if storage.age_s(final) <= storage.age_s(path):
-        return f"step {step} was saved again later"
-    return ""
+    # By times only where it is not known what the save replaces: in a bucket, which has one clock,
+    # and for a save of an earlier release. The age of the committed one is taken first: if the
+    # times are equal, it counts as newer.
+    if header.replaces is None:
+        is_later = storage.age_s(final) <= storage.age_s(path)
+    else:
+        is_later = save_id_of(storage, step_dir(step)) != header.replaces
+    return f"step {step} was saved again later" if is_later else ""
 
 
 def _why_incomplete(storage: Storage, name: str) -> str:

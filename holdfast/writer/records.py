@@ -192,6 +192,8 @@ class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
         overwrite: True if it may replace a checkpoint of the step.
         metadata: The JSON of `encode_metadata`; empty for none.
         on_drift: "raise" or "warn", if copies of one box differ.
+        replaces: Save id of the version that the step had when the save began, which a repair may
+            replace by this one; empty for none. None if it is not known.
     """
 
     step: int
@@ -202,6 +204,7 @@ class SaveHeader(msgspec.Struct, frozen=True, kw_only=True):
     overwrite: bool
     metadata: bytes = b""
     on_drift: str = "raise"
+    replaces: str | None = None
 
 
 class RowBox(msgspec.Struct, frozen=True, array_like=True):
@@ -310,6 +313,7 @@ class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
         checks, values: As in `WriteJob`.
         lanes: uint64 column: two words of fingerprint per row; or empty.
         requests: What this rank has asked of storage until then, by kind, if that is counted.
+        stamp: Of the file; see `file_stamp`. None if it is not known.
     """
 
     position: int
@@ -327,6 +331,7 @@ class DoneRecord(msgspec.Struct, frozen=True, kw_only=True):
     lanes: bytes
     values: bytes
     requests: dict[str, int] = {}
+    stamp: tuple[int, int] | None = None
 
 
 def seal(payload: bytes) -> bytes:

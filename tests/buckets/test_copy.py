@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 import threading
 from pathlib import Path
 
@@ -67,6 +68,28 @@ def test_damage_is_not_copied(tmp_path: Path) -> None:
     with pytest.raises(CorruptionError, match="damaged: the"):
         copy_checkpoint(PosixStorage(tmp_path / "a"), step_dir(1), target)
     assert not target.exists(step_dir(1))
+
+
+@pytest.mark.parametrize("how", ["cut", "missing", "flipped"])
+def test_what_is_there_and_damaged_is_no_copy(tmp_path: Path, how: str) -> None:
+    """P21: another tool was killed while it copied; the same manifest is not the same version."""
+    Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
+    source, target = PosixStorage(tmp_path / "a"), PosixStorage(tmp_path / "b")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (file,) = (tmp_path / "b" / step_dir(1) / "data").iterdir()
+    data = file.read_bytes()
+    if how == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(data[:-8] if how == "cut" else data[:-1] + bytes([data[-1] ^ 1]))
+    is_seen_without = how != "flipped"  # this takes a look at every byte
+    if not is_seen_without:
+        assert copy_checkpoint(source, step_dir(1), target).was_there
+    with pytest.raises(ConfigError, match="this version, damaged"):
+        copy_checkpoint(source, step_dir(1), target, verify=not is_seen_without)
+    copy_checkpoint(source, step_dir(1), target, verify=True, overwrite=True)
+    assert files_of(target, step_dir(1)) == files_of(source, step_dir(1))
+    assert copy_checkpoint(source, step_dir(1), target, verify=True).was_there
 
 
 def test_an_interrupted_copy_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

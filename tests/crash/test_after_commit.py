@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -257,6 +258,66 @@ def test_with_coarse_times_an_older_save_never_replaces_a_newer(tmp_path: Path) 
     save(Coarse(tmp_path), "sync", 1, 12, overwrite=True)
     repair(storage, alive_s=0.0)
     assert versions(tmp_path) == {1: 12}
+
+
+def _set_back(path: Path, seconds: float) -> None:
+    """Make everything there look as old as if the clock had been so far behind."""
+    for each in (path, *path.rglob("*")):
+        then = each.stat().st_mtime - seconds
+        os.utime(each, (then, then))
+
+
+@pytest.mark.parametrize("seconds", [-300.0, 300.0])
+def test_of_two_versions_the_later_stays_whatever_the_clock_says(
+    tmp_path: Path, seconds: float
+) -> None:
+    """P24: a repair knows what a complete save was to replace, and asks no file for its time."""
+    storage = PosixStorage(tmp_path)
+    save(storage, "sync", 1, 10)
+    _interrupted(storage, 1, 11, overwrite=True)
+    _set_back(tmp_path / "iter_0000001", seconds)
+    assert [f.fate for f in repair(storage, alive_s=0.0)] == ["finished"]
+    assert versions(tmp_path) == {1: 11}
+    left = _interrupted(storage, 1, 12, overwrite=True)
+    aside = left.rename(tmp_path / "aside")  # the next save's own repair would finish it
+    save(storage, "sync", 1, 13, overwrite=True)
+    aside.rename(left)
+    _set_back(tmp_path / "iter_0000001", seconds)
+    assert [f.fate for f in repair(storage, alive_s=0.0)] == ["removed"]
+    assert versions(tmp_path) == {1: 13}
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("keeps_times", [False, True])
+def test_a_run_that_was_copied_while_it_saved(
+    tmp_path: Path, is_whole: bool, keeps_times: bool
+) -> None:
+    """P24: a data file from before its end and the record of its end make no checkpoint."""
+    opened: list[str] = []
+
+    def watch(operation: str, path: str, start: int, nbytes: int) -> None:
+        opened.extend([path] if operation == "open" else [])
+
+    run = tmp_path / "run"
+    save(PosixStorage(run), "sync", 1, 10)
+    left = _interrupted(PosixStorage(run), 2, 20)
+    copy = shutil.copytree(
+        run, tmp_path / "copy", copy_function=shutil.copy2 if keeps_times else shutil.copyfile
+    )
+    if not is_whole:
+        (data,) = (copy / left.name / "data").iterdir()
+        times = data.stat()
+        with data.open("r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(bytes(8))
+        os.utime(data, ns=(times.st_atime_ns, times.st_mtime_ns))
+    (said,) = repair(PosixStorage(copy), alive_s=0.0)
+    assert said.fate == ("finished" if is_whole else "removed"), said.why
+    assert is_whole or "is a copy" in said.why
+    assert versions(copy) == ({1: 10, 2: 20} if is_whole else {1: 10})
+    # What its rank wrote is not read again.
+    assert [f.fate for f in repair(PosixStorage(run, observer=watch), alive_s=0.0)] == ["finished"]
+    assert not [path for path in opened if "/data/" in path]
 
 
 def test_no_rename_across_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

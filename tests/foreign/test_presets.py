@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
 from holdfast.errors import ConfigError  # noqa: E402
 from holdfast.foreign.name_map_presets import load_preset, preset_names  # noqa: E402
@@ -44,6 +43,11 @@ from tests.foreign.small_models import (  # noqa: E402
     own_state,
     state_of,
     tokens,
+)
+
+# Looked up, not imported: collecting tests would take a second more in every worker.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
 
 # ---- Transformers' files ----

@@ -118,7 +118,8 @@ def good(sharded: ShardedModel, optimizer: Any, step: int) -> float:
 @pytest.mark.parametrize(
     ("sizes", "strategies"),
     [
-        (LAYOUTS[0], STRATEGIES),
+        (LAYOUTS[0], STRATEGIES[1::2]),
+        pytest.param(LAYOUTS[0], STRATEGIES, marks=pytest.mark.slow),
         pytest.param(LAYOUTS[1], STRATEGIES[1::2], marks=pytest.mark.slow),
         *[pytest.param(each, STRATEGIES, marks=pytest.mark.nightly) for each in LAYOUTS[1:]],
     ],
@@ -543,7 +544,8 @@ def cleared(context: RankContext, sizes: dict[str, Any], every: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "every"),
     [
-        ({"dp": 2}, 2),
+        ({"dp": 2}, 4),
+        pytest.param({"dp": 2}, 2, marks=pytest.mark.slow),
         pytest.param({"dp": 4, "replicas": 2}, 3, marks=pytest.mark.slow),
         pytest.param({"dp": 2}, 1, marks=pytest.mark.nightly),
         pytest.param({"dp": 4, "replicas": 2}, 1, marks=pytest.mark.nightly),

@@ -49,7 +49,7 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> li
     return server.lines(PROGRAM, root, STEPS, directory=root.parent, num_ranks=2)
 
 
-@pytest.mark.parametrize("at", [4, 9])
+@pytest.mark.parametrize("at", [4, pytest.param(9, marks=pytest.mark.slow)])
 def test_killed_and_resumed_bitwise(
     server: ForkServer, straight: list[str], tmp_path: Path, at: int
 ) -> None:

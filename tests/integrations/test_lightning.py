@@ -54,7 +54,7 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> li
     return lines
 
 
-@pytest.mark.parametrize("at", [5, 11])
+@pytest.mark.parametrize("at", [5, pytest.param(11, marks=pytest.mark.slow)])
 def test_killed_and_resumed_bitwise(
     server: ForkServer, straight: list[str], tmp_path: Path, at: int
 ) -> None:

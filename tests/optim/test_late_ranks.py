@@ -86,7 +86,8 @@ def fail_late(*_: object) -> None:
 @pytest.mark.parametrize(
     ("kind", "phase"),
     [
-        *(pytest.param(kind, "usage", marks=_mark(kind)) for kind in KINDS),
+        ("sharded", "usage"),
+        *(pytest.param(k, "usage", marks=pytest.mark.slow) for k in KINDS if k != "sharded"),
         pytest.param("sharded", "update", marks=pytest.mark.slow),
         ("reduced", "update"),
     ],
@@ -165,8 +166,7 @@ def late_by_more(context: RankContext, kind: str, lateness: float) -> tuple[str,
     [
         ("sharded", 1.5 * DEADLINE_S),
         ("fsdp", 1.5 * DEADLINE_S),
-        ("fsdp", LATE_S),
-        pytest.param("sharded", LATE_S, marks=pytest.mark.slow),
+        *(pytest.param(kind, LATE_S, marks=pytest.mark.slow) for kind in ("fsdp", "sharded")),
     ],
 )
 def test_a_rank_later_than_the_data_limit_is_named(kind: str, lateness: float) -> None:

@@ -13,20 +13,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdfast import ProcessGroups
 from holdfast.optim import gradient_norm, norms
 
+_MAKES_MEMORY = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.cat.default,
+    torch.ops.aten.empty.memory_format,
+)
+
 
 class Reads(TorchDispatchMode):
-    """Counts values that the host reads from a tensor, and notes the largest new tensor."""
+    """Counts values that the host reads from a tensor, new tensors, and notes the largest one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num = 0
+        self.num_wide = 0
+        """New tensors of several float64, without the one in which the sums of chunks are."""
         self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num += func is torch.ops.aten._local_scalar_dense.default
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default or func is torch.ops.aten.cat.default:
+        if func in _MAKES_MEMORY:
             self.largest = max(self.largest, result.numel())
+            self.num_wide += result.dtype is torch.float64 and result.numel() > 1
         return result
 
 
@@ -50,6 +59,7 @@ def test_a_norm_is_one_read_and_needs_a_chunk_of_memory(monkeypatch: pytest.Monk
                 found = gradient_norm(parameters, groups=groups, count_zeros=count)
             assert reads.num == 0, sizes  # one list of all sums is read instead
             assert reads.largest <= 16, sizes
+            assert reads.num_wide == 1, sizes  # memory that is new is slow to touch
             assert found.value == pytest.approx(math.sqrt(float(flat.dot(flat))), rel=1e-15)
             assert found.num_zeros == (2 if count else None)
         for bad in (math.nan, math.inf, -math.inf):

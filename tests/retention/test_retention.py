@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import tempfile
 import threading
@@ -13,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast import Checkpointer
+from holdfast import Checkpointer, Stored
 from holdfast.checkpoint.save import saver
+from holdfast.cli.main import main
 from holdfast.errors import CorruptionError, StorageError
 from holdfast.format.names import step_dir
 from holdfast.format.versions import read_lease
@@ -89,6 +91,24 @@ def test_a_copy_under_a_newer_name_is_not_the_newest(tmp_path: Path) -> None:
     assert "manifest is of step 1" in plan.spared["iter_0000009"]
     assert apply_retention(storage, plan).removed == [1]
     assert steps_of(storage) == [2, 9]
+
+
+def test_a_step_under_the_name_of_another_is_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """P25: for a load, a verification and a list; else a run continued from it as step 9."""
+    for step in (1, 2):
+        Checkpointer(tmp_path).save(step, {"t": {"step": step}})
+    (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000009")
+    for step in (None, 9):
+        with pytest.raises(CorruptionError, match="was renamed: its manifest is of step 1"):
+            Checkpointer(tmp_path).load({"t": Stored()}, step=step)
+    assert Checkpointer(tmp_path).load({"t": Stored()}, max_fallbacks=1).step == 2
+    assert main(["verify", str(tmp_path), "--step", "9"]) == 1
+    capsys.readouterr()
+    assert main(["ls", str(tmp_path), "--json"]) == 1
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert [(each["step"], bool(each["damage"])) for each in steps] == [(2, False), (9, True)]
 
 
 def test_saves_under_way_and_uncommitted_steps_stay(tmp_path: Path) -> None:

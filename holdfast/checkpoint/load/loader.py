@@ -54,6 +54,7 @@ from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.state.markers import FromPart, OnLayout, Stored
 from holdfast.state.matcher import LocalMemory, Matcher, MatchResult
+from holdfast.state.module_versions import versions_below
 from holdfast.state.parts import (
     OptionalPart,
     StatefulPart,
@@ -382,8 +383,11 @@ class Loader:
             part = part_of(name, value)
             try:
                 refuse_unfinished(part, operation="load")
+                where = source or name
+                whole = where if where in files.manifest.parts else stored.name_in(where)
+                versions = versions_below(files.manifest.versions, whole, where)
                 template = part.template(
-                    StoredPart(node, tensors, name, self._codecs, matcher.may_miss)
+                    StoredPart(node, tensors, name, self._codecs, matcher.may_miss, versions)
                 )
             except Exception as error:
                 if not isinstance(error, HoldfastError):

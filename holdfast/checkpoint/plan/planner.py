@@ -40,9 +40,9 @@ from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan, rank_plan
 from holdfast.collector import collector_paused
 from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest128
-from holdfast.format.manifest import Envelope
+from holdfast.format.manifest import VERSIONS_PART, Envelope
 from holdfast.format.stored_copies import CopyPolicy
-from holdfast.format.values import Codecs
+from holdfast.format.values import Codecs, Node, encode_tree, union_node
 from holdfast.parallel import ProcessGroups
 from holdfast.state.flatten import LeafCache, flatten_state
 from holdfast.state.leaves import FlatState
@@ -123,7 +123,7 @@ class Planner:
                 codecs=self._codecs,
                 cache=self._leaves,
             )
-            values = msgspec.json.encode(flat.nodes)
+            values = msgspec.json.encode({**flat.nodes, **_noted_versions(flat)})
             # Nothing is encoded and hashed again if the structure is the same, as in most saves.
             if self._last is not None and self._last.flat.structure is flat.structure:
                 self._last = replace(self._last, flat=flat, values=values)
@@ -323,3 +323,12 @@ def _whole_ones(flat: FlatState, rows: ClaimedRows) -> IntArray:
     return np.array(
         [-1 if flat.leaves[key].locals else positions[key] for key, _ in rows], dtype=np.int64
     )
+
+
+def _noted_versions(flat: FlatState) -> dict[str, Node]:
+    """Return the tree of the versions of modules; ranks may have different modules of one part."""
+    if not flat.versions:
+        return {}
+    versions = flat.versions.items()
+    by_part: Node = {part: union_node(encode_tree(each)) for part, each in versions}
+    return {VERSIONS_PART: union_node(by_part)}

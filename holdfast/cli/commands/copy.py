@@ -31,7 +31,7 @@ class Args:
     """Which step of a directory of checkpoints."""
 
     verify: bool = False
-    """Read every byte back before the copy counts."""
+    """Read every byte back before the copy counts, also of one that is there already."""
 
     overwrite: bool = False
     """Replace another version of the step."""
@@ -75,7 +75,7 @@ def run(args: Args) -> int:
                 "from": checkpoint.label,
                 "to": where,
                 "seconds": round(seconds, 3),
-                "verified": args.verify and not report.was_there,
+                "verified": args.verify,
                 **asdict(report),
             }
         )

@@ -15,7 +15,6 @@ from holdfast.cli.support.tables import make_console, make_table, print_json
 from holdfast.errors import ConfigError, HoldfastError, clean, counted, in_bytes
 from holdfast.foreign.formats import detect_format, open_catalog, unknown
 from holdfast.foreign.location import Location
-from holdfast.format.manifest import MAX_MANIFEST_NBYTES, decode_manifest
 from holdfast.format.names import (
     LATEST,
     MANIFEST,
@@ -25,6 +24,7 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.format.summaries import Summary, read_summary
+from holdfast.format.versions import read_manifest
 from holdfast.storage import PosixStorage, Storage, is_url, shown
 from holdfast.storage.reading import read_at_most
 
@@ -201,11 +201,8 @@ def _survey(storage: Storage) -> tuple[Sequence[str], list[Step]]:
 
 def _read_step(storage: Storage, step: int) -> Step:
     """A step from its manifest, which may be damaged."""
-    path = f"{step_dir(step)}/{MANIFEST}"
     try:
-        if storage.size(path) > MAX_MANIFEST_NBYTES:
-            raise ConfigError("the manifest is larger than any manifest may be")
-        return _line(Summary.of(decode_manifest(storage.read(path))))
+        return _line(Summary.of(read_manifest(storage, step_dir(step))[1]))
     except HoldfastError as error:
         return Step(step=step, damage=str(error))
 

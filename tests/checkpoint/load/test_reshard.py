@@ -219,7 +219,11 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "saver", [(2, 2, True), pytest.param((1, 4, True), marks=pytest.mark.slow), (2, 1, False)]
+    "saver",
+    [
+        (2, 2, True),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ((1, 4, True), (2, 1, False))),
+    ],
 )
 def test_fsdp_and_tensor_parallel_models_reshard(
     tmp_path: Path, saver: tuple[int, int, bool]

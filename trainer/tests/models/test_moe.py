@@ -279,7 +279,14 @@ def compare_layouts(rank: RankContext, layouts: tuple[Layout, ...]) -> int:
     return done
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS_OF_2, LAYOUTS_OF_4, LAYOUTS_OF_8], ids=["2", "4", "8"])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(LAYOUTS_OF_2, id="2", marks=pytest.mark.slow),
+        pytest.param(LAYOUTS_OF_4, id="4"),
+        pytest.param(LAYOUTS_OF_8, id="8", marks=pytest.mark.slow),
+    ],
+)
 def test_layouts_compute_what_one_process_does(layouts: tuple[Layout, ...]) -> None:
     num_ranks = max(layout.world_size for layout in layouts)
     done = run_ranks(num_ranks, compare_layouts, layouts).results

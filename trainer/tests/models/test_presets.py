@@ -5,6 +5,7 @@ Prevents that weights of a Llama or a Mixtral run in the reference GPT and compu
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,6 @@ from holdfast.cli.main import main
 from holdfast_trainer.models.config import GPTConfig
 from holdfast_trainer.models.gpt import GPT
 from holdfast_trainer.models.stages import Stage
-
-pytest.importorskip("transformers")
-
-from transformers import LlamaForCausalLM
-
 from tests.foreign.small_models import (
     BASE,
     EXPERTS,
@@ -39,6 +35,11 @@ from tests.foreign.small_models import (
     own_state,
     randomise,
     tokens,
+)
+
+# Looked up, not imported: collecting tests would take a second more in every worker.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
 
 
@@ -83,6 +84,8 @@ def test_a_checkpoint_of_the_reference_gpt_is_exported_and_generates_the_same(
     tmp_path: Path,
 ) -> None:
     """One command; what Transformers then generates are the most likely tokens of the GPT."""
+    from transformers import LlamaForCausalLM
+
     ours = gpt(tied=True)
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(7, {"model": ours})

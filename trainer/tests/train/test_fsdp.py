@@ -99,16 +99,20 @@ def check_curves(workplace: Path, cases: tuple[tuple[str, str, str], ...]) -> No
             assert abs(ours[1] - theirs[1]) < 1e-5, case
 
 
-def test_it_trains_as_one_process(workplace: Path) -> None:
-    """F1, F2: dense layers and experts; SGD shows a wrong divisor, AdamW does not."""
-    check_curves(
-        workplace,
-        (
-            ("", "optim_grads_params", "adamw"),
-            ("--tp 2 --ep 2 --expt-tp 1", "optim_grads", "sgd"),
-            ("--no-tied-head --pp 2", "optim_grads_params", "sgd"),
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("--tp 2 --ep 2 --expt-tp 1", "optim_grads", "sgd"),
+        pytest.param(("", "optim_grads_params", "adamw"), marks=pytest.mark.slow),
+        pytest.param(
+            ("--no-tied-head --pp 2", "optim_grads_params", "sgd"), marks=pytest.mark.slow
         ),
-    )
+    ],
+    ids=" ".join,
+)
+def test_it_trains_as_one_process(workplace: Path, case: tuple[str, str, str]) -> None:
+    """F1, F2: dense layers and experts; SGD shows a wrong divisor, AdamW does not."""
+    check_curves(workplace, (case,))
 
 
 @pytest.mark.parametrize(
@@ -125,6 +129,7 @@ def test_every_layout_trains_as_one_process(workplace: Path, shift: int, every: 
     check_curves(workplace, tuple((LAYOUTS[n], strategy, "sgd") for n, strategy in pairs))
 
 
+@pytest.mark.slow
 def test_its_checkpoints_are_those_of_any_run(tmp_path: Path) -> None:
     """K1, K8: saved and loaded, both ways; keys and bytes are the same whatever shards them."""
     layouts = (
@@ -211,7 +216,8 @@ def stopped_and_resumed(rank: RankContext, directory: str, precision: str) -> di
     }
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(workplace: Path, precision: str) -> None:
     """With dropout, clipping, copies for each tensor rank, and products in bfloat16."""
     for found in run_ranks(4, stopped_and_resumed, str(workplace), precision).results:

@@ -42,11 +42,11 @@ def compare(num_ranks: int, words: str, *, bound: float = 1e-9) -> list[Seen]:
 @pytest.mark.parametrize(
     "words",
     [
-        "--tp 2",
+        pytest.param("--tp 2", marks=pytest.mark.slow),
         "--vision-tp 2 --language-first --tp 2 --projector-on language",
         "--colocated --tp 2",
-        f"--ep 2 {EXPERTS}",
-        "--pp 2",
+        pytest.param(f"--ep 2 {EXPERTS}", marks=pytest.mark.slow),
+        pytest.param("--pp 2", marks=pytest.mark.slow),
     ],
 )
 def test_four_ranks_train_like_one_process(words: str) -> None:

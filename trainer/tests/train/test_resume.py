@@ -142,44 +142,31 @@ def resumed(
     return found
 
 
-WAYS = ("", "--zero 1 --bucket-nbytes 9000", "--zero 2 --precision fp16 --micro-batch-size 2")
-
-
-def every_way(rank: RankContext, directory: str, resumes: bool) -> list[Seen]:
-    """Uninterrupted or resumed, in each of the ways: the processes are the same for all."""
-    found = []
-    for number, words in enumerate(WAYS):
-        given, own = tuple(words.split()), f"{directory}/{number}"
-        if resumes:
-            micro = 2 if "micro" in words else 0
-            found += resumed(rank, own, "0.1", (2,), NUM_MORE, micro, given)
-        else:
-            found.append(uninterrupted(rank, own, "0.1", given))
-    return found
-
-
-def test_the_same_layout_resumes_bitwise(workplace: Path) -> None:
-    for number in range(len(WAYS)):
-        (workplace / str(number)).mkdir()
-        (workplace / str(number) / "text").symlink_to(workplace / "text")
-    runs = [
-        zip(*run_ranks(4, every_way, str(workplace), resumes).results, strict=True)
-        for resumes in (False, True)
-    ]
-    for words, first, second in zip(WAYS, *runs, strict=True):
-        for rank, (ours, theirs) in enumerate(zip(first, second, strict=True)):
-            assert theirs.losses == ours.losses, (words, rank)
-            assert theirs.norms == ours.norms, (words, rank)
-            assert theirs.draws == ours.draws, (words, rank)
-            assert theirs.step == ours.step == SAVED_AT + NUM_MORE
-            assert theirs.state.keys() == ours.state.keys()
-            for name, value in ours.state.items():
-                assert theirs.state[name].dtype == value.dtype
-                assert torch.equal(theirs.state[name], value), (words, rank, name)
-            assert any(name.endswith(".exp_avg_sq") for name in ours.state)
-        # All ranks report one loss; data ranks draw differently, tensor ranks 0 and 1 alike.
-        assert all(seen.losses == first[0].losses for seen in first), words
-        assert first[0].draws == first[1].draws != first[2].draws == first[3].draws, words
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("--zero 1 --bucket-nbytes 9000", marks=pytest.mark.slow),
+        "--zero 2 --precision fp16 --micro-batch-size 2",
+    ],
+)
+def test_the_same_layout_resumes_bitwise(workplace: Path, words: str) -> None:
+    given, micro = tuple(words.split()), 2 if "micro" in words else 0
+    first = run_ranks(4, uninterrupted, str(workplace), "0.1", given).results
+    second = run_ranks(4, resumed, str(workplace), "0.1", (2,), NUM_MORE, micro, given).results
+    for rank, (ours, (theirs,)) in enumerate(zip(first, second, strict=True)):
+        assert theirs.losses == ours.losses, rank
+        assert theirs.norms == ours.norms, rank
+        assert theirs.draws == ours.draws, rank
+        assert theirs.step == ours.step == SAVED_AT + NUM_MORE
+        assert theirs.state.keys() == ours.state.keys()
+        for name, value in ours.state.items():
+            assert theirs.state[name].dtype == value.dtype
+            assert torch.equal(theirs.state[name], value), (rank, name)
+        assert any(name.endswith(".exp_avg_sq") for name in ours.state)
+    # All ranks report one loss; data ranks draw differently, tensor ranks 0 and 1 alike.
+    assert all(seen.losses == first[0].losses for seen in first)
+    assert first[0].draws == first[1].draws != first[2].draws == first[3].draws
 
 
 def test_another_layout_loads_the_same_bits_and_trains_alike(workplace: Path) -> None:
