@@ -204,7 +204,7 @@ class GradientReducer:
             ConfigError: Another one has launched some in this microbatch already.
         """
         self._is_late = False
-        others = [each for each in self._beside() if not each._is_late]
+        others = [each for each in self._on_communicator() if not each._is_late]
         for other in others:
             if other._next:
                 raise ConfigError(
@@ -216,18 +216,18 @@ class GradientReducer:
             other._is_late = True
         self._reducing.append(self)
 
-    def _beside(self) -> list[GradientReducer]:
+    def _on_communicator(self) -> list[GradientReducer]:
         """Return the reducers in a microbatch on this one's communicator, as they were entered."""
         group = self._shard_groups.reduce
         return [e for e in self._reducing if group is not None and e._shard_groups.reduce is group]
 
     def _refuse_unordered(self) -> None:
         """Raise ConfigError if a microbatch within this one, which launches first, is not left."""
-        beside = self._beside()
-        if beside and beside[-1] is not self:
+        entered = self._on_communicator()
+        if entered and entered[-1] is not self:
             raise ConfigError(
                 f"optimizer '{self.name}': its microbatch(...) is left before that of optimizer "
-                f"'{beside[-1].name}' within it, on the same communicator: leave the inner one "
+                f"'{entered[-1].name}' within it, on the same communicator: leave the inner one "
                 f"first"
             )
 
