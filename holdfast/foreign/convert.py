@@ -24,7 +24,13 @@ from holdfast.foreign.output import (
     refuse_existing,
     write_output,
 )
-from holdfast.format.names import MANIFEST, list_steps, point_to_newest, step_dir
+from holdfast.format.names import (
+    MANIFEST,
+    committed_step,
+    list_steps,
+    point_to_newest,
+    step_dir,
+)
 from holdfast.format.reader import Snapshot
 from holdfast.format.versions import lease_chosen
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage
@@ -258,7 +264,4 @@ def _own(place: str | os.PathLike[str], step: int | None) -> _Own | None:
     steps = list_steps(storage)
     if not steps:
         return None
-    chosen = steps[-1] if step is None else step
-    if chosen not in steps:
-        raise ConfigError(f"{path} has no committed step {chosen}; it has {steps[-8:]}")
-    return _Own(storage, step_dir(chosen))
+    return _Own(storage, step_dir(committed_step(steps, step, place=str(path))))

@@ -27,6 +27,7 @@ from holdfast.format.manifest import (
 from holdfast.format.names import (
     INDEX,
     MANIFEST,
+    committed_step,
     data_file,
     list_steps,
     parse_step_dir,
@@ -129,10 +130,7 @@ def find_in_bucket(url: str, step: int | None) -> tuple[Storage, str] | None:
     steps = list_steps(storage)
     if not steps:
         return None
-    if step is not None and step not in steps:
-        known = ", ".join(map(str, steps[-8:]))
-        raise ConfigError(f"{root} has no committed step {step}; it has {known}")
-    return storage, step_dir(steps[-1] if step is None else step)
+    return storage, step_dir(committed_step(steps, step, place=root))
 
 
 def layout(catalog: Catalog, *, step: int) -> Output:

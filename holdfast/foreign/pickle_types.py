@@ -497,7 +497,7 @@ def _make_parameter(args: Args) -> PickledTensor:
     if type(requires_grad) is not bool or not isinstance(hooks, dict) or hooks or len(args) > 4:
         raise ValueError("a parameter with hooks, which are code, or with unknown arguments")
     state = args[3] if len(args) == 4 else None
-    return _with(tensor, is_parameter=True, requires_grad=requires_grad, attributes=state or None)
+    return _with(tensor, requires_grad=requires_grad, attributes=state or None)
 
 
 def _make_typed(args: Args) -> PickledTensor:

@@ -233,7 +233,6 @@ class PickledTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool = False
-    is_parameter: bool = False
     attributes: object = None
     """Python attributes that were stored with it; None if there are none."""
 
@@ -258,11 +257,6 @@ class PickledTensor:
     def location(self) -> str:
         """The device that the tensor was saved from."""
         return self.storage.location
-
-    @property
-    def storage_numel(self) -> int:
-        """Elements of the storage, of the storage's own type."""
-        return self.storage.numel
 
     @property
     def nbytes(self) -> int:

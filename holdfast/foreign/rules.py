@@ -111,11 +111,6 @@ class MapRule:
         over: str | None = self.settings.get("over")
         return over
 
-    @property
-    def is_pure(self) -> bool:
-        """True if tensors stay as they are, whatever their shape."""
-        return self.kind in ("rename", "drop", "tie", "untie")
-
     def inverse(self) -> MapRule:
         """Return the rule that undoes this one; of a drop of what is recomputed, that it is absent.
 

@@ -7,9 +7,9 @@ least of all the pointer file, which is for people and other tools.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from holdfast.errors import StorageError
+from holdfast.errors import ConfigError, StorageError
 from holdfast.storage import Storage
 from holdfast.storage.reading import read_tail
 
@@ -31,6 +31,7 @@ UpdateFile = Callable[[str, Callable[[bytes | None], bytes | None]], bool]
 """`update_file` of a storage; see `ObjectStorage`."""
 
 _NUM_LOOKS = 3
+_MAX_NAMED = 8
 _STEP = re.compile(r"iter_([0-9]{7,18})", re.ASCII)
 _SAVING = re.compile(r"\.saving-(iter_[0-9]{7,18})-([0-9A-Za-z_.]{1,64})", re.ASCII)
 _ASIDE = re.compile(r"\.old-(iter_[0-9]{7,18})-[0-9a-f]{8}", re.ASCII)
@@ -120,6 +121,23 @@ def list_steps(storage: Storage) -> list[int]:
         and (dirs_with is not None or storage.exists(f"{name}/{MANIFEST}"))
     ]
     return sorted(steps)
+
+
+def committed_step(steps: Sequence[int], step: int | None, *, place: str) -> int:
+    """Return a step if it is among those committed; the last of them for None.
+
+    Args:
+        steps: As of `list_steps`; with None there is at least one.
+        step: The one that is meant.
+        place: Of the checkpoints, for the message.
+
+    Raises:
+        ConfigError: It is not committed.
+    """
+    if step is None or step in steps:
+        return steps[-1] if step is None else step
+    known = ", ".join(map(str, steps[-_MAX_NAMED:])) or "none"
+    raise ConfigError(f"{place} has no committed step {step}; it has {known}")
 
 
 def newest_step_dir(names: Iterable[str]) -> int | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -25,7 +24,7 @@ from accelerate.data_loader import (
 )
 from torch import nn
 
-from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
+from holdfast.checkpoint import LoadReport, PendingSave
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.integrations.fetches import (
     FetchWatch,
@@ -39,19 +38,14 @@ from holdfast.integrations.fetches import (
     start_workers,
 )
 from holdfast.integrations.owners import owners_of
-from holdfast.integrations.world import (
-    agreed_newest_step,
-    groups_of_world,
-    of_each_rank,
-    of_each_rank_or_first,
-)
+from holdfast.integrations.world import CheckpointsOfWorld, of_each_rank, of_each_rank_or_first
 from holdfast.policies.keep import KeepLast
 from holdfast.state import RNG, OptimizerState, Stored
 
 _PLACE = "_holdfast_place"
 
 
-class AccelerateCheckpoints:
+class AccelerateCheckpoints(CheckpointsOfWorld):
     """Saves and resumes everything that an `Accelerator` has prepared and registered.
 
     Models, optimizers, schedulers, the gradient scaler, objects of `register_for_checkpointing`,
@@ -92,13 +86,9 @@ class AccelerateCheckpoints:
         self._accelerator: Any = accelerator
         self._every = every
         self._places = [_Place.of(loader) for loader in self._accelerator._dataloaders]
-        self._groups = groups_of_world("accelerate")
-        self._checkpointer = Checkpointer(root, groups=self._groups, **options)
-        self._overwrite = False
+        super().__init__(root, name="accelerate", **options)
         self._trained: int | None = None
         """The number of the loader that was trained with last."""
-        self.step = 0
-        """Optimizer steps that were made so far, those before a resume included."""
 
     @classmethod
     def resume(
@@ -114,18 +104,8 @@ class AccelerateCheckpoints:
 
         Args, errors: as of the class, and of `Checkpointer.load`.
         """
-        checkpoints = cls(accelerator, root, every=every, ignore_hooks=ignore_hooks, **options)
-        newest = agreed_newest_step(checkpoints._groups, Path(root))
-        if newest is not None:
-            checkpoints.load(newest)
-        # A writer that has outlived the last run may still commit a step that this run makes again.
-        checkpoints._overwrite = True
-        return checkpoints
-
-    @property
-    def checkpointer(self) -> Checkpointer:
-        """The `Checkpointer` in use."""
-        return self._checkpointer
+        made = cls(accelerator, root, every=every, ignore_hooks=ignore_hooks, **options)
+        return made._resumed()
 
     @property
     def epoch(self) -> int:
@@ -188,9 +168,7 @@ class AccelerateCheckpoints:
         }
         places = {str(i): place.tree() for i, place in enumerate(self._places)}
         parts = {**self._parts(), "accelerator": own, "loaders": places}
-        return self._checkpointer.save_async(
-            self.step, parts, **{"overwrite": self._overwrite, **options}
-        )
+        return self._save(parts, options)
 
     def load(self, step: int | None = None, **options: Any) -> LoadReport:
         """Load a checkpoint into everything that the accelerator has.
@@ -218,11 +196,6 @@ class AccelerateCheckpoints:
         self._accelerator.step = own["accumulated"] if is_whole else 0
         self._accelerator.project_configuration.iteration = own["save_iteration"]
         return report
-
-    def close(self) -> None:
-        """Wait for saves in flight, and raise what failed; destroy the communicators made here."""
-        self._checkpointer.close()
-        self._groups.close()
 
     def _note_trained(self) -> None:
         """Note which loaders are trained with now, of several the one whose pass began last."""

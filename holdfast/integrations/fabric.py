@@ -14,26 +14,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
+from holdfast.checkpoint import LoadReport, PendingSave
 from holdfast.errors import ConfigError
 from holdfast.integrations.fetches import LoadedStreams
 from holdfast.integrations.gradients import GradientWatch, own_gradients, unused_gradients
 from holdfast.integrations.loaders import LoaderPlace, place_of, shares_of_data
 from holdfast.integrations.owners import owners_of
-from holdfast.integrations.world import agreed_newest_step, groups_of_world, of_each_rank_or_first
+from holdfast.integrations.world import CheckpointsOfWorld, of_each_rank_or_first
 from holdfast.state import RNG, OptimizerState, Stored
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 
 
-class FabricCheckpoints:
+class FabricCheckpoints(CheckpointsOfWorld):
     """Saves and resumes a state of Fabric's objects, and where its loaders are.
 
     Args:
@@ -69,11 +68,7 @@ class FabricCheckpoints:
         self._gradients = GradientWatch(
             each for each in optimizers if isinstance(each, torch.optim.Optimizer)
         )
-        self._groups = groups_of_world("fabric")
-        self._checkpointer = Checkpointer(root, groups=self._groups, **options)
-        self._overwrite = False
-        self.step = 0
-        """Calls of `after_step` so far, those before a resume included."""
+        super().__init__(root, name="fabric", **options)
 
     @classmethod
     def resume(
@@ -89,18 +84,7 @@ class FabricCheckpoints:
 
         Args, errors: as of the class, and of `Checkpointer.load`.
         """
-        checkpoints = cls(fabric, root, state, loaders=loaders, **options)
-        newest = agreed_newest_step(checkpoints._groups, Path(root))
-        if newest is not None:
-            checkpoints.load(newest)
-        # A writer that has outlived the last run may still commit a step that this run makes again.
-        checkpoints._overwrite = True
-        return checkpoints
-
-    @property
-    def checkpointer(self) -> Checkpointer:
-        """The `Checkpointer` in use."""
-        return self._checkpointer
+        return cls(fabric, root, state, loaders=loaders, **options)._resumed()
 
     @property
     def epoch(self) -> int:
@@ -140,10 +124,7 @@ class FabricCheckpoints:
                 f"accumulated, and would be lost; save after a step of the optimizer"
             )
         own = {"step": self.step, "loaders": places, "gradients": own_gradients(gradients)}
-        parts = {**self._parts(), "fabric": own}
-        return self._checkpointer.save_async(
-            self.step, parts, **{"overwrite": self._overwrite, **options}
-        )
+        return self._save({**self._parts(), "fabric": own}, options)
 
     def load(self, step: int | None = None, **options: Any) -> LoadReport:
         """Load a checkpoint into the state and the loaders.
@@ -182,8 +163,7 @@ class FabricCheckpoints:
     def close(self) -> None:
         """Wait for saves in flight, and raise what failed; destroy the communicators made here."""
         self._gradients.close()
-        self._checkpointer.close()
-        self._groups.close()
+        super().close()
 
     def _epoch_of(self, index: int) -> int:
         """Return the pass over a loader that is in progress, or comes next."""

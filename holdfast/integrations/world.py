@@ -1,15 +1,17 @@
-"""The process groups of a framework's own world, in which every rank holds a replica or a shard."""
+"""A framework's own world, in which every rank holds a replica or a shard, and its checkpoints."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
+from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
 from holdfast.errors import GroupError, MismatchError
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.values import is_plain_dict
@@ -50,6 +52,52 @@ def groups_of_world(name: str) -> ProcessGroups:
         return ProcessGroups.single(name)
     layout = Layout.of_world(size, name=name)
     return ProcessGroups.create(layout, names=("dp",))
+
+
+class CheckpointsOfWorld(ABC):
+    """A `Checkpointer` on all ranks of a framework, a count of steps, and how a run is resumed.
+
+    A subclass saves and loads what its framework has.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, name: str, **options: Any) -> None:
+        self._root = Path(root)
+        self._groups = groups_of_world(name)
+        self._checkpointer = Checkpointer(root, groups=self._groups, **options)
+        self._overwrite = False
+        self.step = 0
+        """Steps that were made so far, those before a resume included."""
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The `Checkpointer` in use."""
+        return self._checkpointer
+
+    @abstractmethod
+    def load(self, step: int | None = None, **options: Any) -> LoadReport:
+        """Load a checkpoint into everything that the framework has; by default the newest."""
+
+    def close(self) -> None:
+        """Wait for saves in flight, and raise what failed; destroy the communicators made here."""
+        try:
+            self._checkpointer.close()
+        finally:
+            self._groups.close()
+
+    def _resumed(self) -> Self:
+        """Load the newest checkpoint, if there is one."""
+        newest = agreed_newest_step(self._groups, self._root)
+        if newest is not None:
+            self.load(newest)
+        # A writer that has outlived the last run may still commit a step that this run makes again.
+        self._overwrite = True
+        return self
+
+    def _save(self, parts: Mapping[str, object], options: Mapping[str, Any]) -> PendingSave:
+        """Save parts as checkpoint `step`, in the background."""
+        return self._checkpointer.save_async(
+            self.step, parts, **{"overwrite": self._overwrite, **options}
+        )
 
 
 def text_of_coordinator(groups: ProcessGroups, text: str, *, phase: str) -> str:

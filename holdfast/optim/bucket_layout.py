@@ -104,7 +104,7 @@ def lay_out(
     spans: list[ParameterSpan] = []
     end = 0
     for item, numel in enumerate(sizes):
-        start = _round_up(end, align)
+        start = round_up(end, align)
         if spans and start + numel > limit:
             layouts.append(_close(spans, end, num_shares=num_shares, align=align))
             spans, start = [], 0
@@ -118,9 +118,10 @@ def lay_out(
 def _close(
     spans: Sequence[ParameterSpan], end: int, *, num_shares: int, align: int
 ) -> BucketLayout:
-    share = _round_up(-(-end // num_shares), align)
+    share = round_up(-(-end // num_shares), align)
     return BucketLayout(spans=tuple(spans), share=share, num_shares=num_shares)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below a value."""
     return -(-value // multiple) * multiple

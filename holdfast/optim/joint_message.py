@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from holdfast.optim.bucket_layout import round_up
 from holdfast.parallel import ProcessGroups
 
 _ALIGN = 64
@@ -36,8 +37,8 @@ class JointMessage:
         dtype: torch.dtype,
     ) -> None:
         self._direct = groups.direct()
-        start = _round_up(num_numbers * 8, _ALIGN)
-        row = start + _round_up(numel * dtype.itemsize, _ALIGN)
+        start = round_up(num_numbers * 8, _ALIGN)
+        row = start + round_up(numel * dtype.itemsize, _ALIGN)
         rows = torch.zeros(len(ranks), row, dtype=torch.uint8)
         first = start // dtype.itemsize
         self.tensors = rows.view(dtype)[:, first : first + numel]
@@ -62,7 +63,3 @@ class JointMessage:
     def sum_numbers(self) -> list[float]:
         """Return the sum of each number over the ranks, to the same bits on all of them."""
         return [sum(each) for each in zip(*self._numbers.tolist(), strict=True)]
-
-
-def _round_up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple

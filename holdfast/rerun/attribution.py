@@ -15,7 +15,7 @@ cause explains all bad trials.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import combinations
@@ -157,8 +157,3 @@ def _suspects(bad: Sequence[ValueRun]) -> frozenset[str]:
 
 def _is_disjoint(one: ValueRun, other: ValueRun) -> bool:
     return not set(one.devices.values()) & set(other.devices.values())
-
-
-def first_trial(devices: Mapping[str, str]) -> ValueRun:
-    """Return the trial of the run in which a value was bad first."""
-    return ValueRun(devices=dict(devices), outcome=Outcome.REPRODUCED)

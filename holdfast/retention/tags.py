@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from holdfast.errors import ConfigError, CorruptionError, StorageError
-from holdfast.format.names import list_steps, step_dir
+from holdfast.format.names import committed_step, list_steps, step_dir
 from holdfast.format.versions import read_lease
 from holdfast.storage import Storage
 from holdfast.storage.reading import read_at_most
@@ -28,12 +28,7 @@ def set_tag(storage: Storage, name: str, *, step: int) -> None:
     path = _path(name)
     # A lease like a reader's: a removal that started before is waited for, a later one sees it.
     with read_lease(storage, step_dir(step)):
-        steps = list_steps(storage)
-        if step not in steps:
-            known = ", ".join(map(str, steps[-8:])) or "none"
-            raise ConfigError(
-                f"{storage.describe('')} has no committed step {step}; it has {known}"
-            )
+        committed_step(list_steps(storage), step, place=storage.describe(""))
         storage.make_dir(TAGS_DIR)
         storage.replace_file(path, f"{step}\n".encode())
 

@@ -745,11 +745,6 @@ class PosixSink:
         self._direct_fd = -1
         self._direct = True
 
-    @property
-    def alignment(self) -> int:
-        """The multiple that direct writes require of offsets, lengths and addresses."""
-        return _DIRECT_ALIGN
-
     def reserve(self) -> None:
         """Give the file its size, and its blocks if possible, so that a full disk shows early."""
         if self._nbytes and not allocate(self._fd, self._nbytes):

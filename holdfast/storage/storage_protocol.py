@@ -28,10 +28,6 @@ class Source(Protocol):
 class Sink(Protocol):
     """A file being written, of a size known beforehand; threads may write disjoint ranges."""
 
-    @property
-    def alignment(self) -> int:
-        """Writes are fast if offset, length and address are multiples of this; all others work."""
-
     def write_at(self, offset: int, buffer: memoryview) -> None:
         """Write all of `buffer` at `offset`; exceeding the stated size is an error."""
 

@@ -15,9 +15,9 @@ from holdfast.cli.support.run_history import OPEN, Device, DeviceHistory, Fault,
 from holdfast.cli.support.steps import open_root
 from holdfast.cli.support.tables import make_console, print_json, print_rows
 from holdfast.errors import ConfigError, HoldfastError, clean, counted, some_sentences
-from holdfast.format.manifest import decode_manifest
-from holdfast.format.names import MANIFEST, RANK_LOG_DIR, list_steps, step_dir
+from holdfast.format.names import RANK_LOG_DIR, list_steps, step_dir
 from holdfast.format.rerun_report import REPORT_NAME, read_events
+from holdfast.format.versions import read_manifest
 from holdfast.storage import PosixStorage, is_url
 from holdfast.storage.places import as_url
 
@@ -119,7 +119,7 @@ def _has_gone_on(checkpoints: Path, fault: Fault) -> bool:
 def _created(storage: PosixStorage, step: int) -> float:
     """Return when a step was saved, in seconds since the epoch; 0 if its manifest is unreadable."""
     try:
-        created = decode_manifest(storage.read(f"{step_dir(step)}/{MANIFEST}")).created
+        created = read_manifest(storage, step_dir(step))[1].created
         return datetime.fromisoformat(created).timestamp()
     except (HoldfastError, ValueError):
         return 0.0

@@ -10,8 +10,8 @@ from holdfast.cli.page.run_events import RunLog
 from holdfast.cli.page.timeline import in_seconds, save_seconds
 from holdfast.cli.support.messages import when
 from holdfast.errors import HoldfastError, in_bytes
-from holdfast.format.manifest import MAX_MANIFEST_NBYTES, decode_manifest
-from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, step_dir
+from holdfast.format.names import list_steps, parse_saving_dir, step_dir
+from holdfast.format.versions import read_manifest
 from holdfast.retention.tags import list_tags
 from holdfast.storage import Storage
 
@@ -78,12 +78,8 @@ def read_history(storage: Storage, log: RunLog) -> History:
 
 def _read(storage: Storage, entry: StepHistory) -> None:
     """Return what the manifest of a step says; it may be damaged, or removed just now."""
-    path = f"{step_dir(entry.step)}/{MANIFEST}"
     try:
-        if storage.size(path) > MAX_MANIFEST_NBYTES:
-            entry.state = "damaged"
-            return
-        manifest = decode_manifest(storage.read(path))
+        _, manifest = read_manifest(storage, step_dir(entry.step))
     except HoldfastError:
         entry.state = "damaged"
         return

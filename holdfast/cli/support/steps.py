@@ -15,7 +15,14 @@ from holdfast.foreign.formats import detect_format, open_catalog, unknown, witho
 from holdfast.foreign.location import Location
 from holdfast.foreign.own_format import find_in_bucket
 from holdfast.foreign.view import CatalogStorage
-from holdfast.format.names import MANIFEST, list_steps, parse_saving_dir, parse_step_dir, step_dir
+from holdfast.format.names import (
+    MANIFEST,
+    committed_step,
+    list_steps,
+    parse_saving_dir,
+    parse_step_dir,
+    step_dir,
+)
 from holdfast.format.reader import Snapshot
 from holdfast.format.summaries import requests_of_save
 from holdfast.format.versions import Lease, lease_chosen
@@ -172,10 +179,7 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
         if foreign := _find_foreign(path, step=step):
             return foreign
         raise ConfigError(_nothing_at(path, storage))
-    if step is not None and step not in steps:
-        known = ", ".join(map(str, steps[-8:]))
-        raise ConfigError(f"{path} has no committed step {step}; it has {known}")
-    directory = step_dir(steps[-1] if step is None else step)
+    directory = step_dir(committed_step(steps, step, place=str(path)))
     return StoredCheckpoint(storage=storage, directory=directory, label=str(path / directory))
 
 

@@ -38,15 +38,6 @@ def is_by_name(node: Any) -> bool:
     return is_plain_dict(node) and node.keys() >= _BY_NAME and isinstance(node["groups"], list)
 
 
-def is_torch_tree(node: Any) -> bool:
-    """Return True for an optimizer's state dict of PyTorch whose parameters have names.
-
-    That is one with names in its groups, one with `param_names` next to numbers, or a flat one. One
-    with numbers alone is not: nothing in it says which parameter a number is.
-    """
-    return _is_flat(node) or _named_groups(node) is not None
-
-
 def to_torch(node: Any) -> Any:
     """Return a stored optimizer as a state dict of PyTorch; any other node as it is.
 
@@ -82,6 +73,9 @@ def to_torch(node: Any) -> Any:
 
 def from_torch(node: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
     """Return a state dict of PyTorch as Holdfast stores an optimizer; any other node as it is.
+
+    It has names in its groups, or `param_names` next to numbers, or is flat. One with numbers alone
+    stays as it is: nothing in it says which parameter a number is.
 
     Args:
         node: The stored tree.

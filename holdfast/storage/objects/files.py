@@ -59,11 +59,6 @@ class ObjectSink:
         self._is_aborted = False
         self._is_done = False
 
-    @property
-    def alignment(self) -> int:
-        """1: no write is faster than another."""
-        return 1
-
     def write_at(self, offset: int, buffer: memoryview) -> None:
         """See `Sink.write_at`; waits while `at_once` parts are on their way."""
         self._write(offset, buffer, is_kept=False)
