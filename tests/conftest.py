@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
 from hypothesis import settings
 
 # torch's rendezvous asks for the name of every address that connects, 127.0.0.1 too. A name server
@@ -18,6 +19,13 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a case whose id is another one in each process: several workers could not share it."""
+    unstable = [each.nodeid for each in items if " at 0x" in each.nodeid]
+    if unstable:
+        raise pytest.UsageError(f"the id of a case has an address: {unstable[0]}")
 
 
 def pytest_collection_finish() -> None:

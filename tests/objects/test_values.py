@@ -276,7 +276,7 @@ def test_every_dtype_of_the_format(tmp_path: Path) -> None:
         (torch.Generator(), r"RNG\(generators="),
         ({1.0: 0, float("nan"): 1, float("nan"): 2}, "same stored form"),
     ],
-    ids=str,
+    ids=lambda each: type(each).__name__ if " at 0x" in str(each) else str(each),
 )
 def test_what_would_lose_something_is_refused_by_path(
     tmp_path: Path, value: object, why: str
