@@ -1,15 +1,16 @@
 """Runs printed programs in processes that have imported a framework already.
 
 Importing one takes seconds of CPU time. A server imports it once, and forks for every rank; a rank
-that is killed takes nothing else with it.
+that is killed takes nothing else with it. The server itself is forked from where live ranks are,
+which has imported torch and Holdfast.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -17,12 +18,16 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from tests.programs import free_port
+from tests.ranks.pool import fork
 
 ROOT = Path(__file__).parents[2]
 TITAN_PYTHON = ROOT / ".venv-titan" / "bin" / "python"
@@ -37,6 +42,9 @@ _OF_EVERY_PROGRAM = (
     "holdfast.optim",
 )
 """What programs import only when they run: half of what a start costs, where it is not here."""
+
+_IMPORT_S = 200.0
+"""How long a server may take to import what it has."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +80,23 @@ class ForkServer:
             "PYTHONWARNINGS": "ignore",
             "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
         }
-        self._process = subprocess.Popen(
-            [str(python), "-m", __name__, *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n", f"{modules}: not imported"
+        if python == Path(sys.executable):
+            self._pipe, process = fork(serve, modules, environment, environment=environment)
+            self._join: Callable[[float], object] = process.join
+        else:
+            self._pipe, theirs = Pipe()
+            with theirs:
+                self._join = subprocess.Popen(
+                    [str(python), "-m", __name__, str(theirs.fileno()), *modules],
+                    pass_fds=[theirs.fileno()],
+                    cwd=ROOT,
+                    env=environment,
+                ).wait
+        assert self._pipe.poll(_IMPORT_S), f"{modules}: not imported in time"
+        try:
+            self._pipe.recv()
+        except EOFError:
+            raise AssertionError(f"{modules}: not imported") from None
 
     def run(
         self,
@@ -100,8 +114,6 @@ class ForkServer:
             words: its command line.
             prelude: executed before it, in a namespace of its own; it has `rank`.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with tempfile.TemporaryDirectory() as logs:
             request = {
                 "program": program,
@@ -113,9 +125,8 @@ class ForkServer:
                 "logs": logs,
                 "timeout_s": timeout_s,
             }
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            codes = json.loads(self._process.stdout.readline())
+            self._pipe.send(request)
+            codes = self._pipe.recv()
             return [
                 Ended(code, Path(logs, str(rank)).read_text(errors="replace"))
                 for rank, code in enumerate(codes)
@@ -144,9 +155,8 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
+        self._pipe.close()
+        self._join(30)
 
 
 def _be_rank(request: dict[str, Any], rank: int) -> None:
@@ -205,24 +215,32 @@ def _wait(pids: Sequence[int], timeout_s: float) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def main(modules: Sequence[str]) -> None:
-    """Serve requests until the standard input ends."""
+def serve(pipe: Connection, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Serve requests until the other end of the pipe is closed."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    warnings.simplefilter("ignore")
     for name in (*modules, *_OF_EVERY_PROGRAM):
         importlib.import_module(name)
     # A rank's collector then leaves these objects alone, and does not copy their pages.
     gc.collect()
     gc.freeze()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        pids = []
-        for rank in range(request["num_ranks"]):
-            pid = os.fork()
-            if pid == 0:
-                _be_rank(request, rank)
-            pids.append(pid)
-        print(json.dumps(_wait(pids, request["timeout_s"])), flush=True)
+    pipe.send("ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            request = pipe.recv()
+            pids = []
+            for rank in range(request["num_ranks"]):
+                pid = os.fork()
+                if pid == 0:
+                    _be_rank(request, rank)
+                pids.append(pid)
+            pipe.send(_wait(pids, request["timeout_s"]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve(Connection(int(sys.argv[1])), sys.argv[2:], dict(os.environ))

@@ -14,9 +14,9 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from tests.ranks.job import Job, RankError, Report
@@ -31,12 +31,7 @@ class RankProcess:
     """A process that serves as a rank, for one job or for many."""
 
     def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
-        context = _context()
-        self.pipe, theirs = context.Pipe()
-        with _environment(environment):
-            self._process = context.Process(target=serve, args=(theirs, rank, dict(environment)))
-            self._process.start()
-        theirs.close()
+        self.pipe, self._process = fork(serve, rank, dict(environment), environment=environment)
 
     def receive(self, rank: int) -> Report:
         """Return its report; if it ended before, how."""
@@ -189,10 +184,22 @@ def read(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _context() -> ForkServerContext:
+def fork(
+    target: Callable[..., None], *args: object, environment: Mapping[str, str]
+) -> tuple[Connection, ForkServerProcess]:
+    """Fork a process from the server, and return the pipe to it.
+
+    Args:
+        target: What the process runs: its end of the pipe, and `args`, are its arguments.
+        environment: Set while the server starts, if it does not run yet.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    return context
+    ours, theirs = context.Pipe()
+    with theirs, _environment(environment):
+        process = context.Process(target=target, args=(theirs, *args))
+        process.start()
+    return ours, process
 
 
 @contextlib.contextmanager
