@@ -10,10 +10,20 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import sys
 
 from holdfast._torch import registrations
 from tests.ranks import shardings, state, writers
 
+for _name in (
+    "holdfast.checkpoint.checkpointer",
+    "holdfast.fsdp",
+    "holdfast.optim",
+    "holdfast.parallel.groups.module_groups",
+):
+    importlib.import_module(_name)
+IMPORTS_COMPILER = "torch._dynamo" in sys.modules
+"""True if importing the library imports torch's compiler."""
 for _name in (
     "encodings.idna",  # of an address's lookup
     "hypothesis",
@@ -27,10 +37,6 @@ for _name in (
     "torch.distributed.tensor.debug",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
-    "holdfast.checkpoint.checkpointer",
-    "holdfast.fsdp",
-    "holdfast.optim",
-    "holdfast.parallel.groups.module_groups",
     "tests.ranks.process",
 ):
     importlib.import_module(_name)
