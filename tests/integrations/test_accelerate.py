@@ -88,8 +88,11 @@ ZIPPED = PROGRAM.replace(
 
 @pytest.mark.parametrize(
     ("program", "at"),
-    [(leaves_early(PROGRAM, "set_seed"), 5), (leaves_early(PROGRAM, "set_seed"), 8), (ZIPPED, 8)],
-    ids=["left", "seeded", "zipped"],
+    [
+        pytest.param(leaves_early(PROGRAM, "set_seed"), 5, marks=pytest.mark.slow, id="left"),
+        pytest.param(leaves_early(PROGRAM, "set_seed"), 8, id="seeded"),
+        pytest.param(ZIPPED, 8, id="zipped"),
+    ],
 )
 def test_a_loop_that_seeds_and_leaves_its_epochs(
     server: ForkServer, tmp_path: Path, program: str, at: int

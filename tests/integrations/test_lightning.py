@@ -206,6 +206,7 @@ def test_callbacks_data_modules_and_several_of_everything(
         assert checkpointer.steps()[:2] == [6, 12]
 
 
+@pytest.mark.slow
 def test_averaged_weights_go_on_as_they_were(server: ForkServer, tmp_path: Path) -> None:
     """Its hook puts averages in the place of the module's weights, and takes them from there."""
     averaged = PROGRAM.replace("callbacks=[", "callbacks=[EMAWeightAveraging(decay=0.5), ")

@@ -136,7 +136,7 @@ def test_adapters_callbacks_and_the_trainers_own_files(server: ForkServer, tmp_p
     assert kept == ["iter_0000006"]
 
 
-@pytest.mark.parametrize("last", [5, 6])
+@pytest.mark.parametrize("last", [pytest.param(5, marks=pytest.mark.slow), 6])
 def test_data_without_a_length_goes_on_in_a_later_pass(
     server: ForkServer, tmp_path: Path, last: int
 ) -> None:

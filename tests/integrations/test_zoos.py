@@ -76,11 +76,12 @@ def check_habits(lightning: ForkServer, directory: Path, name: str, at: tuple[in
     check_goes_on(lightning, HABITS, name, directory, at=at, differ=DIFFER)
 
 
+@pytest.mark.parametrize("at", [pytest.param(3, marks=pytest.mark.slow), 7])
 def test_hooks_means_and_schedules_of_lightning_go_on(
-    lightning: ForkServer, tmp_path: Path
+    lightning: ForkServer, tmp_path: Path, at: int
 ) -> None:
     """X27. Within an epoch, and from the end of one in a run that ends by steps."""
-    check_habits(lightning, tmp_path, "hooks, means and a schedule that follows one", (3, 7))
+    check_habits(lightning, tmp_path, "hooks, means and a schedule that follows one", (at,))
 
 
 @pytest.mark.slow
