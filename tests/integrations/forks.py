@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -189,6 +190,8 @@ def _be_rank(request: dict[str, Any], rank: int) -> None:
 
         traceback.print_exc()
     finally:
+        for child in multiprocessing.active_children():
+            child.kill()  # as an exit does, which this is not: Megatron's writers would stay
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
