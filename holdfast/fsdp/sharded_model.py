@@ -317,7 +317,6 @@ class ShardedModel(MicrobatchTaker):
             share_backward(self.groups.reducing, self._log.groups(), who="the sharded model")
 
     def close_microbatch(self) -> None:
-        self._log.forget_orders()
         if self._predicts:
             self._programs.remember(self._kind, [*self._log.launches])
 

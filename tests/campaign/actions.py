@@ -38,6 +38,11 @@ class Microbatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TwiceBackward(Microbatch):
+    """A microbatch whose loss has two backwards, of which the first keeps the graph."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluate:
     """A forward without gradients, of the same rows on all ranks.
 
@@ -133,6 +138,11 @@ class Set:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReloadOptimizer:
+    """Load the state dict of the torch optimizer, which was just taken, into it again."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Toggle:
     """Let a block keep its activations, or compute them again in the backward, in turns."""
 
@@ -165,6 +175,7 @@ class Look:
 
 Action = (
     Microbatch
+    | TwiceBackward
     | Evaluate
     | Write
     | Swap
@@ -176,6 +187,7 @@ Action = (
     | WriteGradients
     | Hook
     | Set
+    | ReloadOptimizer
     | Toggle
     | Schedule
     | Move
@@ -225,7 +237,18 @@ def draw_actions(chance: random.Random, limits: Limits) -> tuple[Action, ...]:
 
 def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Action]:
     kind = chance.choice(
-        ("fault", "fault", "forward", "nothing", "never last", "late", "inside", "inside", "", "")
+        (
+            "fault",
+            "fault",
+            "forward",
+            "nothing",
+            "never last",
+            "late",
+            "inside",
+            "inside",
+            "twice",
+            "",
+        )
     )
     microbatches = _microbatches(step, chance.choice((1, 2, 2, 3)))
     odd = chance.randrange(len(microbatches))
@@ -239,6 +262,8 @@ def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Act
                 return  # the rest of the step is given up
         elif kind in ("forward", "nothing") and number == odd:
             yield replace(each, does=kind)
+        elif kind == "twice" and number == odd:
+            yield TwiceBackward(**vars(each))
         elif kind == "never last":
             yield replace(each, is_last=False)
         else:
@@ -275,7 +300,7 @@ def _fault(chance: random.Random, microbatch: Microbatch, limits: Limits) -> Mic
 def _between(chance: random.Random, limits: Limits) -> Action:
     """Draw what is done between two steps."""
     kinds = ("evaluate", "write", "write", "swap", "freeze", "thaw", "save", "load", "set", "hook")
-    kind = chance.choice((*kinds, "schedule", "schedule", "move"))
+    kind = chance.choice((*kinds, "schedule", "schedule", "move", "reload"))
     if kind == "move":
         return Move() if limits.may_move else Schedule()
     if kind == "swap":
@@ -294,7 +319,7 @@ def _inside(chance: random.Random, limits: Limits) -> Action:
     if chance.random() < 0.2:
         return Freeze(block=chance.randrange(2)) if chance.random() < 0.7 else Thaw()
     kinds = ("evaluate", "write", "write", "swap", "save", "load", "drop", "look", "gradients")
-    kind = chance.choice((*kinds, "set", "toggle", "schedule"))
+    kind = chance.choice((*kinds, "set", "toggle", "schedule", "reload"))
     if kind == "gradients":
         return WriteGradients(how=chance.choice(GRADIENT_WRITES), block=chance.randrange(2))
     return _anywhere(chance, kind, limits)
@@ -318,6 +343,8 @@ def _anywhere(chance: random.Random, kind: str, limits: Limits) -> Action:
         return Set(factor=chance.choice((0.5, 2.0)))
     if kind == "schedule":
         return Schedule()
+    if kind == "reload":
+        return ReloadOptimizer()
     if kind == "toggle":
         return Toggle(block=chance.randrange(2))
     if kind == "load":

@@ -21,6 +21,7 @@ from tests.campaign.actions import (
     Look,
     Microbatch,
     Move,
+    ReloadOptimizer,
     Save,
     Schedule,
     Set,
@@ -28,6 +29,7 @@ from tests.campaign.actions import (
     Swap,
     Thaw,
     Toggle,
+    TwiceBackward,
     Write,
     WriteGradients,
 )
@@ -43,6 +45,7 @@ from tests.campaign.ways import (
     evaluate_average,
     is_hooked,
     param_groups,
+    reload,
     rows_of,
     scheduler_of,
     set_trainable,
@@ -141,6 +144,8 @@ class Twin:
             case Hook():
                 self._hooks.register(action)
                 self.situation.is_hooked = self._hooks.at_gradients
+            case ReloadOptimizer():
+                reload(self._optimizer)
             case Set():
                 change_settings(self._optimizer, action)
             case Toggle():
@@ -201,7 +206,11 @@ class Twin:
             of_shares = [each.mean() / action.num_parts for each in found]
             losses += of_shares
             if action.does == "all":
-                torch.stack(of_shares).sum().backward()
+                loss = torch.stack(of_shares).sum()
+                if isinstance(action, TwiceBackward):
+                    loss.backward(retain_graph=True)
+                    self._add_gradients()
+                loss.backward()
                 self._add_gradients()
         return {"losses": [float(each.detach()) for each in losses]}
 

@@ -17,9 +17,11 @@ from tests.campaign.actions import (
     Evaluate,
     Load,
     Microbatch,
+    ReloadOptimizer,
     Save,
     Step,
     Swap,
+    TwiceBackward,
     WriteGradients,
 )
 from tests.campaign.programs import Way
@@ -122,6 +124,18 @@ REFUSALS = (
         fits=lambda now: True,
     ),
     Refusal(
+        name="twice",
+        actions=(TwiceBackward,),
+        text=r"a gradient came after its bucket was reduced.* one backward call in each microbatch",
+        fits=lambda now: True,
+    ),
+    Refusal(
+        name="no state dict",
+        actions=(ReloadOptimizer,),
+        text=r"OptimizerState",
+        fits=lambda now: True,
+    ),
+    Refusal(
         name="hooked",
         actions=(Step, Microbatch),
         text=HOOKED.pattern,
@@ -168,7 +182,7 @@ def judge(
             end = "fault"
         elif len(raised) == len(mine):  # before an injected error, too
             end = _refusal(action, mine, twin)
-        elif raised or injected is not None:
+        elif raised or injected is not None or _has_to_raise(action, twin):
             end = None
         if end is None:
             found = {layout.ranks[i]: mine[i].error for i in range(len(mine))}
@@ -232,6 +246,11 @@ def _refusal(action: Action, answers: Sequence[Answer], twin: Twin) -> str | Non
         ):
             return refusal.name
     return None
+
+
+def _has_to_raise(action: Action, twin: Twin) -> bool:
+    """Return True for an update without any gradient, which is a mistake in the loop."""
+    return isinstance(action, Step) and not action.bad and not twin.situation.has_gradients
 
 
 def _differences(found: Values, expected: Values, *, index: int) -> list[str]:

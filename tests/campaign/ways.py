@@ -44,6 +44,7 @@ from tests.campaign.actions import (
     Look,
     Microbatch,
     Move,
+    ReloadOptimizer,
     Save,
     Schedule,
     Set,
@@ -51,6 +52,7 @@ from tests.campaign.actions import (
     Swap,
     Thaw,
     Toggle,
+    TwiceBackward,
     Write,
     WriteGradients,
 )
@@ -167,6 +169,8 @@ class Trained:
                 write_gradients(self.model, action)
             case Hook():
                 self._hooks.register(action)
+            case ReloadOptimizer():
+                reload(self._inner)
             case Set():
                 change_settings(self.optimizer, action)
             case Toggle():
@@ -228,8 +232,10 @@ class Trained:
                 if fault == "before backward":
                     raise Trouble
                 if action.does == "all":
-                    scaler = self._scaler
-                    (loss if scaler is None else scaler.scale_loss(loss)).backward()
+                    scaled = loss if self._scaler is None else self._scaler.scale_loss(loss)
+                    if isinstance(action, TwiceBackward):
+                        scaled.backward(retain_graph=True)
+                    scaled.backward()
             if fault is not None:
                 raise Trouble
         return {"loss": float(loss.detach())}
@@ -556,6 +562,11 @@ def change_settings(optimizer: Any, action: Set) -> None:
     for group in inner.param_groups:
         group["lr"] *= action.factor
         group["weight_decay"] *= action.factor
+
+
+def reload(optimizer: torch.optim.Optimizer) -> None:
+    """Load a copy of the state that an optimizer has, as it would come from a file."""
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def scheduler_of(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:

@@ -720,6 +720,57 @@ def in_other_orders(context: RankContext) -> None:
             assert difference(net, single) < 1e-4, strategy
 
 
+def without_rows_for_its_expert(context: RankContext) -> None:
+    """Two ranks have one expert and two have another one, which runs; of the first none does."""
+    with ProcessGroups.create(Layout(dp=4, ep=2), data_timeout_s=20) as groups:
+        place = groups.index("ep")
+        net = Branching()
+        single = copy.deepcopy(net)
+        expert = nn.ModuleDict({f"of {place}": nn.Linear(4, 4)})
+        net.expert = expert
+        held = copy.deepcopy(expert)
+        [unit] = expert.values()
+        sharded = fully_shard_model(
+            net, groups, experts=[unit], units=[*net.layers, unit], num_prefetched=0
+        )
+        optimizer, alone = sgd(net.parameters()), sgd(single.parameters())
+        x = torch.ones(1, 4)
+        with sharded.microbatch(is_last=True):
+            out = net(x, (0, 1))
+            (out + 0 * unit(out) if place else out).sum().backward()
+        sharded.step(optimizer)
+        single(x, (0, 1)).sum().backward()
+        alone.step()
+        for name, parameter in single.named_parameters():
+            assert torch.allclose(full(net.get_parameter(name)), parameter, atol=1e-6), name
+        for name, kept in held.named_parameters():
+            assert torch.equal(full(expert.get_parameter(name)), kept), name
+
+
 def test_ranks_that_run_other_units_do_not_get_each_others_weights() -> None:
     """I1: a rank without rows for an expert took the other expert's weights, silently."""
     run_ranks(2, in_other_orders)
+
+
+def test_ranks_of_other_experts_need_not_run_them() -> None:
+    """I1: orders are compared on each communicator alone."""
+    run_ranks(4, without_rows_for_its_expert)
+
+
+def cleared_by_hand(context: RankContext) -> None:
+    with ProcessGroups.create(Layout(dp=1)) as groups:
+        for strategy in STRATEGIES:
+            net = build()
+            sharded = shard(net, groups, strategy=strategy)
+            optimizer = sgd(net.parameters())
+            for clear in (net.zero_grad, optimizer.zero_grad):
+                with sharded.microbatch(is_last=True):
+                    sharded.model(rows_of(0)[0]).mean().backward()
+                clear()
+                with pytest.raises(ConfigError, match="got a gradient on any rank"):
+                    sharded.step(optimizer)
+
+
+def test_a_step_after_gradients_were_cleared_is_refused() -> None:
+    """I1: it would be one without any gradient, which is a mistake in the loop."""
+    run_ranks(1, cleared_by_hand)

@@ -45,6 +45,20 @@ def trouble(context: RankContext) -> dict[str, Any]:
     return reports
 
 
+class VetoOf:
+    """Vetoes on one rank."""
+
+    def __init__(self, rank: int, groups: ProcessGroups) -> None:
+        self._is_raised = groups.rank == rank
+        self.decisions: list[bool] = []
+
+    def vetoes(self) -> bool:
+        return self._is_raised
+
+    def take_decision(self, vetoed: bool) -> None:
+        self.decisions.append(vetoed)
+
+
 def poisoned(
     reports: dict[str, Any],
     net: nn.Module,
@@ -76,6 +90,11 @@ def poisoned(
         assert torch.equal(old, parameter.to_local())  # type: ignore[attr-defined]
     reports["bad"] = [outcome.bad_ranks for outcome in outcomes]
     reports["scale"] = scaler.scale
+    veto = VetoOf(2, groups)
+    refused = one_step(net, optimizer, groups, 0, scaler=scaler, veto=veto, max_norm=1e-6)
+    assert veto.decisions == [True]
+    assert (refused.vetoed, refused.skipped, refused.clipped) == (True, True, False)
+    assert scaler.scale == reports["scale"]
     good = one_step(net, optimizer, groups, 0, scaler=scaler)
     assert not good.skipped
     assert good.loss_scale == 128.0
