@@ -327,6 +327,35 @@ def test_an_iterator_of_an_evaluation_is_not_that_of_the_step(
         checkpointer.load(loop.state(has_machine=False))
 
 
+@pytest.mark.parametrize("mode", ["validate_results", "report_determinism_stats"])
+@pytest.mark.parametrize("others", ["forgotten", "second", "new"])
+def test_batches_of_an_iterator_that_the_step_was_not_given_are_not_repeated(
+    groups: ProcessGroups, tmp_path: Path, others: str, mode: str
+) -> None:
+    """D6: the rerun would run on the next ones, and bad data end as a transient error."""
+    machine = Loop(groups, tmp_path, mode=mode).machine
+    evaluated, own, second = (machine.replayable(numbered()) for _ in range(3))
+
+    def run(step: int, *taken_from: Any, given: Any = own, num_bad: int = 0) -> None:
+        next(evaluated)  # between two steps
+        for number in machine.attempts(step, given):
+            value = sum(float(next(each()).sum()) for each in taken_from)
+            value = math.nan if number < num_bad else value
+            machine.validate("loss", value, NotFinite(), fatal=False)
+
+    run(0, lambda: own, num_bad=1)
+    settings: dict[str, Any] = {"given": None} if others == "forgotten" else {}
+    sources = {
+        "forgotten": (lambda: own,),
+        "second": (lambda: own, lambda: second),
+        "new": (lambda: own, lambda: machine.replayable(numbered())),
+    }[others]
+    if mode == "validate_results":
+        run(1, *sources, **settings)
+    with pytest.raises(ConfigError, match=r"step 2.*was not given.*zip"):
+        run(2, *sources, **settings, num_bad=1)
+
+
 def test_two_compared_runs_are_of_one_state_and_hide_nothing(
     groups: ProcessGroups, tmp_path: Path
 ) -> None:
