@@ -255,6 +255,8 @@ class Course:
             self._opinion.end(self.batches)
         elif is_repeated:
             self._replayed.restore()
+        if is_repeated:
+            self._training_state.drop_gradients()
         for call, each in self.attempt.rejected.items():
             # Ranks may have left in different runs, so there is no meeting that could judge it.
             self.team.note(
@@ -343,6 +345,8 @@ class Course:
 
     def _start_run(self, suspects: dict[Call, Suspect]) -> None:
         self._vetoed = None
+        if self.state is not State.INITIAL_RUN:
+            self._training_state.drop_gradients()
         self.attempt = Attempt(
             suspects=suspects,
             confirmed=self._confirmed,

@@ -100,6 +100,7 @@ class Loop(SavedLoop):
         bad: tuple[int, int] | None = None,
         num_bad: int = 1,
         left_in: int | None = None,
+        drops_before: bool = False,
     ) -> None:
         """Run to a step.
 
@@ -109,11 +110,16 @@ class Loop(SavedLoop):
             bad: step and microbatch whose loss is NaN.
             num_bad: in how many runs.
             left_in: a run of the first step that an exception leaves, which is caught.
+            drops_before: gradients, before the attempts and not in each.
         """
+        was_left = False
         while self.step < until:
+            if drops_before and not was_left:
+                self.optimizer.zero_grad()
             try:
                 for number in self.machine.attempts(self.step, batches):
-                    self.optimizer.zero_grad()
+                    if not drops_before:
+                        self.optimizer.zero_grad()
                     taken = []
                     for microbatch in range(2):
                         batch = next(batches)
@@ -127,8 +133,9 @@ class Loop(SavedLoop):
                         value = math.nan if is_bad else loss.item()
                         self.machine.validate("loss", value, NotFinite(), fatal=False)
             except MemoryError:
-                left_in = None
+                left_in, was_left = None, True
                 continue
+            was_left = False
             if self.machine.decision.exit_code is not None:
                 return
             self.taken += taken
@@ -250,6 +257,19 @@ def test_data_that_is_bad_is_told_from_a_device_under_random_draws(
     second.load(first.machine.checkpoints)
     assert run(second.machine, source) == [one]
     assert second.machine.decision.exit_code == 19
+
+
+def test_gradients_of_the_run_before_are_not_added_to(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D7: by a loop that drops them before its attempts, in a rerun and after it has left one."""
+    good = Loop(groups, tmp_path / "good")
+    good.run(3, good.machine.replayable(numbered()))
+    for number, options in enumerate(({}, {"left_in": 0}, {"left_in": 1})):
+        loop = Loop(groups, tmp_path / str(number))
+        batches = loop.machine.replayable(numbered())
+        loop.run(3, batches, bad=(0, 1), drops_before=True, **options)
+        assert same(good, loop), options
 
 
 @pytest.mark.parametrize("left_in", [0, 1])
