@@ -14,6 +14,7 @@ alone knows. Otherwise one rank would wait in a collective that the others never
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,6 +62,11 @@ _RUNNING = (
     State.RERUNNING_IN_PLACE,
     State.RUNNING_FOR_ANOTHER_REPLICA,
     State.RERUNNING_FROM_CHECKPOINT,
+)
+_OTHER_BATCHES = (
+    "it has taken batches of an iterator of machine.replayable that `attempts` was not given, and "
+    "that a rerun would continue behind them; pass that one, or make one iterator of several "
+    "sources: machine.replayable(zip(first, second))"
 )
 _WORDS = {
     None: "no verdict",
@@ -116,6 +122,8 @@ class Course:
         self.spoiled: set[int] = set()
         """Steps whose state was not finite when they ran before."""
         self.learned = Learned()
+        self.iterators: weakref.WeakSet[ReplayableBatches] = weakref.WeakSet()
+        """All that the machine has made and the program still has."""
         self._mode = mode
         self._replayed = replayed
         self._limits = limits
@@ -136,6 +144,8 @@ class Course:
         # Of the step that runs.
         self.step = -1
         self.batches: object = None
+        self._num_requests: dict[ReplayableBatches, int] = {}
+        """How often batches had been taken from the other iterators when the step started."""
         self.attempt = Attempt()
         self._fault_id = ""
         self._num_reruns = 0
@@ -191,6 +201,9 @@ class Course:
             self._leave(is_repeated=was_left)
         self.step, self.batches = step, batches
         self.attempt = Attempt()
+        self._num_requests = {
+            each: each.num_requests for each in self.iterators if each is not batches
+        }
         has_kept = self._mode is not Mode.VALIDATE_RESULTS and self._use_kept_batches()
         if self._mode is Mode.DISABLED:
             self.learned.discard()  # of a step that was left
@@ -242,6 +255,8 @@ class Course:
             self._opinion.end(self.batches)
         elif is_repeated:
             self._replayed.restore()
+        if is_repeated:
+            self._training_state.drop_gradients()
         for call, each in self.attempt.rejected.items():
             # Ranks may have left in different runs, so there is no meeting that could judge it.
             self.team.note(
@@ -330,6 +345,8 @@ class Course:
 
     def _start_run(self, suspects: dict[Call, Suspect]) -> None:
         self._vetoed = None
+        if self.state is not State.INITIAL_RUN:
+            self._training_state.drop_gradients()
         self.attempt = Attempt(
             suspects=suspects,
             confirmed=self._confirmed,
@@ -478,7 +495,10 @@ class Course:
 
     def _conclude_comparison(self) -> bool:
         """End one of the two runs of a step whose values are compared. Collective."""
-        self.team.agree(None if self.has_voted else self._refusal_of_changes(), phase="changes")
+        refusal = None if self.has_voted else self._refusal_of_changes()
+        if refusal is None and self._takes_from_others():
+            refusal = ConfigError(f"step {self.step}: {_OTHER_BATCHES}")
+        self.team.agree(refusal, phase="changes")
         if self.state is State.INITIAL_RUN:
             self._comparison.take_first(self.attempt)
             return self._run_again({})
@@ -505,6 +525,8 @@ class Course:
                 f"{start}, because `attempts` was given {kind_of(batches)}, which cannot be "
                 f"rewound; pass machine.replayable(iterator)"
             )
+        elif self._takes_from_others():
+            error = ConfigError(f"{start}: {_OTHER_BATCHES}")
         elif self._reactions.forgotten:
             names = ", ".join(self._reactions.forgotten[:MAX_NAMED])
             error = ConfigError(
@@ -512,6 +534,14 @@ class Course:
                 f"replayed=Replayed(modules=[model])"
             )
         self.team.agree(error, phase="batches")
+
+    def _takes_from_others(self) -> bool:
+        """Return True if the step has taken batches that a rerun would not repeat."""
+        return any(
+            each.num_requests != self._num_requests.get(each, 0)
+            for each in self.iterators
+            if each is not self.batches
+        )
 
     def report_statistics(self) -> None:
         """Report the differences of all ranks so far. Collective."""

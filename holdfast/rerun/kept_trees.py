@@ -337,7 +337,7 @@ def _check_plain(path: str, tensor: torch.Tensor) -> None:
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         problem = f"of type {type(tensor).__module__}.{type(tensor).__qualname__}"
     elif not (is_strided(tensor) or is_sparse(tensor)):
-        problem = f"of layout {tensor.layout}"
+        problem = "that is nested" if tensor.is_nested else f"of layout {tensor.layout}"
     elif tensor.is_meta or tensor.is_quantized:
         problem = "without data" if tensor.is_meta else f"of dtype {tensor.dtype}"
     elif tensor.__dict__ or tensor.grad is not None:

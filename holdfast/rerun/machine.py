@@ -283,6 +283,7 @@ class RerunMachine(OptionalPart):
             keeps=self.mode is not Mode.DISABLED,
             streams=self._streams,
         )
+        self._course.iterators.add(self._batches)
         return self._batches
 
     def skips(self, step: int) -> bool:
@@ -315,10 +316,10 @@ class RerunMachine(OptionalPart):
 
         Args:
             step: its number, an integer of 64 bits; the same on all ranks.
-            batches: the iterator from `replayable` that the step takes batches from. Another
-                iterator is accepted until a value is rejected. None if the step's data does not
-                come from an iterator: then each run of the step, even after a restart, must use the
-                same data.
+            batches: the iterator from `replayable` that the step takes batches from, and no other
+                one: `zip` several sources into one. Another iterator is accepted until a value is
+                rejected. None if the step's data does not come from an iterator: then each run of
+                the step, even after a restart, must use the same data.
 
         Yields:
             The number of the run, from 0.

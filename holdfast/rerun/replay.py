@@ -68,6 +68,8 @@ class ReplayableBatches(Iterator[Any]):
     ) -> None:
         """Take nothing from the source yet."""
         self._streams = tuple(streams)
+        self.num_requests = 0
+        """How often a batch was taken, kept or new."""
         self._source: Iterator[Any] = iter(source)
         self._codecs = codecs or Codecs()
         self._is_rewound = is_rewound
@@ -96,6 +98,7 @@ class ReplayableBatches(Iterator[Any]):
             ConfigError: The batch cannot be kept, or a source with `is_rewound` ends before the
                 saved batches do.
         """
+        self.num_requests += 1
         if self._borrowed is not None and self._borrowed_position < len(self._borrowed):
             drawn = self._borrowed[self._borrowed_position]
             self._borrowed_position += 1

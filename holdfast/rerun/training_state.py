@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast._torch import write_counter
@@ -20,6 +21,8 @@ from holdfast.errors import ConfigError
 from holdfast.state.optimizer_protocol import OptimizersByModule
 from holdfast.state.tensor_elements import local_of, tensor_digest
 
+_WITH_GRADIENT = (nn.Parameter, DTensor)
+"""Types of parameters whose gradient is in `.grad`: those of sharded optimizers have their own."""
 MAX_NAMED = 4
 """Tensors that a message names."""
 
@@ -44,6 +47,7 @@ class TrainingState:
         self._num_updates: list[int] = []
         self._parameters: list[tuple[str, nn.Parameter]] | None = None
         self._versions: list[int] = []
+        self._without_gradient: list[nn.Parameter] = []
 
     @property
     def is_known(self) -> bool:
@@ -51,14 +55,29 @@ class TrainingState:
         return bool(self._modules)
 
     def note(self) -> None:
-        """Note the versions of all parameters, before a step runs.
+        """Note the versions of all parameters, and which have no gradient, before a step runs.
 
-        Cost: some 100 ns for each parameter.
+        Cost: some 150 ns for each parameter.
         """
         if self._parameters is None:
             self._parameters = [*self._named_parameters()]
         self._versions = [write_counter(each) for _, each in self._parameters]
+        self._without_gradient = [
+            each
+            for _, each in self._parameters
+            if type(each) in _WITH_GRADIENT and each.grad is None
+        ]
         self._num_updates = [each.num_updates for each in self._counted]
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients that were not there at `note`: of the run before.
+
+        A loop that has dropped gradients before its attempts would add those of the rerun to them.
+        What sharded optimizers keep in buckets is theirs.
+        """
+        for each in self._without_gradient:
+            if type(each) in _WITH_GRADIENT:
+                each.grad = None
 
     def changed(self) -> list[str]:
         """Return the names of parameters that were written to since `note`, and of optimizers."""

@@ -100,6 +100,7 @@ class Loop(SavedLoop):
         bad: tuple[int, int] | None = None,
         num_bad: int = 1,
         left_in: int | None = None,
+        drops_before: bool = False,
     ) -> None:
         """Run to a step.
 
@@ -109,11 +110,16 @@ class Loop(SavedLoop):
             bad: step and microbatch whose loss is NaN.
             num_bad: in how many runs.
             left_in: a run of the first step that an exception leaves, which is caught.
+            drops_before: gradients, before the attempts and not in each.
         """
+        was_left = False
         while self.step < until:
+            if drops_before and not was_left:
+                self.optimizer.zero_grad()
             try:
                 for number in self.machine.attempts(self.step, batches):
-                    self.optimizer.zero_grad()
+                    if not drops_before:
+                        self.optimizer.zero_grad()
                     taken = []
                     for microbatch in range(2):
                         batch = next(batches)
@@ -127,8 +133,9 @@ class Loop(SavedLoop):
                         value = math.nan if is_bad else loss.item()
                         self.machine.validate("loss", value, NotFinite(), fatal=False)
             except MemoryError:
-                left_in = None
+                left_in, was_left = None, True
                 continue
+            was_left = False
             if self.machine.decision.exit_code is not None:
                 return
             self.taken += taken
@@ -252,6 +259,19 @@ def test_data_that_is_bad_is_told_from_a_device_under_random_draws(
     assert second.machine.decision.exit_code == 19
 
 
+def test_gradients_of_the_run_before_are_not_added_to(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D7: by a loop that drops them before its attempts, in a rerun and after it has left one."""
+    good = Loop(groups, tmp_path / "good")
+    good.run(3, good.machine.replayable(numbered()))
+    for number, options in enumerate(({}, {"left_in": 0}, {"left_in": 1})):
+        loop = Loop(groups, tmp_path / str(number))
+        batches = loop.machine.replayable(numbered())
+        loop.run(3, batches, bad=(0, 1), drops_before=True, **options)
+        assert same(good, loop), options
+
+
 @pytest.mark.parametrize("left_in", [0, 1])
 def test_a_step_that_was_left_starts_as_it_did(
     groups: ProcessGroups, tmp_path: Path, left_in: int
@@ -325,6 +345,35 @@ def test_an_iterator_of_an_evaluation_is_not_that_of_the_step(
         pytest.raises(MismatchError, match=r"'rerun'.*batches of that step"),
     ):
         checkpointer.load(loop.state(has_machine=False))
+
+
+@pytest.mark.parametrize("mode", ["validate_results", "report_determinism_stats"])
+@pytest.mark.parametrize("others", ["forgotten", "second", "new"])
+def test_batches_of_an_iterator_that_the_step_was_not_given_are_not_repeated(
+    groups: ProcessGroups, tmp_path: Path, others: str, mode: str
+) -> None:
+    """D6: the rerun would run on the next ones, and bad data end as a transient error."""
+    machine = Loop(groups, tmp_path, mode=mode).machine
+    evaluated, own, second = (machine.replayable(numbered()) for _ in range(3))
+
+    def run(step: int, *taken_from: Any, given: Any = own, num_bad: int = 0) -> None:
+        next(evaluated)  # between two steps
+        for number in machine.attempts(step, given):
+            value = sum(float(next(each()).sum()) for each in taken_from)
+            value = math.nan if number < num_bad else value
+            machine.validate("loss", value, NotFinite(), fatal=False)
+
+    run(0, lambda: own, num_bad=1)
+    settings: dict[str, Any] = {"given": None} if others == "forgotten" else {}
+    sources = {
+        "forgotten": (lambda: own,),
+        "second": (lambda: own, lambda: second),
+        "new": (lambda: own, lambda: machine.replayable(numbered())),
+    }[others]
+    if mode == "validate_results":
+        run(1, *sources, **settings)
+    with pytest.raises(ConfigError, match=r"step 2.*was not given.*zip"):
+        run(2, *sources, **settings, num_bad=1)
 
 
 def test_two_compared_runs_are_of_one_state_and_hide_nothing(

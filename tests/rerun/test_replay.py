@@ -444,7 +444,7 @@ UNKNOWN: list[tuple[Callable[[], Any], str]] = [
     (lambda: {"a": [Pair(torch.ones(1), torch.ones(1))]}, r"batch 0\.a\.0.*Pair.*Codec"),
     (lambda: Sample(torch.ones(1)), r"Codecs\(dataclasses=\[Sample\]\)"),
     (lambda: [Kind.TEXT], r"Codecs\(enums=\[Kind\]\)"),
-    (lambda: torch.nested.nested_tensor([torch.ones(2)]), "of layout torch.strided"),
+    (lambda: torch.nested.nested_tensor([torch.ones(2)]), "that is nested"),
     (lambda: torch.ones(2).to_mkldnn(), "_mkldnn"),
     (lambda: torch.empty(2, device="meta"), "without data"),
     (lambda: np.array([object()]), "dtype object"),
