@@ -13,7 +13,9 @@ from tests.integrations.kills import (
     NUM_KILLS,
     check_four_ranks,
     check_kills,
+    check_refused_loops,
     check_variant,
+    in_two_loops,
     kill_at_step_of,
     leaves_early,
     with_workers_that_stay,
@@ -72,6 +74,22 @@ def test_a_loop_that_seeds_and_leaves_its_epochs(
     program = leaves_early(PROGRAM.replace("checkpoints.close()", saved), "seed_everything")
     kill = KILL.format(at=at, rank=0)
     check_variant(server, tmp_path, program, kill=kill, epochs=EPOCHS)
+
+
+TWO_LOOPS = in_two_loops(PROGRAM, "fabric.setup_dataloaders")
+
+
+def test_an_epoch_of_two_loops_of_fabric(server: ForkServer, tmp_path: Path) -> None:
+    """X28. Within the second loop of an epoch."""
+    check_variant(server, tmp_path, TWO_LOOPS, kill=KILL.format(at=13, rank=0), epochs=2)
+
+
+@pytest.mark.slow
+def test_loops_of_fabric_that_would_train_again_are_refused(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """X28. Or that would pass over what is left of the saved one."""
+    check_refused_loops(server, tmp_path, TWO_LOOPS, kill=KILL.format(at=13, rank=0))
 
 
 SHARDED = """
