@@ -146,3 +146,30 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     plain = PROGRAM.replace("loaders=[loader]", "loaders=[torch.utils.data.DataLoader([1])]")
     ends = server.run(plain, tmp_path, 1, directory=tmp_path)
     assert "takes a DataLoader that fabric.setup_dataloaders returned" in ends[0].output
+
+
+CLOSED = PROGRAM.replace(
+    "checkpoints.close()",
+    "from holdfast import GroupError, StorageError\n"
+    "def close_of_a_failed_save(close=checkpoints.checkpointer.close):\n"
+    "    close()\n"
+    "    raise StorageError('the save failed')\n"
+    "checkpoints.checkpointer.close = close_of_a_failed_save\n"
+    "try:\n"
+    "    checkpoints.close()\n"
+    "    raise AssertionError('nothing was raised')\n"
+    "except StorageError:\n"
+    "    pass\n"
+    "try:\n"
+    "    checkpoints.checkpointer.groups.has('dp')\n"
+    "    raise AssertionError('the groups are open')\n"
+    "except GroupError as error:\n"
+    "    assert 'are closed' in str(error), error\n",
+)
+
+
+def test_communicators_are_destroyed_also_if_a_save_has_failed(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """`close` raises what failed, and gives back what it has made."""
+    server.lines(CLOSED, tmp_path / "run", 1, directory=tmp_path)
