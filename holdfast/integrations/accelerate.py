@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ from holdfast.integrations.fetches import (
     start_workers,
 )
 from holdfast.integrations.owners import owners_of
+from holdfast.integrations.turns import Turns
 from holdfast.integrations.world import CheckpointsOfWorld, of_each_rank, of_each_rank_or_first
 from holdfast.policies.keep import KeepLast
 from holdfast.state import RNG, OptimizerState, Stored
@@ -86,6 +88,7 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         self._accelerator: Any = accelerator
         self._every = every
         self._places = [_Place.of(loader) for loader in self._accelerator._dataloaders]
+        self._turns = Turns("AccelerateCheckpoints", self._places)
         super().__init__(root, name="accelerate", **options)
         self._trained: int | None = None
         """The number of the loader that was trained with last."""
@@ -111,12 +114,15 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
     def epoch(self) -> int:
         """The pass over the loader that is trained with, in progress or next.
 
-        That is the loader in whose loop steps were counted or saved. A pass that the loop has left
+        That is the loader in whose loop steps were counted or saved, not one that the loop takes
+        batches of besides, and begins again where it ends. A pass that the loop has left
         early counts as a whole one.
 
         Raises:
-            ConfigError: no loader was prepared: a loop over it would begin again.
+            ConfigError: no loader was prepared: a loop over it would begin again. Or loops over
+                several loaders follow each other: `epoch_of` has the passes of each.
         """
+        self._turns.count_epochs()
         if not self._places:
             raise ConfigError(
                 "AccelerateCheckpoints.epoch: the accelerator has prepared no loader whose passes "
@@ -127,14 +133,39 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
             return 0  # whatever was validated before
         return self._places[self._trained or 0].num_passes
 
+    def epoch_of(self, loader: Any) -> int:
+        """The pass over a prepared loader that is in progress or next.
+
+        Where loops over several loaders follow each other, each but the last has a condition, so
+        that a resumed run continues in the right one:
+
+            for epoch in range(checkpoints.epoch_of(second), num_epochs):
+                if checkpoints.epoch_of(first) == epoch:
+                    for batch in first: ...
+                for batch in second: ...
+
+        Raises:
+            ConfigError: the loader was not prepared before this object was made.
+        """
+        self._turns.count_passes()
+        for place in self._places:
+            if place.loader is loader:
+                return place.num_passes
+        raise ConfigError(
+            "AccelerateCheckpoints.epoch_of: the loader is not one that the accelerator had "
+            "prepared before; pass what accelerator.prepare returned"
+        )
+
     def after_step(self) -> PendingSave | None:
         """Count an optimizer step, and save in the background if one is due; after each batch.
 
         A batch after which gradients are accumulated is not a step.
 
         Raises:
+            ConfigError: a resumed loop is not where the saved one was.
             HoldfastError: as of `Checkpointer.save_async`.
         """
+        self._turns.note_step()
         self._note_trained()
         if not self._accelerator.sync_gradients:
             return None
@@ -149,24 +180,29 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
 
         Raises:
             ConfigError: something would be lost, which the message names: accumulated gradients,
-                the place of a loader that was made after this object, what hooks keep.
+                the place of a loader that was made after this object, what hooks keep. Or a
+                resumed loop is not where the saved one was.
             HoldfastError: as of `Checkpointer.save_async`.
         """
         accelerator = self._accelerator
         self._refuse_loss()
+        self._turns.note_save()
         self._note_trained()
         if not accelerator.sync_gradients:
             raise ConfigError(
                 "AccelerateCheckpoints.save: gradients are being accumulated, and would be lost; "
                 "save after a step of the optimizer (accelerator.sync_gradients)"
             )
-        own = {
+        own: dict[str, object] = {
             "step": self.step,
             "accumulated": accelerator.step,
             "save_iteration": accelerator.save_iteration,
             "loader": self._trained or 0,
+            "loops": self._turns.tree(),
         }
         places = {str(i): place.tree() for i, place in enumerate(self._places)}
+        order = sorted(range(len(self._places)), key=lambda n: self._places[n].began)
+        own["order"] = order
         parts = {**self._parts(), "accelerator": own, "loaders": places}
         return self._save(parts, options)
 
@@ -181,7 +217,9 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
             MismatchError: as of `Checkpointer.load`; or a loader cannot continue at a whole batch.
         """
         self._refuse_loss()
-        own = dict.fromkeys(("step", "accumulated", "save_iteration", "loader"), Stored())
+        own = dict.fromkeys(
+            ("step", "accumulated", "save_iteration", "loader", "loops", "order"), Stored()
+        )
         places = {str(i): place.template() for i, place in enumerate(self._places)}
         parts = {**self._parts(), "accelerator": own, "loaders": places}
         report = self._checkpointer.load(parts, step=step, **options)
@@ -190,7 +228,10 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         for i, place in enumerate(self._places):
             place.move(values["loaders"][str(i)], loaded)
         own = values["accelerator"]
+        for number, n in enumerate(own["order"]):
+            self._places[n].move_in_order(number - len(self._places))
         self.step, self._trained = own["step"], own["loader"]
+        self._turns.load(own["loops"])
         # Nothing is accumulated at a save: with another number of steps the count begins again.
         is_whole = own["accumulated"] % self._accelerator.gradient_accumulation_steps == 0
         self._accelerator.step = own["accumulated"] if is_whole else 0
@@ -198,14 +239,14 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         return report
 
     def _note_trained(self) -> None:
-        """Note which loaders are trained with now, of several the one whose pass began last."""
-        active = self._accelerator.gradient_state.active_dataloader
+        """Note which loaders are trained with now, and in whose loop."""
         inside = [n for n, place in enumerate(self._places) if place.is_inside]
         for n in inside:
             self._places[n].is_trained = True
-        if inside:
-            begun_last = (n for n in inside if self._places[n].loader is active)
-            self._trained = next(begun_last, inside[0])
+        # A loader next to another one, which is begun again whenever it ends, has no loop.
+        loops = [n for n in inside if n in self._turns.loops]
+        if loops:
+            self._trained = max(loops, key=lambda n: self._places[n].began)
 
     def _refuse_loss(self) -> None:
         """Raise ConfigError if the accelerator has something that a save would not keep."""
@@ -264,12 +305,16 @@ class _Place:
         self._start: Streams | None = None
         self._had_workers = self._is_whole = False
         self._moved: Mapping[str, Any] | None = None
+        self._order = 0
+        """When the moved pass began: before any of this process, in their order."""
         self.loaded: LoadedStreams | None = None
         """The streams that the moved pass continues with."""
         self._num_left = 0
         """Passes that a loop has left early: the loader itself counts those that ended."""
         self.is_trained = False
         """True once a step was counted or saved in the pass in progress."""
+        self.is_rest = self.has_steps = self.was_left = False
+        self.began = 0
 
     @classmethod
     def of(cls, loader: Any) -> _Place:
@@ -295,6 +340,11 @@ class _Place:
         """True while a pass is in progress."""
         return self._moved is None and self._batches > 0
 
+    @property
+    def is_waiting(self) -> bool:
+        """True while the rest of a pass that a load has moved to has not begun."""
+        return self._moved is not None and (self._is_whole or self._batches > 0)
+
     def batches(self) -> Iterator[object]:
         """Yield the batches of one pass: of a new one, or of the one that a load has moved to.
 
@@ -306,21 +356,24 @@ class _Place:
             set_streams(loaded.take())
             self.loader.iteration += 1
             return
-        self.is_trained = has_ended = False
+        self.is_trained = self.has_steps = self.is_rest = self.was_left = has_ended = False
         try:
             if moved is not None and loaded is not None and self._batches:
-                self.is_trained = True
+                self.is_trained = self.is_rest = True
                 self._begin_moved(moved, loaded.take())
             else:
                 self._begin_new()
             for batch in self._kind.__iter__(self.loader):
                 self._watch.finish()
                 self._batches += 1
+                if self.is_rest:
+                    self._put_in_order()
                 yield batch
             self._watch.finish()
             has_ended = True
         finally:
             self._batches, self.loader.skip_batches = 0, 0
+            self.was_left = not has_ended
             if not has_ended and self.is_trained:
                 self._num_left += 1
 
@@ -328,6 +381,7 @@ class _Place:
         """Take note of the streams that the order of a new pass is drawn with."""
         self._had_workers = has_workers(self._base)
         self._batches, self._start = 0, Streams(self._generators)
+        self.began = time.monotonic_ns()
 
     def _begin_moved(self, moved: Mapping[str, Any], now: States) -> None:
         """Let the next pass be the rest of one, whose order is drawn with its first streams.
@@ -338,12 +392,23 @@ class _Place:
         batches = self._batches
         set_streams(moved.get("start") or {}, self._generators)
         self._begin_new()
-        self._batches = batches
+        self._batches, self.began = batches, self._order
         # A dispatcher fills up the last batch of a pass with rows of the first one.
         first = 1 if self._is_dispatched else 0
         pass_over = range(first, batches) if self._watch.is_watching else range(0)
         self.loader.skip_batches = batches - len(pass_over)
         self._watch.replay(batches, fetch=moved.get("fetch"), after=now, pass_over=pass_over)
+
+    def _put_in_order(self) -> None:
+        """Let passes in progress be in the order in which they began before the save.
+
+        At the end of the one that began last Accelerate makes a step, however much is accumulated.
+        """
+        state = self.loader.gradient_state
+        active = [each for each in state.dataloader_references if each is not None]
+        places = [each.__dict__.get(_PLACE, self) for each in active]
+        order = sorted(range(len(active)), key=lambda n: places[n].began)
+        state.dataloader_references = [None, *(active[n] for n in order)]
 
     def tree(self) -> dict[str, object]:
         """Return what is saved."""
@@ -405,6 +470,10 @@ class _Place:
         if self._is_whole or not self._batches:
             own = {n: s for n, s in (streams.get("start") or {}).items() if n in self._generators}
             set_streams(own, self._generators)
+
+    def move_in_order(self, order: int) -> None:
+        """Let the moved pass have begun before passes of a greater number."""
+        self._order = self.began = order
 
     def _seeded(self) -> list[Any]:
         """Return the samplers whose order of each pass follows from a seed and its number."""

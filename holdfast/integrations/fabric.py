@@ -26,6 +26,7 @@ from holdfast.integrations.fetches import LoadedStreams
 from holdfast.integrations.gradients import GradientWatch, own_gradients, unused_gradients
 from holdfast.integrations.loaders import LoaderPlace, place_of, shares_of_data
 from holdfast.integrations.owners import owners_of
+from holdfast.integrations.turns import Turns
 from holdfast.integrations.world import CheckpointsOfWorld, of_each_rank_or_first
 from holdfast.state import RNG, OptimizerState, Stored
 
@@ -64,6 +65,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
         self._state, self._loaders = state, list(loaders)
         num_shares = shares_of_data(fabric.strategy)
         self._places = [_place(loader, num_shares) for loader in loaders]
+        self._turns = Turns("FabricCheckpoints", self._places)
         optimizers = [getattr(each, "optimizer", each) for each in state.values()]
         self._gradients = GradientWatch(
             each for each in optimizers if isinstance(each, torch.optim.Optimizer)
@@ -88,15 +90,43 @@ class FabricCheckpoints(CheckpointsOfWorld):
 
     @property
     def epoch(self) -> int:
-        """The pass over the first loader that is in progress, or comes next."""
+        """The pass over the first loader that is in progress, or comes next.
+
+        Raises:
+            ConfigError: loops over several loaders follow each other: `epoch_of` has the passes of
+                each.
+        """
+        self._turns.count_epochs()
         return self._epoch_of(0) if self._loaders else 0
+
+    def epoch_of(self, loader: Any) -> int:
+        """The pass over a loader of `loaders` that is in progress, or comes next.
+
+        Where loops over several loaders follow each other, each but the last has a condition, so
+        that a resumed run continues in the right one:
+
+            for epoch in range(checkpoints.epoch_of(second), num_epochs):
+                if checkpoints.epoch_of(first) == epoch:
+                    for batch in first: ...
+                for batch in second: ...
+
+        Raises:
+            ConfigError: it is not one of `loaders`.
+        """
+        self._turns.count_passes()
+        for index, each in enumerate(self._loaders):
+            if each is loader:
+                return self._epoch_of(index)
+        raise ConfigError("FabricCheckpoints.epoch_of: the loader is not one of loaders=[...]")
 
     def after_step(self, *, every: int) -> PendingSave | None:
         """Count a step, and save in the background at each `every`-th.
 
         Raises:
+            ConfigError: a resumed loop is not where the saved one was.
             HoldfastError: as of `Checkpointer.save_async`.
         """
+        self._turns.note_step()
         self.step += 1
         return self.save() if self.step % every == 0 else None
 
@@ -110,8 +140,10 @@ class FabricCheckpoints(CheckpointsOfWorld):
 
         Raises:
             ConfigError: gradients of a sharded module are being accumulated, and would be lost.
+                Or a resumed loop is not where the saved one was.
             HoldfastError: as of `Checkpointer.save_async`.
         """
+        self._turns.note_save()
         places = {
             str(i): {"epoch": self._epoch_of(i), "place": of_each_rank_or_first(place.state_dict())}
             for i, place in enumerate(self._places)
@@ -123,7 +155,12 @@ class FabricCheckpoints(CheckpointsOfWorld):
                 f"FabricCheckpoints.save: gradients of a sharded module ({sharded[0]}) are being "
                 f"accumulated, and would be lost; save after a step of the optimizer"
             )
-        own = {"step": self.step, "loaders": places, "gradients": own_gradients(gradients)}
+        own = {
+            "step": self.step,
+            "loaders": places,
+            "loops": self._turns.tree(),
+            "gradients": own_gradients(gradients),
+        }
         return self._save({**self._parts(), "fabric": own}, options)
 
     def load(self, step: int | None = None, **options: Any) -> LoadReport:
@@ -140,7 +177,12 @@ class FabricCheckpoints(CheckpointsOfWorld):
             str(i): {"epoch": Stored(), "place": of_each_rank_or_first(Stored())}
             for i in range(len(self._places))
         }
-        own = {"step": Stored(), "loaders": places, "gradients": own_gradients(Stored())}
+        own = {
+            "step": Stored(),
+            "loaders": places,
+            "loops": Stored(),
+            "gradients": own_gradients(Stored()),
+        }
         parts = {**self._parts(), "fabric": own}
         report = self._checkpointer.load(parts, step=step, **options)
         values: Any = report.values
@@ -153,6 +195,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
             place.load_state_dict(stored["place"])
             place.continue_with = loaded.take
             self._loaders[i]._num_iter_calls = stored["epoch"]
+        self._turns.load(values["fabric"]["loops"])
         gradients = values["fabric"]["gradients"]
         for name, parameter in self._parameters().items():
             known = gradients.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -100,6 +101,8 @@ class LoaderPlace:
         """Returns the streams that the rest of a pass continues with, where `now` has none."""
         self.is_held = False
         """True while an iterator is made that is not used: it is empty, and draws nothing."""
+        self.is_rest = self.has_steps = self.was_left = False
+        self.began = 0
 
     @property
     def is_inside(self) -> bool:
@@ -107,11 +110,19 @@ class LoaderPlace:
         has_started = self._start is not None and self._moved is None
         return has_started and self._batches > 0
 
+    @property
+    def is_waiting(self) -> bool:
+        """True while the rest of a pass that a load has moved to has not begun."""
+        return self._moved is not None and self._batches > 0
+
     def begin(self) -> Iterator[Any]:
         """Return the batches of one pass: of a new one, or of the one that a load has moved to."""
         if self.is_held:
             return iter(())
         moved, self._moved = self._moved, None
+        self.is_rest = moved is not None and moved["batches"] > 0
+        self.has_steps = self.was_left = False
+        self.began = time.monotonic_ns()
         self._had_workers = has_workers(self._loader)
         if moved is None or not moved["batches"]:
             return self._begin_new(moved["start"] if moved is not None else {})
@@ -156,13 +167,15 @@ class LoaderPlace:
 
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield batches and count them."""
-        start = self._start
+        start, has_ended = self._start, False
         try:
             for batch in iterator:
                 self._batches += 1
                 yield batch
+            has_ended = True
         finally:  # a loop may leave a pass early, and an iterator may outlive its pass
             if self._start is start:
+                self.was_left = not has_ended
                 self._watch.finish()
                 self._batches, self._start, self._first = 0, None, None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,46 @@ def leaves_early(program: str, seed: str) -> str:
     before = before.replace("    for batch ", f"    {seed}(100 + epoch)\n    for batch ")
     counted = "assert checkpoints.epoch == epoch + 1\ncheckpoints.close()"
     return before + found + leaves + after.replace("checkpoints.close()", counted)
+
+
+def in_two_loops(program: str, prepare: str) -> str:
+    """The program with a second loop in each epoch, over `other`, that it continues in.
+
+    Args:
+        program: Its loop is over `loader`, in one over epochs.
+        prepare: The function that prepares a loader.
+    """
+    begin, end = "    for batch in loader:\n", "checkpoints.close()"
+    before, found, after = program.partition(begin)
+    assert found
+    body, _, last = after.partition(end)
+    first = textwrap.indent(begin + body, "    ")
+    made = "torch.utils.data.DataLoader(Samples(), batch_size=3, shuffle=True)"
+    before = before.replace("checkpoints = ", f"other = {prepare}({made})\ncheckpoints = ")
+    before = before.replace("loaders=[loader]", "loaders=[loader, other]")
+    before = before.replace("checkpoints.epoch,", "checkpoints.epoch_of(other),")
+    first = "    if checkpoints.epoch_of(loader) == epoch:\n" + first
+    return before + first + begin.replace("loader", "other") + body + end + last
+
+
+def check_refused_loops(server: ForkServer, root: Path, program: str, *, kill: str) -> None:
+    """Two loops that take one's passes for epochs, or begin with the first one again, are refused.
+
+    Args:
+        program: As `in_two_loops` returns it.
+        kill: In the second loop of the first epoch.
+    """
+    counts = program.replace("checkpoints.epoch_of(other),", "checkpoints.epoch,")
+    ends = server.run(counts, root / "counts", 2, directory=root)
+    assert "trains with several loaders one after the other" in ends[0].output
+    again = program.replace("if checkpoints.epoch_of(loader) == epoch:", "if True:")
+    assert again != program
+    assert server.run(again, root / "again", 2, directory=root, prelude=kill)[0].code == -9
+    ends = server.run(again, root / "again", 2, directory=root)
+    assert "has begun the loop over loader 0 again" in ends[0].output
+    looks = program.replace("for epoch in", "next(iter(other))\nfor epoch in")
+    ends = server.run(looks, root / "again", 2, directory=root)
+    assert "has taken a batch of its rest and left it" in ends[0].output
 
 
 def with_workers_that_stay(program: str) -> str:

@@ -18,7 +18,9 @@ from tests.integrations.kills import (
     NUM_KILLS,
     check_four_ranks,
     check_kills,
+    check_refused_loops,
     check_variant,
+    in_two_loops,
     leaves_early,
 )
 from tests.integrations.pages import program_of
@@ -79,11 +81,15 @@ def test_killed_at_random_steps(
     check_kills(resumed, straight, tmp_path / "run", num_kills, first=3, stop=STEPS)
 
 
-ZIPPED = PROGRAM.replace(
+BESIDES = PROGRAM.replace(
     "checkpoints = ",
-    "other = accelerator.prepare(torch.utils.data.DataLoader(Samples(), batch_size=3))\n"
+    "other = accelerator.prepare(torch.utils.data.DataLoader(Samples(), batch_size=5))\n"
+    "def again_and_again():\n"
+    "    while True:\n"
+    "        yield from other\n"
+    "others = again_and_again()\n"
     "checkpoints = ",
-).replace("for batch in loader:", "for batch, _ in zip(loader, other):")
+).replace("for batch in loader:", "for batch, _ in zip(loader, others):")
 
 
 @pytest.mark.parametrize(
@@ -91,15 +97,31 @@ ZIPPED = PROGRAM.replace(
     [
         pytest.param(leaves_early(PROGRAM, "set_seed"), 5, marks=pytest.mark.slow, id="left"),
         pytest.param(leaves_early(PROGRAM, "set_seed"), 8, id="seeded"),
-        pytest.param(ZIPPED, 8, id="zipped"),
+        pytest.param(BESIDES, 10, id="besides"),
     ],
 )
 def test_a_loop_that_seeds_and_leaves_its_epochs(
     server: ForkServer, tmp_path: Path, program: str, at: int
 ) -> None:
-    """X20. Right after an epoch that was left, within the next one, and in two loaders' draws."""
+    """X20. After an epoch that was left, within the next, and beside an endless loader."""
     kill = KILL.format(at=at, rank=0)
     check_variant(server, tmp_path, program, kill=kill, epochs=EPOCHS)
+
+
+TWO_LOOPS = in_two_loops(PROGRAM, "accelerator.prepare")
+
+
+@pytest.mark.parametrize("at", [8, pytest.param(11, marks=pytest.mark.slow)])
+def test_an_epoch_of_two_loops(server: ForkServer, tmp_path: Path, at: int) -> None:
+    """X28. Within the second loop of an epoch, and at its end."""
+    check_variant(server, tmp_path, TWO_LOOPS, kill=KILL.format(at=at, rank=0), epochs=2)
+
+
+def test_loops_that_would_train_again_or_not_at_all_are_refused(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """X28."""
+    check_refused_loops(server, tmp_path, TWO_LOOPS, kill=KILL.format(at=9, rank=0))
 
 
 SHARDED = """

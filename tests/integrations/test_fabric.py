@@ -13,7 +13,9 @@ from tests.integrations.kills import (
     NUM_KILLS,
     check_four_ranks,
     check_kills,
+    check_refused_loops,
     check_variant,
+    in_two_loops,
     kill_at_step_of,
     leaves_early,
     with_workers_that_stay,
@@ -74,6 +76,22 @@ def test_a_loop_that_seeds_and_leaves_its_epochs(
     check_variant(server, tmp_path, program, kill=kill, epochs=EPOCHS)
 
 
+TWO_LOOPS = in_two_loops(PROGRAM, "fabric.setup_dataloaders")
+
+
+def test_an_epoch_of_two_loops_of_fabric(server: ForkServer, tmp_path: Path) -> None:
+    """X28. Within the second loop of an epoch."""
+    check_variant(server, tmp_path, TWO_LOOPS, kill=KILL.format(at=13, rank=0), epochs=2)
+
+
+@pytest.mark.slow
+def test_loops_of_fabric_that_would_train_again_are_refused(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """X28. Or that would pass over what is left of the saved one."""
+    check_refused_loops(server, tmp_path, TWO_LOOPS, kill=KILL.format(at=13, rank=0))
+
+
 SHARDED = """
 import os
 from torch.distributed.fsdp import fully_shard
@@ -128,3 +146,30 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     plain = PROGRAM.replace("loaders=[loader]", "loaders=[torch.utils.data.DataLoader([1])]")
     ends = server.run(plain, tmp_path, 1, directory=tmp_path)
     assert "takes a DataLoader that fabric.setup_dataloaders returned" in ends[0].output
+
+
+CLOSED = PROGRAM.replace(
+    "checkpoints.close()",
+    "from holdfast import GroupError, StorageError\n"
+    "def close_of_a_failed_save(close=checkpoints.checkpointer.close):\n"
+    "    close()\n"
+    "    raise StorageError('the save failed')\n"
+    "checkpoints.checkpointer.close = close_of_a_failed_save\n"
+    "try:\n"
+    "    checkpoints.close()\n"
+    "    raise AssertionError('nothing was raised')\n"
+    "except StorageError:\n"
+    "    pass\n"
+    "try:\n"
+    "    checkpoints.checkpointer.groups.has('dp')\n"
+    "    raise AssertionError('the groups are open')\n"
+    "except GroupError as error:\n"
+    "    assert 'are closed' in str(error), error\n",
+)
+
+
+def test_communicators_are_destroyed_also_if_a_save_has_failed(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """`close` raises what failed, and gives back what it has made."""
+    server.lines(CLOSED, tmp_path / "run", 1, directory=tmp_path)
