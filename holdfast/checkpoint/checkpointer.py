@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
@@ -136,7 +136,7 @@ class Checkpointer:
             max_kept_nbytes=max_kept_nbytes,
             ckpt_format=ckpt_format,
         )
-        self._storage: Storage = open_storage(root) if isinstance(root, str | os.PathLike) else root
+        self._storage = _storage_at(root)
         self._groups = groups if groups is not None else _default_groups()
         codecs = codecs if codecs is not None else Codecs()
         self._codecs, self._on_drift = codecs, on_drift
@@ -582,7 +582,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for saves in flight, stop the writer, give memory and signal handlers back.
 
-        No collectives; the groups are the caller's.
+        No collectives; the groups are the caller's. Saves are refused from then on; loads and looks
+        (`steps`, `inspect`) are not.
 
         Raises:
             HoldfastError: what a save failed with, if this rank has not raised it.
@@ -614,6 +615,19 @@ def _check_mapping(state: object) -> None:
     if not isinstance(state, Mapping):
         why = "the state must map names to parts; load_all() needs no state"
         raise ConfigError(f"load({type(state).__name__.removesuffix('Type')}): {why}")
+
+
+def _storage_at(root: object) -> Storage:
+    """Return the storage at a root; ConfigError if it is none and names none."""
+    if isinstance(root, str | os.PathLike):
+        return open_storage(root)
+    # `Storage` is a protocol with dozens of methods, and wrappers may delegate: two tell enough.
+    if isinstance(root, type) or not (hasattr(root, "rename_dir") and hasattr(root, "describe")):
+        raise ConfigError(
+            f"root must be a path, a URL or a Storage, got {root!r:.80}: "
+            f"Checkpointer('checkpoints') saves in a directory of this name"
+        )
+    return cast(Storage, root)
 
 
 def _default_groups() -> ProcessGroups:

@@ -72,7 +72,8 @@ def choose_part(catalog: Catalog, part: str | None) -> str:
     if part is None or part not in catalog.parts:
         why = "no part is named 'model'" if part is None else f"part {part!r} is not there"
         raise ConfigError(
-            f"{catalog.label}: {why}; choose one of {', '.join(with_tensors or catalog.parts)}"
+            f"{catalog.label}: {why}; choose one with --parts: "
+            f"{', '.join(with_tensors or catalog.parts)}"
         )
     return part
 

@@ -123,6 +123,20 @@ def list_steps(storage: Storage) -> list[int]:
     return sorted(steps)
 
 
+def require_root_of_checkpoints(storage: Storage) -> None:
+    """Raise StorageError if the storage is at one checkpoint, not at the root of a run's."""
+    if not storage.exists(MANIFEST):
+        return
+    where = storage.describe("").rstrip("/")
+    above, _, name = where.rpartition("/")
+    step = parse_step_dir(name)
+    meant = "" if step is None else f", and step={step} to load this one"
+    raise StorageError(
+        f"{where} is one checkpoint, not the root of a run's checkpoints: "
+        f"give the directory above{above and f', {above}'}{meant}"
+    )
+
+
 def committed_step(steps: Sequence[int], step: int | None, *, place: str) -> int:
     """Return a step if it is among those committed; the last of them for None.
 

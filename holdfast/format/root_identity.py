@@ -14,6 +14,7 @@ import secrets
 import time
 
 from holdfast.errors import StorageError
+from holdfast.format.names import require_root_of_checkpoints
 from holdfast.storage import Storage
 from holdfast.storage.reading import read_at_most
 
@@ -40,6 +41,9 @@ class RootIdentity:
     def check(self, *, learns: bool = True) -> None:
         """Raise StorageError if this is another root than the one that the run has used so far.
 
+        Or if it is one checkpoint and not a root: a run would find nothing there, start afresh,
+        and save into the checkpoint.
+
         Writes nothing. Cost: one small read; once only, where a place cannot become another one.
         There an id is only for those who save: with `learns=False`, nothing is read.
         """
@@ -48,6 +52,8 @@ class RootIdentity:
         present = read_root_id(self._storage)
         if self.id and present != self.id:
             raise _other_root(self._storage, self.id, present)
+        if not present:
+            require_root_of_checkpoints(self._storage)
         self.id = present
 
     def write(self, root_id: str) -> None:

@@ -52,9 +52,12 @@ def open_storage(place: str | os.PathLike[str], **settings: object) -> Storage:
     """Return the storage at a directory or a URL; nothing is read.
 
     Raises:
-        ConfigError: The URL is not whole, or not one of a known store, or the package for it is
-            missing.
+        ConfigError: The place is empty, or the URL is not whole, or not one of a known store, or
+            the package for it is missing.
     """
+    if not os.fspath(place):
+        # As of a variable that is not set: `Path("")` would be the current directory.
+        raise ConfigError("'' is not a place; for the current directory write '.'")
     require_whole_url(place)
     if not is_url(place):
         return PosixStorage(Path(place))

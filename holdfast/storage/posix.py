@@ -595,7 +595,8 @@ class RootPlace:
     def _check(self, status: os.stat_result) -> None:
         """Keep which directory this is the first time; StorageError if it is another one later."""
         if self.device == -1:
-            self.device, self.inode = status.st_dev, status.st_ino
+            if stat.S_ISDIR(status.st_mode):
+                self.device, self.inode = status.st_dev, status.st_ino
         elif (status.st_dev, status.st_ino) != (self.device, self.inode):
             raise StorageError(
                 f"{self.path} is another directory than before (device {_device(self.device)}, "

@@ -7,7 +7,10 @@ import copy
 import enum
 import math
 import random
+import re
+import secrets
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,14 @@ from holdfast import (
     OptimizerState,
     PerRank,
     PlacementError,
+    PosixStorage,
     Sharded,
     StorageError,
     Stored,
     Transient,
 )
+from holdfast.format.names import MANIFEST
+from holdfast.storage import open_storage
 
 
 @dataclass
@@ -384,6 +390,64 @@ def test_steps_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
     assert names == {"iter_0000004", "iter_0000005", "latest_checkpointed_iteration.txt"}
     with pytest.raises(StorageError, match="step 9"):
         checkpointer.load({"t": Stored()}, step=9)
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_one_checkpoint_is_no_root(in_bucket: bool, tmp_path: Path) -> None:
+    """R6: else a run would find nothing there, start afresh, and save into the checkpoint."""
+    root = f"memory://{secrets.token_hex(8)}/run" if in_bucket else str(tmp_path / "run")
+    state = {"t": {"x": torch.ones(2)}}
+    if in_bucket:
+        open_storage(f"{root}/iter_0000005").replace_file(MANIFEST, b"{}")
+    else:
+        Checkpointer(root).save(5, state)
+    inside = Checkpointer(f"{root}/iter_0000005")
+    before = inside.storage.list("")
+    words = re.escape(f"the directory above, {root}, and step=5")
+    for call in (
+        inside.latest,
+        inside.steps,
+        inside.inspect,
+        partial(inside.load, state),
+        partial(inside.save, 6, state),
+        partial(inside.save_async, 6, state),
+        partial(inside.prepare, state),
+    ):
+        with pytest.raises(StorageError, match=words):
+            call()
+    assert inside.storage.list("") == before
+
+
+def test_a_file_is_no_root(tmp_path: Path) -> None:
+    """R6: and was none before, so it has not vanished."""
+    (tmp_path / "file").write_text("")
+    checkpointer = Checkpointer(tmp_path / "file")
+    assert checkpointer.latest() is None
+    for call in (partial(checkpointer.load, {"t": 1}), partial(checkpointer.save, 1, {"t": 1})):
+        with pytest.raises(StorageError, match="not a directory|cannot make the directory"):
+            call()
+
+
+@pytest.mark.parametrize("root", [None, "", 3, b"run", PosixStorage, ["run"]])
+def test_what_is_no_place_is_refused_at_once(root: Any) -> None:
+    with pytest.raises(ConfigError, match=r"root must be a path|'' is not a place"):
+        Checkpointer(root)
+
+
+def test_a_closed_checkpointer_saves_nothing(tmp_path: Path) -> None:
+    """Nothing would raise a failure of an asynchronous save after `close`."""
+    state = {"t": {"x": torch.ones(2)}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+    for call in (
+        partial(checkpointer.save, 2, state),
+        partial(checkpointer.save_async, 2, state),
+        partial(checkpointer.prepare, state),
+    ):
+        with pytest.raises(ConfigError, match=r"is closed, and saves nothing any more"):
+            call()
+    checkpointer.close()
+    assert checkpointer.latest() == checkpointer.load(state).step == 1
 
 
 def test_one_plan_serves_equal_structures_and_any_change_is_seen(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_part_that_is_not_there_is_named(holdfast: Holdfast, tmp_path: Path) -
     words = ("--to", "safetensors", "--parts", "modle")
     done = holdfast("convert", tmp_path / "run", tmp_path / "x", *words)
     assert done.code == 2
-    assert "choose one of model" in done.err
+    assert "choose one with --parts: model" in done.err
     done = holdfast("convert", tmp_path / "nothing", tmp_path / "x", "--to", "safetensors")
     assert (done.code, "does not exist" in done.err) == (2, True)
 

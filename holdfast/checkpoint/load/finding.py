@@ -12,7 +12,12 @@ import msgspec
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.checkpoint_files import CheckpointFiles
-from holdfast.format.names import list_steps, newest_step_dir, step_dir
+from holdfast.format.names import (
+    list_steps,
+    newest_step_dir,
+    require_root_of_checkpoints,
+    step_dir,
+)
 from holdfast.format.versions import Records, read_lease, save_id_of
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.ranks import disagreement
@@ -217,6 +222,8 @@ class Finder:
             ) from None
         if steps and (step is None or step in steps):
             return steps[-1] if step is None else step
+        if not steps:
+            require_root_of_checkpoints(storage)
         where = storage.describe("")
         if step is None:
             raise StorageError(

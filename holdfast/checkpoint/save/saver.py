@@ -81,6 +81,7 @@ class Saver:
                 "that other processes can open",
                 options.keep_image_s,
             )
+        self._is_closed = False
         self._submitted: InFlightSave | None = None
         # The steps of the last saves, in the order of their calls; all that can be in flight fit.
         self._last_steps: deque[int] = deque(maxlen=2 + len(self._buffers))
@@ -124,6 +125,14 @@ class Saver:
         """Wait until the last save is staged and submitted: then the state may change."""
         self._lazy.wait()
 
+    def require_open(self) -> None:
+        """Raise ConfigError after `close`: a failure of a later save would be raised by nothing."""
+        if self._is_closed:
+            raise ConfigError(
+                f"the checkpointer of {self._storage.describe('')} is closed, and saves nothing "
+                f"any more: save before close() or the end of its `with` block, or make another one"
+            )
+
     def close(self) -> None:
         """Wait for the saves in flight, stop the writer, free the memory; raise a failure.
 
@@ -131,6 +140,7 @@ class Saver:
         """
         if self._groups.control.is_forked:
             return
+        self._is_closed = True
         self._lazy.close()
         failures = self._handshake.unreported.close()
         if self._writer is not None:
@@ -149,6 +159,7 @@ class Saver:
 
         Under `save_guard`: at its end the other ranks learn that the save is committed.
         """
+        self.require_open()
         self.wait_staged()
         phases = Phases()
         # A save makes many objects and no cycles, and so does its job, in a thread of its own.
@@ -191,6 +202,7 @@ class Saver:
         Under `async_guard`: what goes wrong after its last collective reaches the other ranks
         through storage, see `_rescue`. The job is submitted last of all.
         """
+        self.require_open()
         self.wait_staged()
         phases, before = Phases(), requests_of(self._storage)
         self._submitted = None
@@ -278,6 +290,7 @@ class Saver:
 
         Under `prepare_guard`.
         """
+        self.require_open()
         self.wait_staged()
         self._live_writer()
         phases = Phases()
