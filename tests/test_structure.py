@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -193,6 +195,18 @@ def test_the_version_is_the_packages() -> None:
     from holdfast.version import __version__
 
     assert holdfast.__version__ == __version__
+
+
+def test_importing_the_library_does_not_import_a_compiler() -> None:
+    """It takes a third as long as all else; an optimizer of torch that is made imports it."""
+    code = (
+        "import sys, torch.distributed.fsdp\n"
+        "of_torch = set(sys.modules)\n"
+        "import holdfast.checkpoint.checkpointer, holdfast.optim, holdfast.fsdp\n"
+        "print({'torch._dynamo', 'torch._inductor'} & (set(sys.modules) - of_torch))"
+    )
+    words = [sys.executable, "-c", code]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 def _is_private(name: str) -> bool:

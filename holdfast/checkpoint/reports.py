@@ -20,6 +20,7 @@ _MAX_SUMMARY = 150
 _NAMES = (
     "loaded",
     "handed_over",
+    "other_rates",
     "missing",
     "fresh",
     "unexpected",
@@ -200,6 +201,9 @@ class LoadReport:
     """What was given to an owner that applies it only later (`AppliesLater`), or to a module that
     converts it from another version of its class: names of parts and of entries. Nothing
     has proved that it arrived, so that nothing below them is in `loaded`."""
+    other_rates: tuple[str, ...] = ()
+    """Schedules of learning rates (`LambdaLR`) whose functions, which no checkpoint has, compute
+    another rate for the epoch of the save than the stored one: training continues by them."""
     missing: tuple[str, ...] = ()
     """Requested, absent, and allowed: their targets keep what they had."""
     fresh: tuple[str, ...] = ()
@@ -307,6 +311,7 @@ class LoadReport:
             f", {len(names)} {what}"
             for what, names in (
                 ("handed over", self.handed_over),
+                ("schedules of other rates", self.other_rates),
                 ("missing", self.missing),
                 ("started fresh", self.fresh),
                 ("unexpected", self.unexpected),

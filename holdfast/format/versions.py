@@ -88,8 +88,15 @@ class Records:
     index: bytes
 
 
-def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
+def read_manifest(
+    storage: Storage, directory: str, *, place: str | None = None
+) -> tuple[bytes, Manifest]:
     """Read the manifest of a checkpoint: its bytes, and decoded with its digest checked.
+
+    Args:
+        storage: has the checkpoint.
+        directory: of the checkpoint.
+        place: how errors name its manifest; by default where it is.
 
     Raises:
         StorageError: It is not a committed checkpoint, or cannot be read.
@@ -98,7 +105,7 @@ def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
     Cost: one read.
     """
     path = join_path(directory, MANIFEST)
-    place = storage.describe(path)
+    place = place or storage.describe(path)
     data = read_if_there(
         storage,
         path,
@@ -116,8 +123,8 @@ def read_manifest(storage: Storage, directory: str) -> tuple[bytes, Manifest]:
     # A run would continue from it as from the step in the name.
     if parse_step_dir(directory) not in (None, manifest.step):
         raise CorruptionError(
-            f"{storage.describe(directory)} was renamed: its manifest is of step {manifest.step}; "
-            f"give it back the name {step_dir(manifest.step)}"
+            f"{place} is of step {manifest.step}: the directory was renamed; give it back the name "
+            f"{step_dir(manifest.step)}"
         )
     return data, manifest
 

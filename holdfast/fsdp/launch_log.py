@@ -8,7 +8,7 @@ hooks for them (`_torch.log_launches`), but for `LoggedSums`, which stands for a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain, compress, repeat
 from operator import is_, itemgetter
@@ -130,6 +130,8 @@ class LaunchLog:
         """Takes the fields of the `UnitLaunch` that this rank makes; a method in C if possible."""
         self._counts: dict[dist.ProcessGroup, int] = {}
         """Launches but for those noted."""
+        self._compared: dict[str, dist.ProcessGroup] = {}
+        """Communicators of several ranks, by name."""
         self._pending: dict[dist.Work, None] = {}
         """Those on the host that nothing has waited for to the end."""
 
@@ -157,22 +159,35 @@ class LaunchLog:
     def expect(self, group: dist.ProcessGroup) -> None:
         """Count the launches on a communicator, also while there are none."""
         self._counts.setdefault(group, 0)
+        if group.size() > 1:
+            self._compared[str(group.group_name)] = group
 
     def add_source(self, what: str) -> int:
         """Return the number of what is gathered or reduced from now on; equal on all ranks."""
         self._sources.append(what)
         return len(self._sources) - 1
 
-    def orders(self) -> Mapping[dist.ProcessGroup, int]:
-        """Return a digest of the order of launches on each communicator since `forget_orders`."""
+    def launches_on(self, group: dist.ProcessGroup) -> bool:
+        """Return True if units launch collectives on a communicator."""
+        return group in self._counts
+
+    def groups(self) -> Iterable[dist.ProcessGroup]:
+        """Return the communicators on which units launch collectives."""
+        return self._counts.keys()
+
+    def orders(self) -> Mapping[str, int]:
+        """Return a digest of the order of launches since `forget_orders`, by communicator.
+
+        Those of one rank are left out: nothing can part on them.
+        """
         return {
-            group: hash((self._orders.get(group, 0), *self._sources_on(group)))
-            for group in self._counts
+            name: hash((self._orders.get(group, 0), *self._sources_on(group)))
+            for name, group in self._compared.items()
         }
 
-    def noted_on(self, group: dist.ProcessGroup) -> list[str]:
+    def noted_on(self, name: str) -> list[str]:
         """Return what was gathered or reduced from the last `start` to the last `stop`."""
-        return [self._sources[number] for number in self._sources_on(group)]
+        return [self._sources[number] for number in self._sources_on(self._compared[name])]
 
     def forget_orders(self) -> None:
         """Compare what follows alone; on all ranks."""

@@ -301,7 +301,7 @@ class ShardedModel(MicrobatchTaker):
             self._set(reduces=True, reduces_outer=True, reshards=True)
 
     def reduces_on(self, group: dist.ProcessGroup) -> bool:
-        return group in self._log.counts()
+        return self._log.launches_on(group)
 
     def launch_late(self, *, within: str) -> bool:
         """Return False: FSDP2 reduces in the backward, and what is within comes after it."""
@@ -313,8 +313,8 @@ class ShardedModel(MicrobatchTaker):
 
         Each rank has gradients of theirs, and of the units here, in an order of its own.
         """
-        if self.groups.reducing:
-            share_backward(self.groups.reducing, self._log.counts(), who="the sharded model")
+        if self.groups.reducing not in ([], [self]):
+            share_backward(self.groups.reducing, self._log.groups(), who="the sharded model")
 
     def close_microbatch(self) -> None:
         self._log.forget_orders()
@@ -341,11 +341,10 @@ class ShardedModel(MicrobatchTaker):
         }
 
     def orders(self) -> Mapping[str, int]:
-        return {str(group.group_name): order for group, order in self._log.orders().items()}
+        return self._log.orders()
 
     def launches_on(self, communicator: str) -> Sequence[str]:
-        groups = {str(group.group_name): group for group in self._log.counts()}
-        return self._log.noted_on(groups[communicator])
+        return self._log.noted_on(communicator)
 
     def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:
         groups = {str(group.group_name): group for group in self._log.counts()}

@@ -34,11 +34,13 @@ def compare_orders(
 
     Cost: a collective over `control` if ranks differ.
     """
-    by_rank = [
-        msgspec.msgpack.decode(each, type=dict[str, int]) if each else {} for each in payloads
-    ]
+    # In every microbatch if there are several data axes: once for all ranks of each of them.
+    of_payload = {
+        each: msgspec.msgpack.decode(each, type=dict[str, int]) if each else {}
+        for each in {*payloads}
+    }
     digests: dict[str, set[int]] = {}
-    for orders in by_rank:
+    for orders in of_payload.values():
         for key, digest in orders.items():
             digests.setdefault(key, set()).add(digest)
     differing = sorted(key for key, different in digests.items() if len(different) > 1)
@@ -49,8 +51,8 @@ def compare_orders(
     answers = control.all_gather(json.dumps(own and [*own]).encode(), phase="orders of collectives")
     by_member = {
         rank: json.loads(answer) or []
-        for rank, orders, answer in zip(control.ranks, by_rank, answers, strict=True)
-        if key in orders
+        for rank, payload, answer in zip(control.ranks, payloads, answers, strict=True)
+        if key in of_payload[payload]
     }
     differs = _first_difference(by_member)
     if differs is None:

@@ -335,12 +335,11 @@ class Microbatches:
     def _agree(self) -> None:
         """Wait for all ranks; raise if one has failed, or launched in another order."""
         self._is_known = True
-        orders = {
-            _key(module, name): order
-            for module, taker in self._takers.items()
-            for name, order in taker.orders().items()
-        }
         control = self._groups.control
+        orders: dict[str, int] = {}
+        for module, taker in self._takers.items() if control.size > 1 else ():
+            for name, order in taker.orders().items():
+                orders[_key(module, name)] = order
         payload = msgspec.msgpack.encode(orders) if orders else b""
         with control.in_step():
             payloads = control.agree(None, phase=_PHASE, payload=payload)

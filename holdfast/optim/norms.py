@@ -119,20 +119,26 @@ class CopyCounts:
         self._known: dict[object, tuple[int, object]] = {}
         """Counts, each with the mesh, whose identity is in the key."""
 
-    def of(self, parameter: nn.Parameter, like: Tensor) -> int:
-        """Return the copies of a parameter, which `like`, itself or its gradient, is placed as."""
+    def of(self, placed: Iterable[tuple[nn.Parameter, Tensor]]) -> list[int]:
+        """Return the copies of parameters, each with a tensor that is placed as it is.
+
+        Of all at once: a call for each costs more than the answer.
+        """
+        counts = []
         key: object
-        mesh, num_parts = None, 1
-        if isinstance(like, DTensor):
-            mesh = like.device_mesh
-            key = (id(mesh), like.placements)
-        else:
-            key = num_parts = self._num_parts(parameter)
-        known = self._known.get(key)
-        if known is None:
-            known = num_copies(like, groups=self._groups, num_parts=num_parts), mesh
-            self._known[key] = known
-        return known[0]
+        for parameter, like in placed:
+            mesh, num_parts = None, 1
+            if isinstance(like, DTensor):
+                mesh = like.device_mesh
+                key = (id(mesh), like.placements)
+            else:
+                key = num_parts = self._num_parts(parameter)
+            known = self._known.get(key)
+            if known is None:
+                known = num_copies(like, groups=self._groups, num_parts=num_parts), mesh
+                self._known[key] = known
+            counts.append(known[0])
+        return counts
 
 
 @torch.no_grad()
@@ -149,23 +155,23 @@ def gradient_parts(parameters: Iterable[nn.Parameter], *, copies: CopyCounts) ->
     Raises:
         ConfigError: A DTensor gradient is a sum not yet reduced.
     """
-    parts = []
+    placed: list[tuple[nn.Parameter, Tensor]] = []
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            placed.append((parameter, gradient))
+        elif parameter.requires_grad:
+            placed.append((parameter, parameter))
+    parts = []
+    for (parameter, like), count in zip(placed, copies.of(placed), strict=True):
+        local = like.to_local() if isinstance(like, DTensor) else like
+        if like is parameter:
+            none = local.new_empty(0)
+            parts.append(GradientPart(local=none, num_copies=count, num_unused=local.numel()))
+        else:
             if local.layout is not torch.strided:
                 local = local.to_dense()
-            parts.append(GradientPart(local=local, num_copies=copies.of(parameter, gradient)))
-        elif parameter.requires_grad:
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            parts.append(
-                GradientPart(
-                    local=local.new_empty(0),
-                    num_copies=copies.of(parameter, parameter),
-                    num_unused=local.numel(),
-                )
-            )
+            parts.append(GradientPart(local=local, num_copies=count))
     return parts
 
 
@@ -373,17 +379,16 @@ def _square(tensors: Sequence[Tensor]) -> Tensor:
     chunks are widened into one buffer: memory of some MiB that is new for each chunk is new to the
     kernel, too, and touching it first took seven times as long as the squares.
     """
-    flats = [_flat_reals(local) for local in tensors]
-    room = min(_CHUNK, sum(flat.numel() for flat in flats))
+    flats = [_reals(each) if each.is_complex() else each.reshape(-1) for each in tensors]
+    room = min(_CHUNK, sum(map(Tensor.numel, flats)))
     wide = torch.empty(room, dtype=torch.float64, device=flats[0].device)
     sums = [_dot(chunk, wide) for chunk in _chunks(flats)]
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
-def _flat_reals(local: Tensor) -> Tensor:
-    """Return a tensor as a row of real numbers; |z|² of a complex one is the sum of two squares."""
-    flat = local.reshape(-1)
-    return torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
+def _reals(local: Tensor) -> Tensor:
+    """Return a complex tensor as a row of real numbers: |z|² is the sum of two squares."""
+    return torch.view_as_real(local.reshape(-1).resolve_conj()).reshape(-1)
 
 
 def _chunks(flats: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -130,6 +130,8 @@ class Course:
         )
         self._is_checked = False
         """True once a first step has shown that buffers can be kept."""
+        self._was_watched = False
+        """True once a step has shown which attributes a run changes."""
 
         # Of the step that runs.
         self.step = -1
@@ -221,6 +223,9 @@ class Course:
             else:
                 batches.begin()
         self._replayed.take()
+        if self._is_checked and not self._was_watched:  # the first step fills caches, too
+            self._replayed.watch()
+            self._was_watched = True
         self._training_state.note()
         self.enter(Event.BEGIN)
         self._start_run(suspects)
@@ -343,6 +348,7 @@ class Course:
         self.learned.discard()
         self._num_reruns += 1
         self._replayed.restore()
+        self._replayed.watch()
         if isinstance(self.batches, ReplayableBatches):
             self.batches.rewind()
         self._start_run(suspects)
@@ -376,6 +382,7 @@ class Course:
             return False
         self.attempt.judge()
         self._reactions.run_ends()
+        self._name_attributes()
         if self._mode is Mode.REPORT_DETERMINISM_STATS:
             return self._conclude_comparison()
         changed = self._refusal_of_changes()
@@ -418,6 +425,19 @@ class Course:
                 was_given_up=self._was_given_up,
             )
         return self._follow(judgement, evidence)
+
+    def _name_attributes(self) -> None:
+        """Name the attributes of modules that a run has changed, and that a rerun starts with."""
+        names = self._replayed.changed_attributes()
+        if names:
+            more = ", …" if len(names) > MAX_NAMED else ""
+            self.team.note(
+                f"step {self.step}: a run on rank {self.team.here.rank} has changed attributes of "
+                f"modules ({', '.join(names[:MAX_NAMED])}{more}), which a rerun does not bring "
+                f"back: it would start with what the run before has left there. If a run reads "
+                f"them (a counter, a queue), pass Replayed(hooks=[(save, restore)]), or keep them "
+                f"in buffers"
+            )
 
     def _any_rejected(self, is_refused: bool) -> bool:
         """Return True if any rank has something to say. Collective, unless a sum has carried it."""

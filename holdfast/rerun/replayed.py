@@ -22,6 +22,7 @@ from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
 from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_tree
 from holdfast.state import RNG
+from holdfast.state.plain_attributes import PlainAttributes
 from holdfast.state.rng import CapturedStreams
 from holdfast.state.tensor_memory import addresses_of
 
@@ -76,6 +77,9 @@ class Replayed:
             if len(hook) != 2 or not all(callable(half) for half in hook):
                 raise ConfigError("Replayed: each hook must be a pair of functions (save, restore)")
         self._taken: _Snapshot | None = None
+        self._watched: PlainAttributes | None = None
+        self._named: set[str] = set()
+        """Attributes that `changed_attributes` has returned."""
         self._with_buffers: list[nn.Module] = []
         self._num_registered = -1
         """How many buffers and modules had been registered anywhere when the list was made."""
@@ -96,6 +100,7 @@ class Replayed:
         Raises:
             ConfigError: a lazy module has not run yet.
         """
+        self._watched = None
         streams = [stream.capture() for stream in self._streams]
         hooks = [_copy_of(save()) for save, _ in self._hooks]
         taken, self._taken = self._taken, None  # an interrupt leaves no snapshot of two times
@@ -125,6 +130,36 @@ class Replayed:
         # Streams come last: everything above may draw random numbers.
         for stream, states in zip(self._streams, taken.streams, strict=True):
             stream.reset(states)
+
+    def watch(self) -> None:
+        """Note what the modules keep in plain attributes, before a run.
+
+        Cost: 2 to 7 µs for each module with code of the user's.
+        """
+        self._watched = PlainAttributes()
+        self._look(self._watched, {})
+
+    def changed_attributes(self) -> list[str]:
+        """Return the attributes that a run has changed since `watch`, each name once.
+
+        `restore` does not bring them back, unless a hook does: those that a hook saves are left
+        out. Empty without a `watch` before.
+        """
+        watched, self._watched = self._watched, None
+        if watched is None:
+            return []
+        saved = {f"hook {number}": save() for number, (save, _) in enumerate(self._hooks)}
+        names = [name for name in self._look(watched, saved) if name not in self._named]
+        self._named.update(names)
+        return names
+
+    def _look(self, attributes: PlainAttributes, saved: dict[str, Any]) -> list[str]:
+        names = [
+            name
+            for number, module in enumerate(self._modules)
+            for name in attributes.look(str(number), module, saved)
+        ]
+        return names if len(self._modules) > 1 else [name.removeprefix("0.") for name in names]
 
     def kept(self, *, codecs: Codecs) -> object:
         """Return the streams and the buffers that no state dict has, in the form of `keep_tree`.

@@ -26,6 +26,7 @@ from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_protocol import PartitionedOptimizer
 from holdfast.state.optimizer_state import is_optimizer_node
 from holdfast.state.rng import RNG, refuse_shared_streams
+from holdfast.state.schedules import other_rates
 from holdfast.state.stored import PlacedTemplates, StoredPart
 from holdfast.state.unfinished import unfinished_on
 
@@ -95,7 +96,7 @@ class StatefulPart:
     """
 
     def __init__(self, value: Stateful, *, applies_later: bool = False) -> None:
-        self._value = value
+        self.owner = value
         self._stored: StoredPart | None = None
         self.applies_later = applies_later
         self.missing: list[str] = []
@@ -103,11 +104,11 @@ class StatefulPart:
 
     def tree(self) -> object:
         """Return the object's state dict."""
-        return self._value.state_dict()
+        return self.owner.state_dict()
 
     def template(self, stored: StoredPart) -> object:
         """Whatever is stored, placed as it is now; a per-rank state dict requests its own."""
-        current: object = self._value.state_dict()
+        current: object = self.owner.state_dict()
         self._stored = stored
         return PlacedTemplates(in_place=True).template(current, stored)
 
@@ -119,14 +120,14 @@ class StatefulPart:
         """
         stored, self._stored = self._stored, None
         if self.applies_later or stored is None:
-            self._value.load_state_dict(tree)  # type: ignore[arg-type]
+            self.owner.load_state_dict(tree)  # type: ignore[arg-type]
             return
-        kind, where, codecs = type(self._value).__name__, stored.name, stored.codecs
+        kind, where, codecs = type(self.owner).__name__, stored.name, stored.codecs
         expected = recorded(tree, codecs=codecs)
         again = _same_containers(tree)
-        self._value.load_state_dict(tree)  # type: ignore[arg-type]
+        self.owner.load_state_dict(tree)  # type: ignore[arg-type]
         answer = ask_back(
-            expected, self._value.state_dict, where=where, owner=f"the {kind}", codecs=codecs
+            expected, self.owner.state_dict, where=where, owner=f"the {kind}", codecs=codecs
         )
         self.missing = [
             each.path for each in answer.wrong if each.is_surplus and stored.may_miss(each.path)
@@ -149,11 +150,11 @@ class StatefulPart:
                     f"{where}: {kind}.state_dict() writes to the tensors that it was given, so "
                     f"that reading its state changes it; let state_dict only read"
                 )
-            self._value.load_state_dict(again)
+            self.owner.load_state_dict(again)
 
     def unfinished_work(self) -> str | None:
         """Return what the object has not finished."""
-        return unfinished_on(self._value)
+        return unfinished_on(self.owner)
 
 
 def _same_containers(tree: Any) -> Any:
@@ -259,6 +260,13 @@ def applied_later(name: str, part: Part) -> tuple[str, ...]:
         if isinstance(part, ModuleState)
         else ()
     )
+
+
+def schedules_of_other_rates(name: str, part: Part) -> dict[str, str]:
+    """Return the schedules of a part that compute other rates than were stored, by path."""
+    if not isinstance(part, StatefulPart) or part.applies_later:
+        return {}
+    return other_rates(part.owner, name)
 
 
 def is_closed(part: Part, node: object) -> bool:

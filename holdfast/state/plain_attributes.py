@@ -41,7 +41,16 @@ _MAX_MEMBERS = 256
 _MAX_ARRAY_NBYTES = 1 << 16
 _OWN = frozenset(vars(nn.Module()))
 """What every module has: its tables, its hooks, `training`."""
-_OPTIMIZERS_OWN = frozenset(vars(torch.optim.Optimizer([torch.zeros(1)], {}))) | {"_opt_called"}
+
+
+class _WithoutGroups(torch.optim.Optimizer):
+    """An optimizer as it is before its first group: adding one imports torch's compiler."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+_OPTIMIZERS_OWN = frozenset(vars(_WithoutGroups([{}], {}))) | {"_opt_called"}
 """What every optimizer has, and what torch's schedules set in it."""
 _LIBRARIES = ("torch.", "builtins", "typing", "abc", "holdfast.")
 

@@ -424,7 +424,7 @@ def test_a_file_is_no_root(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "file")
     assert checkpointer.latest() is None
     for call in (partial(checkpointer.load, {"t": 1}), partial(checkpointer.save, 1, {"t": 1})):
-        with pytest.raises(StorageError, match="not a directory|cannot make the directory"):
+        with pytest.raises(StorageError, match=r"not a directory|cannot make the directory"):
             call()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,73 @@ def test_a_scheduler_is_kept(tmp_path: Path, name: str, kind: str) -> None:
         assert not list(differences(stored(tmp_path, 1), stored(tmp_path, 2 + number)))
         twin.go_on(range(4, 7))
         assert not list(differences(run.everything(), twin.everything()))
+
+
+def inverse_root(epoch: int, *, warmup: int) -> float:
+    return min((epoch + 1) / warmup, (warmup / (epoch + 1)) ** 0.5)
+
+
+def of_function(o: Any, warmup: int) -> Any:
+    return schedules.LambdaLR(o, lambda epoch: inverse_root(epoch, warmup=warmup))
+
+
+def of_partial(o: Any, warmup: int) -> Any:
+    return schedules.LambdaLR(o, [lambda _: 1.0, partial(inverse_root, warmup=warmup)])
+
+
+def in_sequence(o: Any, warmup: int) -> Any:
+    parts = [of_function(o, warmup), schedules.ConstantLR(o), of_partial(o, warmup)]
+    return schedules.SequentialLR(o, parts, milestones=[2, 3])
+
+
+def in_chain(o: Any, warmup: int) -> Any:
+    parts = [of_function(o, warmup), schedules.ExponentialLR(o, gamma=0.9)]
+    return schedules.ChainedScheduler(parts, optimizer=o)
+
+
+class Wrapped:
+    """As a framework wraps a scheduler."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
+        self.step = scheduler.step
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Any, int], Any], str]] = {
+    "function": (of_function, ""),
+    "partial": (of_partial, ""),
+    "sequence": (in_sequence, "._schedulers.0"),
+    "chain": (in_chain, "._schedulers.0"),
+    "wrapped": (lambda o, warmup: Wrapped(of_partial(o, warmup)), ".scheduler"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_schedule_by_another_function_is_named(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: str,
+) -> None:
+    """R1: no checkpoint has the function; the same one is silent, in whatever order."""
+    make, path = FUNCTIONS[name]
+    for steps in (0, 2, 5):
+        for warmup in (10, 20):
+            monkeypatch.setitem(SCHEDULES, "made", partial(make, warmup=warmup))
+            run = Run(0, "made", kind)
+            if warmup == 10:
+                run.go_on(range(steps))
+                Checkpointer(tmp_path).save(steps, run.state())
+            for order in (("model", "optimizer", "scheduler"), ("scheduler", "model", "optimizer")):
+                report = Checkpointer(tmp_path).load(run.state(order), step=steps)
+                named = report.other_rates
+                assert (f"scheduler{path}" in named) == (warmup == 20), (steps, named)
+                assert ("other rates" in report.summary()) == bool(named) == bool(caplog.records)
+                assert report.of("scheduler").other_rates == named
+                caplog.clear()
 
 
 def test_a_gradient_scaler_is_kept(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,14 @@ class Loop(SavedLoop):
     """A loop whose model has dropout and running statistics."""
 
     def __init__(
-        self, groups: ProcessGroups, root: Path, *, device: str = "A", **options: Any
+        self,
+        groups: ProcessGroups,
+        root: Path,
+        *,
+        device: str = "A",
+        layer: nn.Module | None = None,
+        hooks: Sequence[Any] = (),
+        **options: Any,
     ) -> None:
         torch.manual_seed(0)
         np.random.seed(0)
@@ -65,12 +73,14 @@ class Loop(SavedLoop):
         self.model = nn.Sequential(
             nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)
         )
+        if layer is not None:
+            self.model.append(layer)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.lines: list[str] = []
         self.machine = RerunMachine(
             groups,
             directory=root / "rerun",
-            replayed=Replayed(modules=[self.model]),
+            replayed=Replayed(modules=[self.model], hooks=hooks),
             device=DeviceIdentity(host="h", uuid=device),
             note=self.lines.append,
             **options,
@@ -170,6 +180,51 @@ def test_a_source_that_draws_random_numbers_is_not_replayed_without_its_draws(
     after.taken = broken.taken
     after.run(5, after.machine.replayable(source))  # behind the batches of the step
     assert same(good, after)
+
+
+class Remembers(nn.Module):
+    """Scales by what earlier runs have left in attributes, and caches what each run would make."""
+
+    def __init__(self, num_early: int) -> None:
+        super().__init__()
+        self.num_early = num_early
+        self.num_runs = self.num_late = 0
+        self.queue: list[float] = []
+        self.cache: dict[int, float] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_runs += 1
+        self.queue = [*self.queue[-2:], float(x.detach().mean())]
+        self.cache.setdefault(len(x), 1.0)
+        self.num_late = max(0, self.num_runs - self.num_early)
+        return x * (1 + self.num_late + sum(self.queue))
+
+
+@pytest.mark.parametrize(
+    "hooked", [(), ("num_runs", "num_late"), ("num_runs", "num_late", "queue")]
+)
+def test_attributes_that_a_rerun_does_not_bring_back_are_named(
+    groups: ProcessGroups, tmp_path: Path, hooked: tuple[str, ...]
+) -> None:
+    """D7: in the second step, without a fault, and those that change later in a rerun."""
+
+    def run(name: str, **fault: Any) -> Loop:
+        layer = Remembers(num_early=4)
+        hook = (lambda: {each: vars(layer)[each] for each in hooked}, layer.__dict__.update)
+        loop = Loop(groups, tmp_path / name, layer=layer, hooks=[hook])
+        loop.run(2, loop.machine.replayable(numbered()))
+        loop.run(5, loop.machine.replayable(numbered(4)), **fault)
+        return loop
+
+    good, transient = run("good"), run("transient", bad=(3, 1))
+    missing = [each for each in ("num_runs", "queue") if each not in hooked]
+    for loop in (good, transient):
+        named = [re.findall(r"4\.(\w+)", line) for line in loop.lines if "step 1" in line]
+        assert named == [missing] * bool(missing)
+        assert "cache" not in "".join(loop.lines)
+    late = [line for line in transient.lines if "4.num_late" in line]
+    assert ["step 3" in line for line in late] == ([] if hooked else [True])
+    assert same(good, transient) == (not missing)
 
 
 def test_data_that_is_bad_is_told_from_a_device_under_random_draws(

@@ -80,7 +80,7 @@ def test_a_step_that_cannot_be_judged_stays(tmp_path: Path) -> None:
     plan = plan_retention(storage, KeepLast(1))
     assert [removal.step for removal in plan.remove] == [2]
     assert "cannot be judged" in plan.spared["iter_0000001"]
-    assert "manifest is of step 2" in plan.spared["iter_0000000"]
+    assert "is of step 2" in plan.spared["iter_0000000"]
 
 
 def test_a_copy_under_a_newer_name_is_not_the_newest(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_copy_under_a_newer_name_is_not_the_newest(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "iter_0000001", tmp_path / "iter_0000009")
     plan = plan_retention(storage, KeepLast(1))
     assert plan.newest == 2
-    assert "manifest is of step 1" in plan.spared["iter_0000009"]
+    assert "is of step 1" in plan.spared["iter_0000009"]
     assert apply_retention(storage, plan).removed == [1]
     assert steps_of(storage) == [2, 9]
 
@@ -121,7 +121,7 @@ def test_a_step_under_the_name_of_another_is_damage(
         Checkpointer(tmp_path).save(step, {"t": {"step": step}})
     (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000009")
     for step in (None, 9):
-        with pytest.raises(CorruptionError, match="was renamed: its manifest is of step 1"):
+        with pytest.raises(CorruptionError, match="is of step 1: the directory was renamed"):
             Checkpointer(tmp_path).load({"t": Stored()}, step=step)
     assert Checkpointer(tmp_path).load({"t": Stored()}, max_fallbacks=1).step == 2
     assert main(["verify", str(tmp_path), "--step", "9"]) == 1

@@ -65,6 +65,7 @@ from holdfast.state.parts import (
     is_last,
     is_left_out,
     part_of,
+    schedules_of_other_rates,
 )
 from holdfast.state.rng import refuse_shared_streams
 from holdfast.state.shared_memory import are_of_no_file, missing_memory, shared_memory
@@ -225,6 +226,7 @@ class Loader:
         job = self._fill(executor, files, result, written)
         values = self._restore(matcher, parts)
         warn_of_kept(result, control.rank)
+        others = _schedules_of_other_rates(parts, control.rank)
         later = tuple(path for part in parts for path in applied_later(part.name, part.part))
         paths = map(attrgetter("path"), result.tensors)
         return LoadReport(
@@ -234,6 +236,7 @@ class Loader:
             if later
             else tuple(paths),
             handed_over=later,
+            other_rates=others,
             missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
             fresh=tuple(result.fresh),
             unexpected=tuple(unexpected),
@@ -529,6 +532,22 @@ def warn_of_kept(result: MatchResult, rank: int) -> None:
             rank,
             some_of(sorted(result.kept)),
         )
+
+
+def _schedules_of_other_rates(parts: Sequence[PartRequest], rank: int) -> tuple[str, ...]:
+    """Return the schedules that continue by another rule than the saved run's; say so once."""
+    others: dict[str, str] = {}
+    for each in parts:
+        others |= schedules_of_other_rates(each.name, each.part)
+    if others:
+        logging.getLogger("holdfast").warning(
+            "rank %s: a schedule computes another learning rate than that of the saved run (%s): "
+            "no checkpoint has the function of a LambdaLR, and training continues by the one that "
+            "is there now",
+            rank,
+            some_of([*others.values()]),
+        )
+    return tuple(others)
 
 
 def describe_fallbacks(failed: Sequence[FellBack]) -> str:

@@ -202,7 +202,9 @@ def _survey(storage: Storage) -> tuple[Sequence[str], list[Step]]:
 def _read_step(storage: Storage, step: int) -> Step:
     """A step from its manifest, which may be damaged."""
     try:
-        return _line(Summary.of(read_manifest(storage, step_dir(step))[1]))
+        # The line is about the step: a path would take the room of its numbers.
+        manifest = read_manifest(storage, step_dir(step), place=MANIFEST)[1]
+        return _line(Summary.of(manifest))
     except HoldfastError as error:
         return Step(step=step, damage=str(error))
 
