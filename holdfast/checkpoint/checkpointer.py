@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 import torch.distributed as dist
 
 from holdfast.checkpoint.load.loader import Loader
+from holdfast.checkpoint.load.parts_left import PartsLeft
 from holdfast.checkpoint.load.sources import LoadSource, NameSource, open_source
 from holdfast.checkpoint.options import (
     CkptFormat,
@@ -161,6 +162,7 @@ class Checkpointer:
             "load_all": Guard(control, "load", retry_if=self._loader.was_replaced),
         }
         self._nbytes_loaded = 0
+        self._parts_left = PartsLeft()
         self._preempted = ""
         # Last: what it starts (handlers of signals) is given back by `close`.
         self._schedule = SaveSchedule(save_when, control=control) if save_when is not None else None
@@ -255,6 +257,7 @@ class Checkpointer:
         )
         report = self._saver.save(request, state)
         self._note_saved(request.step)
+        self._parts_left.warn_of(state, rank=self._groups.rank)
         return report
 
     @guarded
@@ -311,6 +314,7 @@ class Checkpointer:
         pending = self._saver.save_async(request, state)
         if not pending.skipped:
             self._note_saved(request.step)
+            self._parts_left.warn_of(state, rank=self._groups.rank)
         return pending
 
     def maybe_save(
@@ -507,6 +511,7 @@ class Checkpointer:
             self._root.check(learns=False)
             report = self._loader.load(state, options)
             self._note_saved(report.step)  # a step that was loaded is saved, too
+            self._parts_left.note(report)
         else:
             self._loader.forget()
             with ExitStack() as stack:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
 
 import msgspec
 
-from holdfast.errors import counted, in_bytes
+from holdfast.errors import counted, in_bytes, some_of
 
 if TYPE_CHECKING:
     from holdfast.parallel import Control
@@ -325,6 +325,8 @@ class LoadReport:
             )
             if names
         )
+        if self.not_requested:
+            extra += f", without the parts {some_of(self.not_requested)}"
         extra += "" if self.is_verified else ", without digests"
         copied = ""
         if self.nbytes_from_images:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import is_dataclass
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -30,7 +32,9 @@ _VALUES = (bool, int, float, str)
 _PLAIN = frozenset((bool, int, str, type(None)))
 """Types of values that are their own tokens."""
 _KINDS = (*_VALUES, torch.Tensor, np.ndarray)
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_MAPPINGS = frozenset((dict, defaultdict, OrderedDict, Counter))
+_SEQUENCES = frozenset((list, tuple, deque))
+_SETS = (set, frozenset)
 _MAX_DEPTH = 3
 _MAX_MEMBERS = 256
 """Looked at in a container, besides its length: the cost is bounded, the watch is a watch."""
@@ -189,12 +193,27 @@ def _token(value: object, depth: int) -> object:
         if value.dtype.hasobject or value.nbytes > _MAX_ARRAY_NBYTES:
             return id(value)
         return value.shape, zlib.crc32(value.tobytes())
-    if kind in (set, frozenset):
+    if kind in _SETS:
         return len(value)  # type: ignore[arg-type]
-    if kind in _CONTAINERS and depth:
-        members: Any = value.items() if kind is dict else value  # type: ignore[attr-defined]
-        first = [_token(member, depth - 1) for member in islice(members, _MAX_MEMBERS)]
-        return len(value), first  # type: ignore[arg-type]
+    members = _members(value) if depth else None
+    if members is None:
+        return None
+    first = [(name, _token(child, depth - 1)) for name, child in islice(members, _MAX_MEMBERS)]
+    return len(value) if isinstance(value, Sized) else 0, first
+
+
+def _members(value: object) -> Iterable[tuple[object, object]] | None:
+    """Return what a container or a record of the user's has, with names; None for anything else.
+
+    Names are texts and numbers; another key, whose comparison may be anything, counts as None.
+    """
+    if type(value) in _MAPPINGS:
+        items = cast(dict[object, object], value).items()
+        return ((key if type(key) in _PLAIN else None, child) for key, child in items)
+    if type(value) in _SEQUENCES or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return ((None, child) for child in cast(Iterable[object], value))
+    if type(value) is SimpleNamespace or (is_dataclass(value) and not isinstance(value, type)):
+        return vars(value).items() if hasattr(value, "__dict__") else None
     return None
 
 
@@ -288,13 +307,21 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return not is_lazy(tensor) and local_of(tensor).layout is torch.strided
 
 
-def _leaves(tree: object, kinds: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the objects of some types in a tree of containers, each with the nearest text key."""
+def _leaves(
+    tree: object, kinds: Any, key: str = "", depth: int = _MAX_DEPTH
+) -> Iterator[tuple[str, Any]]:
+    """Yield the objects of some types in a tree of containers, each with the nearest text key.
+
+    Of records within records `depth`, as they may refer to each other in a circle.
+    """
     if isinstance(tree, kinds):
         yield key, tree
     elif isinstance(tree, Mapping):
         for name, child in tree.items():
-            yield from _leaves(child, kinds, name if isinstance(name, str) else key)
-    elif isinstance(tree, _CONTAINERS):
+            yield from _leaves(child, kinds, name if isinstance(name, str) else key, depth)
+    elif isinstance(tree, (*_SETS, list, tuple, deque)):
         for child in tree:
-            yield from _leaves(child, kinds, key)
+            yield from _leaves(child, kinds, key, depth)
+    elif depth:
+        for name, child in _members(tree) or ():
+            yield from _leaves(child, kinds, name if isinstance(name, str) else key, depth - 1)

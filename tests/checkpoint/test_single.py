@@ -435,7 +435,7 @@ def test_what_is_no_place_is_refused_at_once(root: Any) -> None:
 
 
 def test_a_closed_checkpointer_saves_nothing(tmp_path: Path) -> None:
-    """P2: nothing would raise a failure of an asynchronous save after `close`."""
+    """Nothing would raise a failure of an asynchronous save after `close`."""
     state = {"t": {"x": torch.ones(2)}}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -328,3 +329,26 @@ def test_a_form_whose_padding_is_declared_comes_back(tmp_path: Path) -> None:
     checkpointer.save(2, {"m": twin})
     one, two = (checkpointer.load({"m": Stored()}, step=n).values["m"] for n in (1, 2))
     assert torch.equal(one["weight"], two["weight"])  # type: ignore[call-overload]
+
+
+def test_what_a_resumed_run_begins_anew_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """O4: an optimizer that is made after the load, and one that no state has any more."""
+    old = {"model": nn.Linear(1, 1), "late": {"n": 1}, "gone": {"n": 1}, "asked": {"n": 1}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, old)
+        checkpointer.save(2, old)
+    now = {name: old[name] for name in ("model", "late", "asked")}
+    with Checkpointer(tmp_path) as checkpointer, caplog.at_level(logging.WARNING, "holdfast"):
+        report = checkpointer.load({"model": old["model"]})
+        assert "without the parts asked, gone, late" in str(report)
+        checkpointer.load({"asked": old["asked"]})
+        checkpointer.save(3, now)
+        checkpointer.save_async(4, now).result()
+        assert [record.args[1:] for record in caplog.records] == [(2, "late")]  # type: ignore[index]
+        checkpointer.load(now, step=1)
+        checkpointer.save(5, now)
+        checkpointer.load({"model": old["model"]}, source=tmp_path)
+        checkpointer.save(6, now)
+    assert len(caplog.records) == 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +16,24 @@ import torch
 from torch import nn
 
 from holdfast import Checkpointer, ModuleState, OptimizerState
+
+
+@dataclass
+class Stats:
+    """A record of the user's."""
+
+    seen: int = 0
+    owner: Stats | None = None
+
+    def __post_init__(self) -> None:
+        self.owner = self
+
+
+class Pair(NamedTuple):
+    """A named tuple of the user's."""
+
+    number: int
+    tensor: torch.Tensor
 
 
 class Net(nn.Module):
@@ -28,6 +48,10 @@ class Net(nn.Module):
         self.calls, self.is_ready = 0, False
         self.queue: deque[torch.Tensor] = deque(maxlen=4)
         self.messages: dict[int, list[torch.Tensor]] = {1: []}
+        self.tables = {"layer": {"keys": torch.zeros(2)}}
+        self.calls_of: defaultdict[str, int] = defaultdict(lambda: 0)
+        self.stats, self.space = Stats(), SimpleNamespace(calls=0)
+        self.pair = Pair(0, torch.zeros(2))
         self.table = torch.arange(4.0)
         self.history = np.zeros(3)
         self.alias = self.linear.weight.detach()
@@ -76,6 +100,26 @@ def records(net: Net) -> None:
     net.history[1] += 1
 
 
+def fills(net: Net) -> None:
+    net.tables["layer"]["keys"] += 1
+
+
+def tallies(net: Net) -> None:
+    net.calls_of["forward"] += 1
+
+
+def notes(net: Net) -> None:
+    net.stats.seen += 1
+
+
+def spaces(net: Net) -> None:
+    net.space.calls += 1
+
+
+def pairs(net: Net) -> None:
+    net.pair.tensor.add_(1)
+
+
 def only_trains(net: Net) -> None:
     with torch.no_grad():
         net.linear.weight += 1
@@ -91,7 +135,8 @@ def step(net: Net, changes: Callable[[Net], None]) -> None:
     [
         (counts, ["calls"]), (is_initialised, ["is_ready"]), (queues, ["queue"]),
         (sends, ["messages"]), (writes, ["table"]), (replaces, ["table"]),
-        (records, ["history"]), (only_trains, []),
+        (records, ["history"]), (fills, ["tables"]), (tallies, ["calls_of"]), (notes, ["stats"]),
+        (spaces, ["space"]), (pairs, ["pair"]), (only_trains, []),
     ],
 )  # fmt: skip
 def test_what_changes_and_is_not_stored_is_named_once(

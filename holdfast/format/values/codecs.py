@@ -389,7 +389,7 @@ class _Encoder:
         marker = ""
         if isinstance(value, Enum):
             hint = f"register it: Codecs(enums=[{cls.__name__}])"
-        elif is_dataclass(value):
+        elif is_dataclass(value) and not isinstance(value, type):
             hint = f"register it: Codecs(dataclasses=[{cls.__name__}])"
         elif any(f"{base.__module__}.{base.__qualname__}" in _GENERATORS for base in cls.__mro__):
             hint = "convert its state to plain values"
