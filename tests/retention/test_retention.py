@@ -175,12 +175,13 @@ def test_an_older_step_that_was_saved_just_now_stays(tmp_path: Path, in_backgrou
 
     It was removed before `save` had returned its report.
     """
+    remain = []
     with Checkpointer(tmp_path, retention=KeepLast(2)) as checkpointer:
-        remain = []
         for step in (7, 8, 9, 3, 4):
             if in_background:
-                checkpointer.save_async(step, {"values": {"step": step}}).result()
-                checkpointer.close()  # the retention is behind the result
+                with Checkpointer(tmp_path, retention=KeepLast(2)) as other:
+                    other.save_async(step, {"values": {"step": step}}).result()
+                # The retention is behind the result, and has ended now.
             else:
                 checkpointer.save(step, {"values": {"step": step}})
             remain.append(checkpointer.steps())
@@ -204,11 +205,10 @@ def test_a_late_retention_leaves_what_was_saved_since(
         checkpointer.save_async(9, {"values": {"step": 9}}).result()
         checkpointer.save(3, {"values": {"step": 3}})
         lower_step.set()
-        checkpointer.close()
-        assert checkpointer.steps() == [3, 9]
+    assert checkpointer.steps() == [3, 9]
+    with Checkpointer(tmp_path, retention=KeepLast(1)) as checkpointer:
         checkpointer.save_async(10, {"values": {"step": 10}}).result()
-        checkpointer.close()
-        assert checkpointer.steps() == [10]
+    assert checkpointer.steps() == [10]
 
 
 def test_a_checkpoint_being_read_stays(tmp_path: Path) -> None:
