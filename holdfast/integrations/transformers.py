@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -125,6 +125,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         trainer.args.save_only_model = True
         trainer.args.restore_callback_states_from_checkpoint = True
         trainer.add_callback(callback)
+        trainer.callback_handler.callbacks.insert(0, _BeforeOthers(callback._resume_streams))
         trainer.train = callback.train
         return callback
 
@@ -191,13 +192,17 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             self._batches = 0
         elif self._watch is not None:
             set_epoch_of_samplers(named["train_dataloader"], self._epoch)
-            set_streams(replay["epoch"] or {}, self._generators)
             if self._batches:
+                set_streams(replay["epoch"] or {}, self._generators)
                 fetch = replay["fetch"]
                 self._watch.replay(self._batches, fetch=fetch, after=replay["now"])
-            else:
-                set_streams(replay["now"])
         self._epoch_start = Streams(self._generators)
+
+    def _resume_streams(self) -> None:
+        """Bring the streams of a save between two epochs back, as the next one begins."""
+        if self._replay is not None and self._watch is not None and not self._batches:
+            set_streams(self._replay["epoch"] or {}, self._generators)
+            set_streams(self._replay["now"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Continue with the streams of the save, if no fetch has set them."""
@@ -389,6 +394,21 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             yield
         finally:
             arguments.eval_on_start = evaluates
+
+
+class _BeforeOthers(TrainerCallback):  # type: ignore[misc]
+    """The first callback: what others draw as an epoch begins is drawn behind the save.
+
+    Args:
+        resume: brings the streams back.
+    """
+
+    def __init__(self, resume: Callable[[], None]) -> None:
+        self._resume = resume
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Continue with the streams of the save."""
+        self._resume()
 
 
 def _moved(saved: _Position, here: _Position) -> str:

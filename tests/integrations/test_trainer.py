@@ -61,6 +61,26 @@ def test_killed_and_resumed_bitwise(
     assert killed_and_resumed(server, tmp_path / "run", at) == straight
 
 
+DRAWS = """
+class Draws(TrainerCallback):
+    def on_epoch_begin(self, args, state, control, **named):
+        torch.rand(())
+"""
+
+
+@pytest.mark.slow
+def test_a_callback_that_draws_as_an_epoch_begins(server: ForkServer, tmp_path: Path) -> None:
+    """X20. From a save between two epochs its draws count, as in a run that was not stopped."""
+    program = PROGRAM.replace("TrainingArguments, set", "TrainerCallback, TrainingArguments, set")
+    program = program.replace("\n\narguments =", f"\n{DRAWS}\narguments =")
+    program = program.replace("eval_dataset=Samples()", "eval_dataset=Samples(), callbacks=[Draws]")
+    straight = server.lines(program, tmp_path / "a", 3, directory=tmp_path)
+    waits = "import __main__; __main__.checkpoints.last_save.result(60); os.kill"  # of step 22
+    kill = KILL.format(at=23, rank=0).replace("os.kill", waits)
+    root = tmp_path / "b"
+    assert server.lines_after_kill(program, root, 3, kill=kill, num_ranks=1) == straight
+
+
 @pytest.mark.timeout(900)
 @NUM_KILLS
 def test_killed_at_random_steps(
