@@ -177,6 +177,8 @@ def _be_rank(request: dict[str, Any], rank: int) -> None:
                 "MASTER_PORT": str(request["port"]),
             }
         os.chdir(request["directory"])
+        # The server may have inherited another one, whose workers would not know the program.
+        multiprocessing.set_start_method(None, force=True)
         sys.argv = ["program", *request["words"]]
         exec(compile(request["prelude"], "prelude", "exec"), {"rank": rank})
         # Not this file: what a program spawns would run it, and import torch with it.
