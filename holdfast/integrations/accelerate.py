@@ -355,6 +355,7 @@ class _Place:
         if moved is not None and loaded is not None and self._is_whole:
             set_streams(loaded.take())
             self.loader.iteration += 1
+            self._batches = 0
             return
         self.is_trained = self.has_steps = self.is_rest = self.was_left = has_ended = False
         try:

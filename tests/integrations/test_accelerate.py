@@ -124,6 +124,45 @@ def test_loops_that_would_train_again_or_not_at_all_are_refused(
     check_refused_loops(server, tmp_path, TWO_LOOPS, kill=KILL.format(at=9, rank=0))
 
 
+BETWEEN = """
+import os, sys, torch
+from accelerate import Accelerator
+from holdfast.integrations.accelerate import AccelerateCheckpoints
+root, last = sys.argv[1], sys.argv[2]
+accelerator = Accelerator(cpu=True)
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(torch.arange(8.0).view(4, 2))
+net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+checkpoints = AccelerateCheckpoints.resume(accelerator, root, every=1)
+num_batches = 0
+for epoch in range(checkpoints.epoch, 2):
+    for batch in loader:
+        net(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        num_batches += 1
+        saved = checkpoints.after_step()
+        if last == "in the pass" and checkpoints.step == 4:
+            saved.result()
+            os._exit(0)
+    if last == "behind it":
+        checkpoints.save().result()
+        os._exit(0)
+checkpoints.close()
+print(f"{num_batches} batches, step {checkpoints.step}")
+"""
+
+
+def test_a_save_behind_a_pass_that_a_load_has_ended(server: ForkServer, tmp_path: Path) -> None:
+    """X20. Its batches are no longer those of the pass in progress: the next pass is whole."""
+    for last in ("in the pass", "behind it"):
+        ends = server.run(BETWEEN, tmp_path / "run", last, directory=tmp_path)
+        assert ends[0].code == 0, ends[0].output
+    lines = server.lines(BETWEEN, tmp_path / "run", "of all", directory=tmp_path)
+    assert lines == ["4 batches, step 8"]
+
+
 SHARDED = """
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
