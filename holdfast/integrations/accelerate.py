@@ -239,12 +239,9 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         return report
 
     def _note_trained(self) -> None:
-        """Note which loaders are trained with now, and in whose loop."""
-        inside = [n for n, place in enumerate(self._places) if place.is_inside]
-        for n in inside:
-            self._places[n].is_trained = True
+        """Note in the loop over which loader a step was made."""
         # A loader next to another one, which is begun again whenever it ends, has no loop.
-        loops = [n for n in inside if n in self._turns.loops]
+        loops = [n for n in self._turns.loops if self._places[n].is_inside]
         if loops:
             self._trained = max(loops, key=lambda n: self._places[n].began)
 
@@ -311,8 +308,6 @@ class _Place:
         """The streams that the moved pass continues with."""
         self._num_left = 0
         """Passes that a loop has left early: the loader itself counts those that ended."""
-        self.is_trained = False
-        """True once a step was counted or saved in the pass in progress."""
         self.is_rest = self.has_steps = self.was_left = False
         self.began = 0
 
@@ -357,10 +352,10 @@ class _Place:
             self.loader.iteration += 1
             self._batches = 0
             return
-        self.is_trained = self.has_steps = self.is_rest = self.was_left = has_ended = False
+        self.has_steps = self.is_rest = self.was_left = has_ended = False
         try:
             if moved is not None and loaded is not None and self._batches:
-                self.is_trained = self.is_rest = True
+                self.is_rest = True
                 self._begin_moved(moved, loaded.take())
             else:
                 self._begin_new()
@@ -375,7 +370,7 @@ class _Place:
         finally:
             self._batches, self.loader.skip_batches = 0, 0
             self.was_left = not has_ended
-            if not has_ended and self.is_trained:
+            if not has_ended and (self.has_steps or self.is_rest):
                 self._num_left += 1
 
     def _begin_new(self) -> None:

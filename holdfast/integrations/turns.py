@@ -18,11 +18,11 @@ class PassPlace(Protocol):
     """Where a loader is. The pass here is the one in progress, else the last one."""
 
     began: int
-    """When it began, in nanoseconds of a monotonic clock: it tells passes apart, too."""
+    """When it began, in nanoseconds of a monotonic clock."""
     is_rest: bool
     """True if it is the rest of a pass that a load moved to."""
     has_steps: bool
-    """True once a step was made in it."""
+    """True once a step was counted or saved in it; `Turns` sets it."""
     was_left: bool
     """True if the loop has left it before its end."""
 
@@ -47,8 +47,6 @@ class Turns:
         self._name, self._places = name, places
         self.loops: set[int] = set()
         """The numbers of those that have loops of their own."""
-        self._trained: dict[int, int] = {}
-        """Of each loader the last pass in which a step was made."""
         self._counts_epochs = self._has_asked = False
 
     def tree(self) -> list[int]:
@@ -57,7 +55,7 @@ class Turns:
 
     def load(self, loops: Iterable[int]) -> None:
         """Continue after a load."""
-        self.loops, self._trained, self._has_asked = set(loops), {}, False
+        self.loops, self._has_asked = set(loops), False
 
     def note_step(self) -> None:
         """Note that a step was made with the passes in progress.
@@ -75,9 +73,8 @@ class Turns:
             ConfigError: The resumed program has begun a loop again that the saved one had ended.
         """
         inside = [n for n, place in enumerate(self._places) if place.is_inside]
-        new = [n for n in inside if self._trained.get(n) != self._places[n].began]
+        new = [n for n in inside if not self._places[n].has_steps]
         for n in new:
-            self._trained[n] = self._places[n].began
             self._places[n].has_steps = True
         # The rest of a pass was noted before it was saved.
         if not new or len(new) < len(inside) or any(self._places[n].is_rest for n in new):
