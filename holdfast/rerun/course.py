@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.errors import ConfigError, FaultError, HoldfastError
+from holdfast.errors import ConfigError, FaultError, HoldfastError, some_of
 from holdfast.format.values import Codecs
 from holdfast.rerun.attempt import Attempt, Call, Suspect, trial_of
 from holdfast.rerun.attribution import ValueRun
@@ -122,8 +122,11 @@ class Course:
         self.spoiled: set[int] = set()
         """Steps whose state was not finite when they ran before."""
         self.learned = Learned()
-        self.iterators: weakref.WeakSet[ReplayableBatches] = weakref.WeakSet()
-        """All that the machine has made and the program still has."""
+        self.iterators: weakref.WeakKeyDictionary[ReplayableBatches, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        """All that the machine has made and the program still has. How often batches had been taken
+        from each when the step started."""
         self._mode = mode
         self._replayed = replayed
         self._limits = limits
@@ -144,8 +147,6 @@ class Course:
         # Of the step that runs.
         self.step = -1
         self.batches: object = None
-        self._num_requests: dict[ReplayableBatches, int] = {}
-        """How often batches had been taken from the other iterators when the step started."""
         self.attempt = Attempt()
         self._fault_id = ""
         self._num_reruns = 0
@@ -201,9 +202,8 @@ class Course:
             self._leave(is_repeated=was_left)
         self.step, self.batches = step, batches
         self.attempt = Attempt()
-        self._num_requests = {
-            each: each.num_requests for each in self.iterators if each is not batches
-        }
+        for each in self.iterators:
+            self.iterators[each] = each.num_requests
         has_kept = self._mode is not Mode.VALIDATE_RESULTS and self._use_kept_batches()
         if self._mode is Mode.DISABLED:
             self.learned.discard()  # of a step that was left
@@ -447,10 +447,9 @@ class Course:
         """Name the attributes of modules that a run has changed, and that a rerun starts with."""
         names = self._replayed.changed_attributes()
         if names:
-            more = ", …" if len(names) > MAX_NAMED else ""
             self.team.note(
                 f"step {self.step}: a run on rank {self.team.here.rank} has changed attributes of "
-                f"modules ({', '.join(names[:MAX_NAMED])}{more}), which a rerun does not bring "
+                f"modules ({some_of(names, most=MAX_NAMED)}), which a rerun does not bring "
                 f"back: it would start with what the run before has left there. If a run reads "
                 f"them (a counter, a queue), pass Replayed(hooks=[(save, restore)]), or keep them "
                 f"in buffers"
@@ -538,8 +537,8 @@ class Course:
     def _takes_from_others(self) -> bool:
         """Return True if the step has taken batches that a rerun would not repeat."""
         return any(
-            each.num_requests != self._num_requests.get(each, 0)
-            for each in self.iterators
+            each.num_requests != num_requests
+            for each, num_requests in self.iterators.items()
             if each is not self.batches
         )
 

@@ -283,7 +283,7 @@ class RerunMachine(OptionalPart):
             keeps=self.mode is not Mode.DISABLED,
             streams=self._streams,
         )
-        self._course.iterators.add(self._batches)
+        self._course.iterators[self._batches] = 0
         return self._batches
 
     def skips(self, step: int) -> bool:
