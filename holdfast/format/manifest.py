@@ -66,6 +66,8 @@ METADATA_PART = "$metadata"
 """Its name in `parts`; the name of a part of the state does not start with `$`."""
 VERSIONS_PART = "$versions"
 """Its name in `parts`, for the versions of modules."""
+USUAL_VERSION = 1
+"""torch's, of a class of modules that says nothing of its version; not noted."""
 MAX_METADATA_NBYTES = 64 * 1024
 """Limit in bytes of JSON text, because `ls` reads and every load broadcasts the manifest."""
 

@@ -36,6 +36,7 @@ from holdfast._torch import (
     unsaved_buffers,
 )
 from holdfast.errors import ConfigError, HoldfastError, PlacementError, some_of
+from holdfast.format.manifest import USUAL_VERSION
 from holdfast.state.markers import Marked, check_real_shape
 from holdfast.state.tensor_elements import instances_in, local_of, memory_key
 
@@ -389,8 +390,6 @@ def declared_padding(module: nn.Module) -> ModulePaddings:
     return ModulePaddings(by_tensor=by_tensor, by_name=by_name)
 
 
-USUAL_VERSION = 1
-"""torch's, of a class of modules that says nothing of its version."""
 _EXTRA_STATE = "_extra_state"
 _DATA = torch.Tensor | Marked | np.ndarray | bytes | bytearray
 """Types that may hold what a tensor of the module does not show itself."""

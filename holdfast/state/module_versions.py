@@ -15,7 +15,8 @@ from torch import nn
 
 from holdfast._torch import give_metadata, module_version
 from holdfast.errors import MismatchError
-from holdfast.state.module_tree import USUAL_VERSION, walk
+from holdfast.format.manifest import USUAL_VERSION
+from holdfast.state.module_tree import walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -341,12 +341,9 @@ def assemble(
     index = build_index(plan, records, files, planned=planned)
     compare_checks(plan, records)
     parts = _merge_values(plan, records, memo)
-    noted = parts.pop(VERSIONS_PART, None)
-    versions = None if noted is None else decode_versions(noted)
     index_bytes = encode_index(index)
     tensors = _tensors(plan, records, memo)
     manifest = _build_manifest(plan, header, records, files, index, index_bytes, parts, tensors)
-    manifest = msgspec.structs.replace(manifest, versions=versions)
     # Of all that the proof looks at, the plan leaves only this open: the places of the chunks, and
     # the sizes of the files. (It looks at the number of digests, not at what they are.)
     facts = (
@@ -681,6 +678,7 @@ def _build_manifest(
     """Build the manifest of a complete save."""
     nbytes = np.asarray(index.nbytes, dtype=np.int64)
     primary = np.asarray(index.copy) == 0
+    noted = parts.pop(VERSIONS_PART, None)
     return Manifest(
         step=header.step,
         save_id=header.save_id,
@@ -694,6 +692,7 @@ def _build_manifest(
         tensors=tensors,
         parts=parts,
         metadata=_metadata(header),
+        versions=None if noted is None else decode_versions(noted),
         files=[
             FileInfo(
                 name=files[number],

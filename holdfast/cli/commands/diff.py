@@ -26,7 +26,7 @@ from holdfast.cli.support.tables import (
     progress_bar,
 )
 from holdfast.errors import ConfigError, CorruptionError, clean, counted, in_bytes
-from holdfast.format.manifest import VERSIONS_PART, Manifest
+from holdfast.format.manifest import USUAL_VERSION, VERSIONS_PART, Manifest
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node
 
@@ -107,7 +107,10 @@ def _versions(manifest: Manifest, other: Manifest) -> dict[str, Node]:
     """
     mine, others = manifest.versions or {}, other.versions or {}
     parts: Node = {
-        part: {name or "(root)": mine[part].get(name, 1) for name in {**mine[part], **others[part]}}
+        part: {
+            name or "(root)": mine[part].get(name, USUAL_VERSION)
+            for name in {**mine[part], **others[part]}
+        }
         for part in mine
         if part in others
     }
