@@ -176,9 +176,9 @@ def flatten_state(
         if isinstance(part, TreePart | ModuleState):
             forms = part.forms if isinstance(part, ModuleState) else ()
             flattener.fills_in_place(since=num_before, but_for={f"{name}.{form}" for form in forms})
-        if isinstance(part, OptimizerState) and part.is_live:
-            flattener.notes_state(f"{name}.state.", since=num_before)
         if isinstance(part, OptimizerState):
+            if part.is_live:
+                flattener.notes_state(f"{name}.state.", since=num_before)
             unstored += cache.attributes.look_at_optimizers(
                 name, part.torch_optimizers(), shown_form
             )
