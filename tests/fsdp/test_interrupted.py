@@ -26,36 +26,48 @@ class Trouble(Exception):
     """Raised by a test's model."""
 
 
-def fails(*_: Any) -> Any:
-    raise Trouble
+Meet = Callable[[], object]
+"""Called right before a failure: where all ranks fail, none is to hear of another one before."""
 
 
-def in_forward(sharded: ShardedModel, rows: Tensor) -> None:
+def alone() -> None:
+    """Wait for nobody."""
+
+
+def failing(meet: Meet) -> Callable[..., Any]:
+    def fails(*_: Any) -> Any:
+        meet()
+        raise Trouble
+
+    return fails
+
+
+def in_forward(sharded: ShardedModel, rows: Tensor, meet: Meet = alone) -> None:
     layer: Any = sharded.model.layers[1]  # type: ignore[index]
-    handle = layer.down.register_forward_hook(fails)
+    handle = layer.down.register_forward_hook(failing(meet))
     try:
         sharded.model(rows).mean().backward()
     finally:
         handle.remove()
 
 
-def in_backward(sharded: ShardedModel, rows: Tensor) -> None:
+def in_backward(sharded: ShardedModel, rows: Tensor, meet: Meet = alone) -> None:
     layer: Any = sharded.model.layers[1]  # type: ignore[index]
-    handle = layer.down.register_full_backward_hook(fails)
+    handle = layer.down.register_full_backward_hook(failing(meet))
     try:
         sharded.model(rows).mean().backward()
     finally:
         handle.remove()
 
 
-def before_backward(sharded: ShardedModel, rows: Tensor) -> None:
+def before_backward(sharded: ShardedModel, rows: Tensor, meet: Meet = alone) -> None:
     sharded.model(rows)
-    raise Trouble
+    failing(meet)()
 
 
-def after_backward(sharded: ShardedModel, rows: Tensor) -> None:
+def after_backward(sharded: ShardedModel, rows: Tensor, meet: Meet = alone) -> None:
     sharded.model(rows).mean().backward()
-    raise Trouble
+    failing(meet)()
 
 
 PLACES = (in_forward, in_backward, before_backward, after_backward)
@@ -72,7 +84,7 @@ def attempt(
         for number, rows in enumerate(parts):
             with sharded.microbatch(is_last=number == len(parts) - 1):
                 if number == at:
-                    fail(sharded, rows)
+                    fail(sharded, rows, torch.distributed.barrier)
                 (sharded.model(rows).mean() / len(parts)).backward()
 
     with pytest.raises(Trouble):
