@@ -44,7 +44,7 @@ class Args:
     """The format to write."""
 
     step: int | None = None
-    """Which step of a directory of our own; the number of the step when writing our own."""
+    """Which step of a directory of our own; from another format, the number of our own."""
 
     map: str | None = None
     """How names of the source become those of the target: a preset, or a TOML file."""
