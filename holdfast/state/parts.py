@@ -26,7 +26,6 @@ from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_protocol import PartitionedOptimizer
 from holdfast.state.optimizer_state import is_optimizer_node
 from holdfast.state.rng import RNG, refuse_shared_streams
-from holdfast.state.schedules import other_rates
 from holdfast.state.stored import PlacedTemplates, StoredPart
 from holdfast.state.unfinished import unfinished_on
 
@@ -302,13 +301,6 @@ def applied_later(name: str, part: Part) -> tuple[str, ...]:
         if isinstance(part, ModuleState)
         else ()
     )
-
-
-def schedules_of_other_rates(name: str, part: Part) -> dict[str, str]:
-    """Return the schedules of a part that compute other rates than were stored, by path."""
-    if not isinstance(part, StatefulPart) or part.applies_later:
-        return {}
-    return other_rates(part.owner, name)
 
 
 def is_closed(part: Part, node: object) -> bool:

@@ -64,8 +64,8 @@ from holdfast.state.parts import (
     is_last,
     is_left_out,
     part_of,
-    schedules_of_other_rates,
 )
+from holdfast.state.schedules import other_rates
 from holdfast.state.shared_memory import are_of_no_file, missing_memory, shared_memory
 from holdfast.state.stored import StoredPart
 from holdfast.state.unfinished import refuse_unfinished
@@ -514,7 +514,8 @@ def _schedules_of_other_rates(parts: Sequence[PartRequest], rank: int) -> tuple[
     """Return the schedules that continue by another rule than the saved run's; say so once."""
     others: dict[str, str] = {}
     for each in parts:
-        others |= schedules_of_other_rates(each.name, each.part)
+        if isinstance(each.part, StatefulPart) and not each.part.applies_later:
+            others |= other_rates(each.part.owner, each.name)
     if others:
         logging.getLogger("holdfast").warning(
             "rank %s: a schedule computes another learning rate than that of the saved run (%s): "
