@@ -121,6 +121,8 @@ class OwnPlace:
     """Path or URL of this storage."""
     directory: str | None
     """Of the one checkpoint in it that the place is; None if it is the root."""
+    steps: Sequence[int]
+    """Those committed in the root; empty for a path that is one checkpoint: it alone is read."""
 
 
 class OwnCheckpoint(NamedTuple):
@@ -142,13 +144,15 @@ def own_place(place: str | os.PathLike[str], step: int | None) -> OwnPlace | Non
         ConfigError: The place is one checkpoint, and not of this step.
         StorageError: It cannot be read.
     """
+    steps: Sequence[int] = ()
     if is_url(place):
         root, directory = as_url(place).rstrip("/"), None
         above, _, name = root.rpartition("/")
         if parse_step_dir(name) is not None:
             root, directory = above, name
         storage = open_storage(root)
-        if not list_steps(storage):
+        steps = list_steps(storage)
+        if not steps:
             return None
     elif not os.path.isdir(place):  # also if it may not be examined
         return None
@@ -159,8 +163,10 @@ def own_place(place: str | os.PathLike[str], step: int | None) -> OwnPlace | Non
             real, directory = path.resolve(), ""
             if parse_step_dir(real.name) is not None:
                 root, directory, storage = str(real.parent), real.name, PosixStorage(real.parent)
-        elif not list_steps(storage):
-            return None
+        else:
+            steps = list_steps(storage)
+            if not steps:
+                return None
     if directory is not None and step is not None and directory != step_dir(step):
         known = parse_step_dir(directory)
         what = "one checkpoint" if known is None else f"the checkpoint of step {known}"
@@ -168,7 +174,7 @@ def own_place(place: str | os.PathLike[str], step: int | None) -> OwnPlace | Non
             f"{shown(place)} is {what}, not of step {step}; to choose a step, name the directory "
             f"above"
         )
-    return OwnPlace(storage=storage, root=root, directory=directory)
+    return OwnPlace(storage=storage, root=root, directory=directory, steps=steps)
 
 
 def find_own(place: str | os.PathLike[str], step: int | None) -> OwnCheckpoint | None:
@@ -182,14 +188,14 @@ def find_own(place: str | os.PathLike[str], step: int | None) -> OwnCheckpoint |
         ConfigError: There are others, but not this step.
         StorageError: It cannot be read.
     """
-    found = own_place(place, step)
-    if found is None:
+    own = own_place(place, step)
+    if own is None:
         return None
-    if found.directory is not None and not is_url(place):
-        return OwnCheckpoint(found.storage, found.directory, str(place))
-    step = step if found.directory is None else parse_step_dir(found.directory)
-    directory = step_dir(committed_step(list_steps(found.storage), step, place=found.root))
-    return OwnCheckpoint(found.storage, directory, found.storage.describe(directory))
+    if own.directory is not None and not own.steps:
+        return OwnCheckpoint(own.storage, own.directory, str(place))
+    step = step if own.directory is None else parse_step_dir(own.directory)
+    directory = step_dir(committed_step(own.steps, step, place=own.root))
+    return OwnCheckpoint(own.storage, directory, own.storage.describe(directory))
 
 
 def layout(catalog: Catalog, *, step: int) -> Output:

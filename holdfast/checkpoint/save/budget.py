@@ -37,8 +37,8 @@ def check_budget(
         if free < needed:
             raise StorageError(
                 f"{storage.describe('')}: the checkpoint needs {in_bytes(needed)}, but only "
-                f"{in_bytes(free)} are free: {in_bytes(needed - free)} short; remove old checkpoints "
-                f"(holdfast prune) or save elsewhere"
+                f"{in_bytes(free)} are free: {in_bytes(needed - free)} short; remove old "
+                f"checkpoints (holdfast prune) or save elsewhere"
             )
     needed = sum(max(image_nbytes - held, 0) for held in held_nbytes)
     if needed:
