@@ -8,12 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch.distributed as dist
 
 from holdfast.checkpoint.load.loader import Loader
-from holdfast.checkpoint.load.sources import LoadSource, NameSource, open_source
 from holdfast.checkpoint.options import (
     CkptFormat,
     LoadOptions,
@@ -38,6 +37,9 @@ from holdfast.policies.keep import KeepPolicy
 from holdfast.policies.save import SavePolicy
 from holdfast.policies.schedule import SaveSchedule
 from holdfast.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.load.sources import LoadSource, NameSource
 
 
 class Checkpointer:
@@ -513,6 +515,9 @@ class Checkpointer:
             self._note_saved(report.step)  # a step that was loaded is saved, too
             self._parts_left.note(report)
         else:
+            # Here and not above: it imports all foreign formats, which most runs never read.
+            from holdfast.checkpoint.load.sources import open_source
+
             self._loader.forget()
             with ExitStack() as stack:
                 storage, step = open_source(
