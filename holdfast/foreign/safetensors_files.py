@@ -25,7 +25,7 @@ from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes
 from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.output import Extent, Output, OutputFile
 from holdfast.foreign.shard_index import note_on_siblings, read_index, refuse_missing_shards
-from holdfast.foreign.weights import Weights, weights_of
+from holdfast.foreign.weights import Weights, choose_part, weights_of
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import (
     HeaderEntry,
@@ -317,7 +317,7 @@ def layout(
         for key, text in catalog.metadata.items()
         if isinstance(text, str) and _is_utf8(key + text)
     }
-    notes = [*weights.left_out]
+    notes = [*weights.left_out, *catalog.lost_versions([choose_part(catalog, part)])]
     if odd := [key for key in catalog.metadata if key not in words]:
         notes.append(f"metadata that is not text: {some_of(odd)}")
     sizes = {name: catalog.tensors[key].nbytes for name, key in weights.keys.items()}
