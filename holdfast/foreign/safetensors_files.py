@@ -35,6 +35,7 @@ from holdfast.format.index import (
     layout_image,
     parse_header,
 )
+from holdfast.format.names import INDEX, MANIFEST
 from holdfast.format.values import tensor_node
 from holdfast.storage import Source
 
@@ -56,6 +57,8 @@ def detect(location: Location) -> bool:
     """Return True for a safetensors file, and for a folder that has some."""
     if location.file is not None:
         return _is_safetensors(location, location.file)
+    if location.has(MANIFEST) and location.has(INDEX):
+        return False  # a checkpoint of our own, whose index is such a file
     return any(_is_safetensors(location, name) for name in _names(location))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import msgspec
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.names import (
+    linked_steps,
     list_steps,
     newest_step_dir,
     require_root_of_checkpoints,
@@ -228,14 +230,20 @@ class Finder:
             raise StorageError(
                 f"{where} is not a directory, so it has no checkpoint to load"
             ) from None
-        if steps and (step is None or step in steps):
-            return steps[-1] if step is None else step
+        if steps and step is None:
+            if links := linked_steps(storage, above=steps[-1]):
+                logging.getLogger("holdfast").warning("step %s is loaded: %s", steps[-1], links)
+            return steps[-1]
+        if step is not None and step in steps:
+            return step
         if not steps:
             require_root_of_checkpoints(storage)
         where = storage.describe("")
         if step is None:
+            links = linked_steps(storage)
             raise StorageError(
                 f"{where} holds no committed checkpoint (no iter_… directory with a manifest)"
+                f"{links and f'; {links}'}"
             )
         have = ", ".join(map(str, steps[-_MAX_NAMED:])) or "none"
         raise StorageError(f"{where} has no committed checkpoint of step {step}; it has {have}")

@@ -18,6 +18,7 @@ from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import (
     MANIFEST,
     committed_step,
+    linked_steps,
     list_steps,
     parse_saving_dir,
     parse_step_dir,
@@ -222,6 +223,8 @@ def _nothing_at(path: Path, storage: Storage) -> str:
         return f"{path} holds no committed checkpoint, only a save that was not finished"
     if runs := find_runs(path):
         return _choose_a_run(path, runs)
+    if links := linked_steps(storage):
+        return f"{path} holds no committed checkpoint; {links}"
     if reason := without_bytes(Location.of(path)):
         return reason
     return (
