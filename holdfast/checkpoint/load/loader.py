@@ -53,6 +53,7 @@ from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.state.markers import Stored
 from holdfast.state.matcher import LocalMemory, Matcher, MatchResult
+from holdfast.state.module_state import ModuleState
 from holdfast.state.module_versions import versions_below
 from holdfast.state.parts import (
     OptionalPart,
@@ -224,6 +225,8 @@ class Loader:
         job = self._fill(executor, files, result, written)
         values = self._restore(matcher, parts)
         warn_of_kept(result, control.rank)
+        if control.is_coordinator:
+            warn_of_unversioned(parts)
         others = _schedules_of_other_rates(parts, control.rank)
         later = tuple(path for part in parts for path in applied_later(part.name, part.part))
         paths = map(attrgetter("path"), result.tensors)
@@ -507,6 +510,22 @@ def warn_of_kept(result: MatchResult, rank: int) -> None:
             "has stays",
             rank,
             some_of(sorted(result.kept)),
+        )
+
+
+def warn_of_unversioned(parts: Sequence[PartRequest]) -> None:
+    """Say once which modules could not know whether to convert what is stored."""
+    names = [
+        f"{each.name}: {name}"
+        for each in parts
+        if isinstance(each.part, ModuleState)
+        for name in each.part.unversioned
+    ]
+    if names:
+        logging.getLogger("holdfast").warning(
+            "the checkpoint states no versions of modules; these convert entries of earlier ones, "
+            "and took what is stored as of their own version: %s",
+            some_of(names),
         )
 
 

@@ -103,7 +103,7 @@ def run(args: Args) -> int:
         raise ConfigError(f"{root} is one checkpoint; `holdfast show {root}` shows it")
     if is_url(args.root):
         require_something(storage, names, root)
-    leftovers = _leftovers(names, {step.step for step in steps})
+    leftovers = _leftovers(args.root, names, {step.step for step in steps})
     pointer = _pointer(storage)
     # A directory without checkpoints of our own may have some of others.
     foreign = [] if steps or is_url(args.root) else _find_foreign(args.root)
@@ -232,7 +232,7 @@ def _run(path: Path) -> Run:
     return Run(path=str(path), num_steps=len(steps), latest=steps[-1] if steps else None)
 
 
-def _leftovers(names: Sequence[str], committed: set[int]) -> list[Uncommitted]:
+def _leftovers(root: str | Path, names: Sequence[str], committed: set[int]) -> list[Uncommitted]:
     """Directories of saves and removals that are not checkpoints."""
     leftovers = []
     for name in names:
@@ -245,7 +245,8 @@ def _leftovers(names: Sequence[str], committed: set[int]) -> list[Uncommitted]:
                 Uncommitted(name=name, step=None, what="being removed, or left from it")
             )
         elif step is not None and step not in committed:
-            what = f"has the name of a step, but no {MANIFEST}"
+            is_link = os.path.islink(os.path.join(root, name))
+            what = f"has the name of a step, but {'is a link' if is_link else f'no {MANIFEST}'}"
             leftovers.append(Uncommitted(name=name, step=step, what=what))
     return leftovers
 

@@ -17,6 +17,7 @@ from holdfast.foreign.own_format import find_own
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import (
     MANIFEST,
+    linked_steps,
     parse_saving_dir,
     parse_step_dir,
     step_dir,
@@ -201,6 +202,8 @@ def _nothing_at(path: Path, storage: Storage) -> str:
         return f"{path} holds no committed checkpoint, only a save that was not finished"
     if runs := find_runs(path):
         return _choose_a_run(path, runs)
+    if links := linked_steps(storage):
+        return f"{path} holds no committed checkpoint; {links}"
     if reason := without_bytes(Location.of(path)):
         return reason
     return (
