@@ -359,7 +359,7 @@ class _Flattener:
                 raise PlacementError(
                     f"{path}: PerRank takes values, not a {kind}, which a load has to fill; make "
                     f"the part an object of yours whose state_dict() returns "
-                    f"PerRank(....state_dict()) and whose load_state_dict() hands it on"
+                    f"PerRank(....state_dict()) and whose load_state_dict() passes it on"
                 )
             raise PlacementError(
                 f"{path}: a {kind} inside of a tree is not flattened; make it a part of its own, "
