@@ -246,7 +246,7 @@ class LoadReport:
     streams of a device that this rank does not have."""
     not_requested: tuple[str, ...] = ()
     """Stored parts that the state left out."""
-    values: Mapping[str, object] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
     """Part name -> loaded tree, for parts that are plain trees."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The `metadata=` of the save; empty if it had none."""

@@ -342,10 +342,17 @@ class _Flattener:
         if isinstance(obj, Stored):
             raise PlacementError(f"{path}: Stored() asks a load for what is there; nothing to save")
         if isinstance(obj, nn.Module | OptimizerState | torch.optim.Optimizer):
+            kind = type(obj).__name__
+            if self._open:
+                raise PlacementError(
+                    f"{path}: PerRank takes values, not a {kind}, which a load has to fill; make "
+                    f"the part an object of yours whose state_dict() returns "
+                    f"PerRank(....state_dict()) and whose load_state_dict() passes it on"
+                )
             raise PlacementError(
-                f"{path}: a {type(obj).__name__} inside of a tree is not flattened; make it a "
-                f"part of its own, as in {{'{path.rpartition('.')[2]}': ...}}, or several modules "
-                f"one part by nn.ModuleDict or nn.ModuleList"
+                f"{path}: a {kind} inside of a tree is not flattened; make it a part of its own, "
+                f"as in {{'{path.rpartition('.')[2]}': ...}}, or several modules one part by "
+                f"nn.ModuleDict or nn.ModuleList"
             )
         return None
 

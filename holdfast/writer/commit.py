@@ -571,8 +571,9 @@ def compare_checks(plan: CommitPlan, records: list[DoneRecord]) -> None:
     raise DriftError(
         f"{some_sentences(sentences, most=5)}. Several ranks hold these tensors under one key, and "
         f"nothing declares them different. Either a rank has computed or kept wrong values, or "
-        f"they are not meant to be equal: then give each its own key, or declare the shards with a "
-        f"DTensor or Sharded(...){_about_statistics(keys)}",
+        f"they are not meant to be equal: then give each its own key, declare the shards with a "
+        f"DTensor or Sharded(...), or store what is each rank's own (a metric) as PerRank(...)"
+        f"{_about_statistics(keys)}",
         details={
             "odd_ranks": {rank for _, holders in drifts for rank in odd_ranks(holders)},
             "keys": keys,

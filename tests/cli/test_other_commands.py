@@ -15,6 +15,10 @@ from holdfast.cli.main import VERBS, main
 MODULE = """
 def greet(words):
     print("hello", *words)
+    if words == ["fail"]:
+        raise RuntimeError("no such greeting")
+    if words == ["import"]:
+        import greetings_that_nobody_has.polite
     return 7
 """
 
@@ -50,6 +54,22 @@ def test_an_installed_command_gets_the_words_and_gives_the_exit_code(
     shown = capsys.readouterr().out.splitlines()
     assert "  greet    say hello" in shown
     assert len([line for line in shown if line.startswith("  ")]) == len(VERBS) + 1
+
+
+def test_a_program_that_fails_never_says_that_something_stored_is_damaged(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(site, command="greet")
+    with pytest.raises(SystemExit, match="2"):
+        main(["greet", "fail"])
+    shown = capsys.readouterr().err
+    assert "RuntimeError: no such greeting" in shown
+    assert shown.splitlines()[-1].startswith("holdfast: error: ")
+    assert main(["greet", "import"]) == 2
+    assert capsys.readouterr().err == (
+        "holdfast: error: this needs the package greetings_that_nobody_has, which is not "
+        "installed: pip install greetings_that_nobody_has\n"
+    )
 
 
 def test_a_command_of_another_distribution_does_not_replace_ours(

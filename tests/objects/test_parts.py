@@ -20,6 +20,7 @@ from holdfast import (
     MismatchError,
     ModuleState,
     OptimizerState,
+    PerRank,
     PlacementError,
     Stored,
     declare_padding,
@@ -299,8 +300,18 @@ def test_a_module_inside_of_a_tree_is_named_with_the_remedy(place: str, tmp_path
     inside: dict[str, object] = {"list": [module], "dict": {"a": module}, "optimizer": [optimizer]}
     with pytest.raises(PlacementError, match=r"x\.\w+: a \w+ inside of a tree.*part of its own"):
         Checkpointer(tmp_path).save(1, {"x": inside[place]})
+    with pytest.raises(PlacementError, match=r"PerRank takes values.*whose state_dict\(\) returns"):
+        Checkpointer(tmp_path).save(1, {"x": PerRank(inside[place])})
     with pytest.raises(ConfigError, match=r"is a class; pass an object"):
         Checkpointer(tmp_path).save(1, {"x": nn.Linear})
+
+
+def test_an_object_inside_of_a_tree_is_named_with_the_remedy(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    for tree in ({"a": [schedule]}, PerRank(schedule)):
+        with pytest.raises(PlacementError, match=r"StepLR.*make it a part of its own.*PerRank\("):
+            Checkpointer(tmp_path).save(1, {"x": tree})
 
 
 class Cloning(nn.Module):

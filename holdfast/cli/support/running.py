@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -71,9 +72,12 @@ def run_command(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> in
         words: of the command line.
 
     Returns:
-        What `run` returned; 2 after a HoldfastError or OSError, which is printed as one line on
-        standard error; 0 when the reader of the output has left; 130 after Ctrl-C, and 128 and the
-        signal's number after another one that stopped it.
+        What `run` returned; 2 after a HoldfastError, an OSError or for a package that is not
+        installed, printed as one line on standard error; 0 when the reader of the output has left;
+        130 after Ctrl-C, and 128 and the signal's number after another one that stopped it.
+
+    Raises:
+        SystemExit: With code 2, after any other error, whose traceback is printed.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names need not be text; bytes that cannot be printed are shown as escapes.
@@ -91,6 +95,15 @@ def run_command(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> in
     except (HoldfastError, OSError) as error:
         print_error(error)
         return EXIT_MISTAKE
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        print_error(f"this needs the package {name}, which is not installed: pip install {name}")
+        return EXIT_MISTAKE
+    except Exception:
+        # Python would end with 1, which says that something stored is damaged.
+        traceback.print_exc()
+        print_error("the program failed, which says nothing of what is stored; please report this")
+        raise SystemExit(EXIT_MISTAKE) from None
     finally:
         _flush()
 

@@ -397,6 +397,12 @@ class _Encoder:
         else:
             hint = "convert it to plain values, register a Codec for its type"
             marker = ", or mark it Transient"
+            if all(hasattr(value, name) for name in ("state_dict", "load_state_dict")):
+                hint = "convert it to plain values, as its state_dict() does"
+                marker = (
+                    ", or make it a part of its own, which a load fills; if each rank has its own "
+                    "state, its state_dict() returns PerRank(...)"
+                )
         text = (
             f"{path or 'value'}: a value of type {cls.__module__}.{cls.__qualname__} "
             f"({shorten(value)}) cannot be stored without pickle; {hint}"

@@ -620,7 +620,11 @@ class ProcessGroups:
             where = "not the first" if self._resolved(name) == "pos_embd" else "an interior"
             return f"Rank {self.rank} is {where} stage: it is in no {name!r} group."
         if self.layout.size(name) == 1:
-            return f"Group {name!r} of {self.layout} has size 1 and needs no communicator."
+            return (
+                f"Group {name!r} of {self.layout} has size 1 and needs no communicator. Leave out "
+                f"what communicates where groups.size({name!r}) is 1; for a class that wants a "
+                f"group all the same (DDP), groups.mesh({name!r}).get_group() is one of any size."
+            )
         return (
             f"Group {name!r} (ranks {list(self.ranks(name))}) was not created on rank {self.rank}; "
             f"it holds {self._listed()}."
