@@ -167,6 +167,21 @@ class Stepper(MicrobatchTaker):
     def usage(self) -> tuple[int, int]:
         """Count the parameters that got a gradient on this rank, and those that are trained."""
 
+    def hyperparameters(self) -> list[dict[str, object]]:
+        """Return what ranks of a pipeline stage have to have in common, by parameter group."""
+        return hyperparameters(self.optimizer)
+
+    def num_new(self) -> int:
+        """Count the parameters that the optimizer got since ranks have compared theirs."""
+        return 0
+
+    def compare_new(self) -> None:
+        """Compare the parameters that are new on some rank. Collective.
+
+        Raises:
+            ConfigError: On all ranks: some hold others, or other values.
+        """
+
     @abstractmethod
     def exchange_used(self) -> None:
         """Exclude parameters from the update that got a gradient on no rank. Collective."""
@@ -376,6 +391,9 @@ class StepEngine:
             # Phase 2: sum. From here all ranks have the same numbers.
             sums = self._sum_up(mine, failure, joint)
 
+            if any(sums.num_new.values()):
+                self._compare_new(sums)
+
             # Phase 3: decide.
             outcome, factors = self._decide(mine, sums)
             if veto is not None:
@@ -490,7 +508,8 @@ class StepEngine:
                         count_zeros=mine.count_zeros,
                     )
                 mine.usage[module] = stepper.usage()
-                mine.hyperparameters[module] = hyperparameters(stepper.optimizer)
+                mine.num_new[module] = stepper.num_new()
+                mine.hyperparameters[module] = stepper.hyperparameters()
             except Exception as error:
                 failure = failure or _in_module(module, error)
                 # After a deadline the communicator is broken, and no rank waits on it any more.
@@ -532,6 +551,17 @@ class StepEngine:
         if joint is not None:
             sums = replace(sums, gradients={ALONE: joint.measure(count_zeros=mine.count_zeros)})
         return sums
+
+    def _compare_new(self, sums: StepSums) -> None:
+        """Raise on all ranks if parameters that an optimizer got meanwhile are not the same."""
+        failure: Exception | None = None
+        for module, stepper in self._steppers.items():
+            if sums.num_new[module]:
+                try:
+                    stepper.compare_new()
+                except Exception as error:
+                    failure = failure or _in_module(module, error)
+        self._agree_on(failure, phase="optimizer: new parameters")
 
     # ---- Phase 3: decide, from numbers that all ranks have ----
 
