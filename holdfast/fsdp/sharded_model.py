@@ -460,6 +460,8 @@ class ShardedModel(MicrobatchTaker):
 
     def unfinished_work(self) -> str | None:
         """Return what a save or load of the model would lose now, see `state.unfinished`."""
+        if self._reason_lost:
+            return self._reason_lost
         if self._is_interrupted or self._interrupted():
             return (
                 "an error ended the last microbatch of the sharded model; call drop_gradients() "
@@ -726,6 +728,9 @@ class ShardedModelStepper(PlainStepper):
 
     def close_communicators(self, reason: str) -> None:
         self._sharded.close_communicators(reason)
+
+    def lose_update(self) -> None:
+        self._sharded.lose_update()
 
     @property
     def has_lost_communicators(self) -> bool:

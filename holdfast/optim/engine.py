@@ -215,6 +215,8 @@ class Stepper(MicrobatchTaker):
 
     def unfinished_work(self) -> str | None:
         """Return what a save or load in the middle of a step would lose, see `state.unfinished`."""
+        if self._reason_lost:
+            return self._reason_lost
         if self._is_interrupted:
             return f"an error ended the last microbatch of {self.kind}; call drop_gradients() first"
         return None
@@ -364,6 +366,7 @@ class StepEngine:
     ) -> StepOutcome:
         """Make a step; see `Stepper.step` and `MultiModuleOptimizer.step`."""
         mine = Contribution(count_zeros=bool(count_zeros), is_finite=bool(is_finite))
+        is_updating = False
         failure: Exception | None = None
         try:
             # Phase 1: measure. Wrong arguments, too, wait for the sum to be raised on all ranks.
@@ -405,13 +408,18 @@ class StepEngine:
             if not outcome.skipped:
                 # Phase 4: clip and update, in one multiplication by a module's factor.
                 self.num_updates += 1
+                is_updating = True
                 failure = self._update(factors, sums, joint)
                 # Phase 5: agree, while the gathers are in flight.
                 self._agree(failure, joint)
                 # Phase 6: publish.
                 for stepper in self._steppers.values():
                     stepper.publish()
-        except BaseException:
+        except BaseException as error:
+            if is_updating and not isinstance(error, Exception) and self._groups.control.size > 1:
+                # Others may have updated more or less, or wait in collectives that this one left.
+                for stepper in self._steppers.values():
+                    stepper.lose_update()
             with contextlib.suppress(DeadlineError):  # of a rank that the error has named
                 self.drop_gradients()
             raise

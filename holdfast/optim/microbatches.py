@@ -46,7 +46,7 @@ class MicrobatchTaker(ABC):
 
     _is_interrupted = False
     _is_entry = False
-    _reason_closed = ""
+    _reason_closed = _reason_lost = ""
 
     @abstractmethod
     def take_microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -106,6 +106,14 @@ class MicrobatchTaker(ABC):
     def close_communicators(self, reason: str) -> None:
         """Refuse everything from now on: the ranks' collectives do not match any more."""
         self._reason_closed = reason
+
+    def lose_update(self) -> None:
+        """Refuse everything from now on, saves too: an interrupt has ended an update."""
+        self._reason_lost = (
+            f"an interrupt ended the last step in the middle of its update, so ranks may hold "
+            f"parameters of different steps. {_START_AGAIN}"
+        )
+        self.close_communicators(self._reason_lost)
 
     @property
     def has_lost_communicators(self) -> bool:
