@@ -172,14 +172,15 @@ class Stepper(MicrobatchTaker):
         return hyperparameters(self.optimizer)
 
     def num_new(self) -> int:
-        """Count the parameters that the optimizer got since ranks have compared theirs."""
+        """Count what ranks have not compared: parameters that came later, orders of launches."""
         return 0
 
     def compare_new(self) -> None:
-        """Compare the parameters that are new on some rank. Collective.
+        """Compare what some rank has counted in `num_new`. Collective.
 
         Raises:
-            ConfigError: On all ranks: some hold others, or other values.
+            ConfigError: On all ranks: some hold other parameters, or other values.
+            PlanError: On all ranks: collectives met those of other units.
         """
 
     @abstractmethod
@@ -561,7 +562,7 @@ class StepEngine:
         return sums
 
     def _compare_new(self, sums: StepSums) -> None:
-        """Raise on all ranks if parameters that an optimizer got meanwhile are not the same."""
+        """Raise on all ranks if what ranks have not compared yet is not the same."""
         failure: Exception | None = None
         for module, stepper in self._steppers.items():
             if sums.num_new[module]:
@@ -569,7 +570,7 @@ class StepEngine:
                     stepper.compare_new()
                 except Exception as error:
                     failure = failure or _in_module(module, error)
-        self._agree_on(failure, phase="optimizer: new parameters")
+        self._agree_on(failure, phase="optimizer: comparison")
 
     # ---- Phase 3: decide, from numbers that all ranks have ----
 

@@ -10,12 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.optim import collectives
 from holdfast.optim.collectives import Pending
-from holdfast.optim.launch_orders import compare_orders
+from holdfast.optim.launch_orders import compare_orders, pack_orders
 from holdfast.parallel import ModuleGroups, ProcessGroups
 from holdfast.parallel.ranks import shorten_ranks
 
@@ -348,7 +346,7 @@ class Microbatches:
         for module, taker in self._takers.items() if control.size > 1 else ():
             for name, order in taker.orders().items():
                 orders[_key(module, name)] = order
-        payload = msgspec.msgpack.encode(orders) if orders else b""
+        payload = pack_orders(orders)
         with control.in_step():
             payloads = control.agree(None, phase=_PHASE, payload=payload)
             if payloads.count(payload) != len(payloads):

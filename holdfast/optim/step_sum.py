@@ -46,7 +46,7 @@ class Contribution:
     usage: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By module, parameters that got a gradient on this rank, and trained ones."""
     num_new: dict[str, int] = field(default_factory=dict)
-    """By module, parameters that this rank has not compared with others."""
+    """By module, `Stepper.num_new` of this rank."""
     hyperparameters: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     """By module, by parameter group, by name."""
     carried: set[tuple[str, str]] = field(default_factory=set)
