@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from holdfast import Layout, ProcessGroups
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.fsdp import fully_shard_model
 from holdfast.optim import ChainedOptimizer, ReducedOptimizer
 from tests.harness import RankContext, run_ranks
 
@@ -157,6 +158,16 @@ def extended(context: RankContext) -> None:
             assert optimizer.step().norm == pytest.approx(3**0.5)
             with pytest.raises(ConfigError, match="cannot be copied or pickled; copy the model"):
                 copy.deepcopy(optimizer)
+
+        net = nn.Linear(3, 3)
+        sharded = fully_shard_model(net, groups, experts=(), units=())
+        inner = torch.optim.SGD([net.weight], lr=0.5)
+        if context.rank == 1:
+            inner.param_groups[0]["params"].append(net.bias)  # its shard of it alone would train
+        with sharded.microbatch(is_last=True):
+            net(torch.ones(3)).sum().backward()
+        with pytest.raises(ConfigError, match="ranks differ in number of new parameters"):
+            sharded.step(inner)
 
 
 def test_parameters_that_an_optimizer_gets_later_are_the_same_on_all_ranks() -> None:
