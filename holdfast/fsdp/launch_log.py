@@ -187,7 +187,7 @@ class LaunchLog:
 
     def has_uncompared(self) -> bool:
         """Return True if there were launches but for those noted, which no microbatch ends."""
-        return any(group in self._orders for group in self._compared.values())
+        return not self._orders.keys().isdisjoint(self._compared.values())
 
     def noted_on(self, name: str) -> list[str]:
         """Return what was gathered or reduced from the last `start` to the last `stop`."""
