@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, metadata_in_words, when
 from holdfast.cli.support.steps import find_runs, open_root, require_something
-from holdfast.cli.support.tables import make_console, make_table, print_json
+from holdfast.cli.support.tables import Listing, make_console, print_json
 from holdfast.errors import ConfigError, HoldfastError, clean, counted, in_bytes
 from holdfast.foreign.formats import detect_format, open_catalog, unknown
 from holdfast.foreign.location import Location
@@ -262,7 +262,7 @@ def _pointer(storage: Storage) -> int | None:
 def _print_foreign(foreign: list[Foreign]) -> None:
     """The list of checkpoints in other formats."""
     console = make_console()
-    table = make_table(
+    table = Listing(
         [("path", "cyan"), ("format", ""), ("step", "right"), ("tensors", "right"),
          ("size", "right"), ("", "red")]
     )  # fmt: skip
@@ -282,7 +282,7 @@ def _print_runs(root: str, runs: list[Run]) -> None:
     console.print(
         f"{root} holds {counted(len(runs), 'run')} and no checkpoint of its own:", soft_wrap=True
     )
-    table = make_table([("run", "cyan"), ("steps", "right"), ("latest", "right"), ("", "red")])
+    table = Listing([("run", "cyan"), ("steps", "right"), ("latest", "right"), ("", "red")])
     for run in runs:
         latest = "" if run.latest is None else f"{run.latest}"
         table.add_row(clean(run.path), f"{run.num_steps}", latest, clean(run.problem or ""))
@@ -299,7 +299,7 @@ def _print(root: str, steps: list[Step], leftovers: list[Uncommitted], pointer: 
             ("size", "right"), ("files", "right"), ("layout", ""),
         ]  # fmt: skip
         has_metadata = any(step.metadata for step in steps)
-        table = make_table([*columns, ("metadata", "")] if has_metadata else columns)
+        table = Listing([*columns, ("metadata", "")] if has_metadata else columns)
         for step in steps:
             mark = "latest" if step is steps[-1] else ""
             if step.damage is not None:
