@@ -185,6 +185,10 @@ class LaunchLog:
             for name, group in self._compared.items()
         }
 
+    def has_uncompared(self) -> bool:
+        """Return True if there were launches but for those noted, which no microbatch ends."""
+        return not self._orders.keys().isdisjoint(self._compared.values())
+
     def noted_on(self, name: str) -> list[str]:
         """Return what was gathered or reduced from the last `start` to the last `stop`."""
         return [self._sources[number] for number in self._sources_on(self._compared[name])]

@@ -28,6 +28,7 @@ from holdfast.fsdp.prefetch import Prefetch
 from holdfast.optim import LossScaler, StepOutcome, collectives
 from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import ALONE, Veto
+from holdfast.optim.launch_orders import compare_orders, pack_orders
 from holdfast.optim.microbatches import Description, Launched, Microbatches, MicrobatchTaker
 from holdfast.optim.norms import CopyCounts, GradientPart, gradient_parts
 from holdfast.optim.reduced import JoinedOptimizer, PlainStepper
@@ -345,6 +346,9 @@ class ShardedModel(MicrobatchTaker):
     def launches_on(self, communicator: str) -> Sequence[str]:
         return self._log.noted_on(communicator)
 
+    def has_uncompared_launches(self) -> bool:
+        return self._log.has_uncompared()
+
     def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:
         groups = {str(group.group_name): group for group in self._log.counts()}
         launches = [
@@ -460,6 +464,8 @@ class ShardedModel(MicrobatchTaker):
 
     def unfinished_work(self) -> str | None:
         """Return what a save or load of the model would lose now, see `state.unfinished`."""
+        if self._reason_lost:
+            return self._reason_lost
         if self._is_interrupted or self._interrupted():
             return (
                 "an error ended the last microbatch of the sharded model; call drop_gradients() "
@@ -727,6 +733,9 @@ class ShardedModelStepper(PlainStepper):
     def close_communicators(self, reason: str) -> None:
         self._sharded.close_communicators(reason)
 
+    def lose_update(self) -> None:
+        self._sharded.lose_update()
+
     @property
     def has_lost_communicators(self) -> bool:
         return self._sharded.has_lost_communicators
@@ -752,6 +761,22 @@ class ShardedModelStepper(PlainStepper):
 
     def usage(self) -> tuple[int, int]:
         return self._sharded.num_used(), len(self._sharded.trained())
+
+    def num_new(self) -> int:
+        return int(self._sharded.has_uncompared_launches())
+
+    def compare_new(self) -> None:
+        """Compare orders of launches outside of `microbatch`, which compares at its end.
+
+        Cost: one small agreement.
+        """
+        control = self.groups.control
+        payload = pack_orders(self.orders())
+        payloads = control.all_gather(payload, phase="orders of collectives")
+        compare_orders(payloads, launches=self._launches_on, control=control)
+
+    def _launches_on(self, communicator: str) -> Sequence[str] | None:
+        return self.launches_on(communicator) if communicator in self.orders() else None
 
     def exchange_used(self) -> None:
         """Remove the gradients, all zeros, of parameters that no rank of their data axis used.

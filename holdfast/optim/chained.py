@@ -134,6 +134,16 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         used, trained = zip(*(each.usage() for each in self._optimizers.values()), strict=True)
         return sum(used), sum(trained)
 
+    def hyperparameters(self) -> list[dict[str, object]]:
+        return [group for each in self._optimizers.values() for group in each.hyperparameters()]
+
+    def num_new(self) -> int:
+        return sum(each.num_new() for each in self._optimizers.values())
+
+    def compare_new(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.compare_new()
+
     def exchange_used(self) -> None:
         for optimizer in self._optimizers.values():
             optimizer.exchange_used()

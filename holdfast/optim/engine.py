@@ -167,6 +167,22 @@ class Stepper(MicrobatchTaker):
     def usage(self) -> tuple[int, int]:
         """Count the parameters that got a gradient on this rank, and those that are trained."""
 
+    def hyperparameters(self) -> list[dict[str, object]]:
+        """Return what ranks of a pipeline stage have to have in common, by parameter group."""
+        return hyperparameters(self.optimizer)
+
+    def num_new(self) -> int:
+        """Count what ranks have not compared: parameters that came later, orders of launches."""
+        return 0
+
+    def compare_new(self) -> None:
+        """Compare what some rank has counted in `num_new`. Collective.
+
+        Raises:
+            ConfigError: On all ranks: some hold other parameters, or other values.
+            PlanError: On all ranks: collectives met those of other units.
+        """
+
     @abstractmethod
     def exchange_used(self) -> None:
         """Exclude parameters from the update that got a gradient on no rank. Collective."""
@@ -200,6 +216,8 @@ class Stepper(MicrobatchTaker):
 
     def unfinished_work(self) -> str | None:
         """Return what a save or load in the middle of a step would lose, see `state.unfinished`."""
+        if self._reason_lost:
+            return self._reason_lost
         if self._is_interrupted:
             return f"an error ended the last microbatch of {self.kind}; call drop_gradients() first"
         return None
@@ -349,6 +367,7 @@ class StepEngine:
     ) -> StepOutcome:
         """Make a step; see `Stepper.step` and `MultiModuleOptimizer.step`."""
         mine = Contribution(count_zeros=bool(count_zeros), is_finite=bool(is_finite))
+        is_updating = False
         failure: Exception | None = None
         try:
             # Phase 1: measure. Wrong arguments, too, wait for the sum to be raised on all ranks.
@@ -376,6 +395,9 @@ class StepEngine:
             # Phase 2: sum. From here all ranks have the same numbers.
             sums = self._sum_up(mine, failure, joint)
 
+            if any(sums.num_new.values()):
+                self._compare_new(sums)
+
             # Phase 3: decide.
             outcome, factors = self._decide(mine, sums)
             if veto is not None:
@@ -387,13 +409,18 @@ class StepEngine:
             if not outcome.skipped:
                 # Phase 4: clip and update, in one multiplication by a module's factor.
                 self.num_updates += 1
+                is_updating = True
                 failure = self._update(factors, sums, joint)
                 # Phase 5: agree, while the gathers are in flight.
                 self._agree(failure, joint)
                 # Phase 6: publish.
                 for stepper in self._steppers.values():
                     stepper.publish()
-        except BaseException:
+        except BaseException as error:
+            if is_updating and not isinstance(error, Exception) and self._groups.control.size > 1:
+                # Others may have updated more or less, or wait in collectives that this one left.
+                for stepper in self._steppers.values():
+                    stepper.lose_update()
             with contextlib.suppress(DeadlineError):  # of a rank that the error has named
                 self.drop_gradients()
             raise
@@ -490,7 +517,8 @@ class StepEngine:
                         count_zeros=mine.count_zeros,
                     )
                 mine.usage[module] = stepper.usage()
-                mine.hyperparameters[module] = hyperparameters(stepper.optimizer)
+                mine.num_new[module] = stepper.num_new()
+                mine.hyperparameters[module] = stepper.hyperparameters()
             except Exception as error:
                 failure = failure or _in_module(module, error)
                 # After a deadline the communicator is broken, and no rank waits on it any more.
@@ -532,6 +560,17 @@ class StepEngine:
         if joint is not None:
             sums = replace(sums, gradients={ALONE: joint.measure(count_zeros=mine.count_zeros)})
         return sums
+
+    def _compare_new(self, sums: StepSums) -> None:
+        """Raise on all ranks if what ranks have not compared yet is not the same."""
+        failure: Exception | None = None
+        for module, stepper in self._steppers.items():
+            if sums.num_new[module]:
+                try:
+                    stepper.compare_new()
+                except Exception as error:
+                    failure = failure or _in_module(module, error)
+        self._agree_on(failure, phase="optimizer: comparison")
 
     # ---- Phase 3: decide, from numbers that all ranks have ----
 

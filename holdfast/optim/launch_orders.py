@@ -18,6 +18,11 @@ from holdfast.parallel.control.control import Control
 from holdfast.parallel.ranks import disagreement
 
 
+def pack_orders(orders: Mapping[str, int]) -> bytes:
+    """Return what `compare_orders` takes: digests by communicator; empty without any."""
+    return msgspec.msgpack.encode(orders) if orders else b""
+
+
 def compare_orders(
     payloads: Sequence[bytes],
     *,

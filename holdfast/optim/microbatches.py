@@ -10,12 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.optim import collectives
 from holdfast.optim.collectives import Pending
-from holdfast.optim.launch_orders import compare_orders
+from holdfast.optim.launch_orders import compare_orders, pack_orders
 from holdfast.parallel import ModuleGroups, ProcessGroups
 from holdfast.parallel.ranks import shorten_ranks
 
@@ -46,7 +44,7 @@ class MicrobatchTaker(ABC):
 
     _is_interrupted = False
     _is_entry = False
-    _reason_closed = ""
+    _reason_closed = _reason_lost = ""
 
     @abstractmethod
     def take_microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -106,6 +104,14 @@ class MicrobatchTaker(ABC):
     def close_communicators(self, reason: str) -> None:
         """Refuse everything from now on: the ranks' collectives do not match any more."""
         self._reason_closed = reason
+
+    def lose_update(self) -> None:
+        """Refuse everything from now on, saves too: an interrupt has ended an update."""
+        self._reason_lost = (
+            f"an interrupt ended the last step in the middle of its update, so ranks may hold "
+            f"parameters of different steps. {_START_AGAIN}"
+        )
+        self.close_communicators(self._reason_lost)
 
     @property
     def has_lost_communicators(self) -> bool:
@@ -340,7 +346,7 @@ class Microbatches:
         for module, taker in self._takers.items() if control.size > 1 else ():
             for name, order in taker.orders().items():
                 orders[_key(module, name)] = order
-        payload = msgspec.msgpack.encode(orders) if orders else b""
+        payload = pack_orders(orders)
         with control.in_step():
             payloads = control.agree(None, phase=_PHASE, payload=payload)
             if payloads.count(payload) != len(payloads):

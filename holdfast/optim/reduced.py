@@ -8,8 +8,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import zip_longest
+from operator import is_
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +30,7 @@ from holdfast.optim.shard_groups import mesh_lines
 from holdfast.optim.torch_interface import TorchInterface, refuse_closure
 from holdfast.parallel import ProcessGroups
 from holdfast.state.optimizer_protocol import OptimizerParameter, UnshardedOptimizer
+from holdfast.state.tensor_elements import local_of
 from holdfast.state.unfinished import set_worker
 
 
@@ -104,6 +109,8 @@ class PlainStepper(Stepper):
     def __init__(self, optimizer: torch.optim.Optimizer, groups: ProcessGroups) -> None:
         self._optimizer = optimizer
         self._groups = groups
+        self._num_compared: list[int] = []
+        """Parameters of each group that do not count as new: ranks may have different numbers."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -112,6 +119,14 @@ class PlainStepper(Stepper):
     @property
     def groups(self) -> ProcessGroups:
         return self._groups
+
+    def hyperparameters(self) -> list[dict[str, object]]:
+        """Return those of the optimizer, and how many parameters each group has got."""
+        counts = [len(group["params"]) for group in self.optimizer.param_groups]
+        pairs = zip_longest(counts, self._num_compared[: len(counts)], fillvalue=0)
+        added = [{"number of new parameters": count - before} for count, before in pairs]
+        settings = super().hyperparameters()
+        return [{**each, **more} for each, more in zip(settings, added, strict=True)]
 
     @torch.no_grad()
     def update(self, factor: float) -> None:
@@ -194,15 +209,10 @@ class ReducedOptimizer(PlainStepper):
             entries = self._entries()
         except Exception as error:
             failure = error
-        compare_ranks(
-            entries,
-            groups,
-            who="ReducedOptimizer",
-            phase="ReducedOptimizer",
-            settings="",
-            hints=HINTS,
-            failure=failure,
-        )
+        _compare(entries, groups, failure=failure)
+        self._note_compared()
+        self._reduced_before: Sequence[nn.Parameter] = self._compared
+        """Parameters of the last reduction, the same on all ranks."""
         # What is saved is the torch optimizer, which does not know of this one.
         set_worker(self, on=optimizer)
         optimizer.register_step_pre_hook(_Reduction(self))
@@ -215,6 +225,29 @@ class ReducedOptimizer(PlainStepper):
                 f"before reduce= has made its gradients equal on all ranks, which would part; call "
                 f"step() of the ReducedOptimizer"
             )
+
+    def num_new(self) -> int:
+        members = self.parameters()
+        if self._is_compared(members):
+            return 0
+        known = {*map(id, self._compared)}
+        return sum(id(each) not in known for each in members)
+
+    def compare_new(self) -> None:
+        """Compare all parameters again: one of a new head has the values that its rank has drawn.
+
+        Cost: one small agreement, and one hash of the plain parameters.
+        """
+        _compare(self._entries(), self.groups)
+        self._note_compared()
+
+    def _note_compared(self) -> None:
+        self._compared = self.parameters()
+        self._num_compared = [len(group["params"]) for group in self.optimizer.param_groups]
+
+    def _is_compared(self, members: Sequence[nn.Parameter]) -> bool:
+        """Return True if the optimizer has the parameters that it had when ranks compared them."""
+        return len(members) == len(self._compared) and all(map(is_, members, self._compared))
 
     def _entries(self) -> list[Compared]:
         """Return what ranks compare of each plain parameter."""
@@ -269,9 +302,7 @@ class ReducedOptimizer(PlainStepper):
         group = self.groups.group(over) if self.groups.size(over) > 1 else None
         # What is frozen may have a gradient from before, which the optimizer uses.
         members = self.parameters()
-        counts = collectives.count_ranks(
-            [p.grad is not None for p in members], group, what="the exchange of used parameters"
-        )
+        counts = self._count_used(members, group)
         sums: list[tuple[Tensor, Tensor, collectives.Pending | None]] = []
         for parameter, count in zip(members, counts, strict=True):
             if not count:
@@ -288,6 +319,43 @@ class ReducedOptimizer(PlainStepper):
             if work is not None:
                 collectives.wait(work, f"the reduction of gradients over {over!r}")
             local.copy_(wide.div_(self._divisor))
+
+    def _count_used(
+        self, members: Sequence[nn.Parameter], group: dist.ProcessGroup | None
+    ) -> list[int]:
+        """Return on how many ranks each parameter has a gradient.
+
+        Ranks send as many numbers, whatever parameters their optimizers have got or lost.
+
+        Raises:
+            ConfigError: On all ranks of the group: that is not the same on all of them.
+        """
+        what = "the exchange of used parameters"
+        before = self._reduced_before
+        is_same = len(members) == len(before) and all(map(is_, members, before))
+        flags = [p.grad is not None for p in before]
+        changes = _NO_CHANGE if is_same or group is None else _change(members)
+        counts = collectives.count_ranks([*flags, *changes], group, what=what)
+        if group is None or not any(counts[len(before) :]):
+            return counts[: len(before)] if is_same else [p.grad is not None for p in members]
+        if any(0 < count < group.size() for count in counts[len(before) :]):
+            raise ConfigError(
+                f"ReducedOptimizer '{self.name}': parameters were added to the torch optimizer, or "
+                f"taken out of it, which has {len(members)} on rank {self.groups.rank}, and not "
+                f"the same on all ranks (add_param_group and changes of param_groups are made on "
+                f"all ranks)"
+            )
+        self._reduced_before = members
+        return collectives.count_ranks([p.grad is not None for p in members], group, what=what)
+
+    def _refuse_copy(self, *_: object) -> NoReturn:
+        raise ConfigError(
+            "a ReducedOptimizer belongs to process groups and cannot be copied or pickled; copy "
+            "the model and the torch optimizer inside together, copy.deepcopy((model, "
+            "optimizer.optimizer)), and build another ReducedOptimizer of the copy to train it"
+        )
+
+    __getstate__ = __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copy
 
     # ---- state, as an entry of a `ChainedOptimizer` ----
 
@@ -364,6 +432,20 @@ class ReducedOptimizer(PlainStepper):
         )
 
 
+def _compare(
+    entries: Sequence[Compared], groups: ProcessGroups, *, failure: Exception | None = None
+) -> None:
+    compare_ranks(
+        entries,
+        groups,
+        who="ReducedOptimizer",
+        phase="ReducedOptimizer",
+        settings="",
+        hints=HINTS,
+        failure=failure,
+    )
+
+
 class _Reduction:
     """A hook of a torch optimizer, which asks the `ReducedOptimizer` around it before a step."""
 
@@ -374,6 +456,17 @@ class _Reduction:
         around = self._around()
         if around is not None:
             around.check_reduced()
+
+
+_NO_CHANGE = (False,) * 32
+
+
+def _change(members: Sequence[nn.Parameter]) -> list[bool]:
+    """Return a digest of shapes and dtypes, bit by bit, of which the first is set."""
+    looks = [[list(local_of(p).shape), str(p.dtype)] for p in members]
+    digest = hashlib.blake2b(json.dumps(looks).encode(), digest_size=4).digest()
+    bits = [bool(int.from_bytes(digest) >> i & 1) for i in range(len(_NO_CHANGE))]
+    return [True, *bits[1:]]
 
 
 def check_plain(optimizer: object, *, where: str) -> None:

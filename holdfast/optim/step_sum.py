@@ -45,6 +45,8 @@ class Contribution:
     """By module, the numbers that `NormTerms` makes of this rank's gradients."""
     usage: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By module, parameters that got a gradient on this rank, and trained ones."""
+    num_new: dict[str, int] = field(default_factory=dict)
+    """By module, `Stepper.num_new` of this rank."""
     hyperparameters: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     """By module, by parameter group, by name."""
     carried: set[tuple[str, str]] = field(default_factory=set)
@@ -73,6 +75,8 @@ class StepSums:
     """By module."""
     usage: Mapping[str, tuple[int, int]]
     """By module, sums over its ranks."""
+    num_new: Mapping[str, int]
+    """By module, sum over its ranks."""
     failed: tuple[int, ...]
     """Ranks that cannot continue."""
     differ: bool
@@ -166,6 +170,7 @@ class StepSum:
         for module, terms in self.terms.items():
             values += mine.terms.get(module, [0.0] * terms.size)
             values += mine.usage.get(module, (0, 0))
+            values.append(mine.num_new.get(module, 0))
             digest = self._digest(module, mine.hyperparameters.get(module, []))
             values += slots(self._layouts[module].ranks, digest)
         values += [float(edge in mine.carried) for edge in self._edges]
@@ -184,16 +189,19 @@ class StepSum:
         num_bad_losses, num_vetoes = int(next(rest)), int(next(rest))
         gradients: dict[str, GradientSums] = {}
         usage: dict[str, tuple[int, int]] = {}
+        num_new: dict[str, int] = {}
         digests: dict[str, dict[int, float]] = {}
         for module, terms in self.terms.items():
             gradients[module] = terms.read([next(rest) for _ in range(terms.size)])
             usage[module] = int(next(rest)), int(next(rest))
+            num_new[module] = int(next(rest))
             digests[module] = slots(self._layouts[module].ranks)
         carried = tuple(edge for edge in self._edges if next(rest))
         counts = {rank: int(each) - 1 for rank, each in slots(self._loss_ranks).items()}
         return StepSums(
             gradients=gradients,
             usage=usage,
+            num_new=num_new,
             failed=tuple(sorted(rank for rank, each in settings.items() if each == _FAILED)),
             differ=len(set(settings.values())) > 1
             or any(

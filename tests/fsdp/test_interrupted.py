@@ -722,6 +722,11 @@ def in_other_orders(context: RankContext) -> None:
                 with pytest.raises(PlanError, match="outside of microbatch"):
                     branch(sharded, x, ((0, 1),))
                 sharded.drop_gradients()
+                net(x, *ORDERS[1][context.rank]).sum().backward()
+                before = {name: full(p) for name, p in net.named_parameters()}
+                with pytest.raises(PlanError, match="outside of microbatch"):
+                    sharded.step(optimizer)
+                assert all(torch.equal(full(p), before[n]) for n, p in net.named_parameters())
             with torch.no_grad():
                 net(x, (1, 0))
             branch(sharded, x, ((0, 1),))

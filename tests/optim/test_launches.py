@@ -210,7 +210,7 @@ def small(context: RankContext, nbytes: int) -> list[list[Tensor]]:
             sums = [(call.op, call.nbytes) for call in calls if call.op == "all_reduce"]
             if nbytes == SEVERAL:
                 # of all that decides about the step; of each parameter's use; of whether it worked
-                assert sums == [("all_reduce", 8 * 13), *of_use, ("all_reduce", 8 * 4)]
+                assert sums == [("all_reduce", 8 * 14), *of_use, ("all_reduce", 8 * 4)]
                 assert exchanges == 0
             else:
                 assert [(call.op, call.nbytes) for call in calls] == of_use

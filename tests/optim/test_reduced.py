@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from holdfast import Layout, ProcessGroups
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.optim import ReducedOptimizer
+from holdfast.fsdp import fully_shard_model
+from holdfast.optim import ChainedOptimizer, ReducedOptimizer
 from tests.harness import RankContext, run_ranks
 
 
@@ -111,3 +113,63 @@ def averaged(context: RankContext) -> None:
 def test_an_optimizer_never_steps_with_the_gradients_of_one_rank() -> None:
     """I1: ranks would part, silently."""
     run_ranks(2, averaged)
+
+
+def extended(context: RankContext) -> None:
+    def refusal(optimizer: ReducedOptimizer) -> str:
+        with pytest.raises(ConfigError) as refused:
+            optimizer.step()
+        return str(refused.value)
+
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for reduce in ("dp_cp", None):
+            for is_chained in (False, True):
+                first = nn.Parameter(torch.ones(3))
+                inner = torch.optim.SGD([first], lr=0.5)
+                alone = ReducedOptimizer(inner, groups, reduce=reduce, divisor=2)
+                optimizer = ChainedOptimizer({"optimizer": alone}) if is_chained else alone
+                for values in (1.0, 2.0 + context.rank):
+                    new = nn.Parameter(torch.full((2,), values))
+                    inner.add_param_group({"params": [new]})
+                    first.grad, new.grad = torch.ones(3), torch.ones(2)
+                    if values == 1.0:
+                        assert optimizer.step().norm == pytest.approx(5**0.5)
+                        assert torch.equal(new, torch.full((2,), 0.5))
+                    else:
+                        assert "other values on rank 1 than on rank 0" in refusal(optimizer)
+                        assert torch.equal(new, torch.full((2,), values))
+                    inner.param_groups.pop()
+
+        for reduce in ("dp_cp", None):
+            first, same, other = (nn.Parameter(torch.ones(3)) for _ in range(3))
+            inner = torch.optim.SGD([first], lr=0.5)
+            optimizer = ReducedOptimizer(inner, groups, reduce=reduce, divisor=2)
+            members = inner.param_groups[0]["params"]
+            members.append(same)
+            if context.rank == 1:
+                members.append(other)
+            for _ in range(2):  # nothing was taken for granted after the first
+                first.grad = torch.ones(3)
+                assert "parameters" in refusal(optimizer)
+                assert torch.equal(first, torch.ones(3))
+            if context.rank == 1:
+                members.pop()
+            first.grad = torch.ones(3)
+            assert optimizer.step().norm == pytest.approx(3**0.5)
+            with pytest.raises(ConfigError, match="cannot be copied or pickled; copy the model"):
+                copy.deepcopy(optimizer)
+
+        net = nn.Linear(3, 3)
+        sharded = fully_shard_model(net, groups, experts=(), units=())
+        inner = torch.optim.SGD([net.weight], lr=0.5)
+        if context.rank == 1:
+            inner.param_groups[0]["params"].append(net.bias)  # its shard of it alone would train
+        with sharded.microbatch(is_last=True):
+            net(torch.ones(3)).sum().backward()
+        with pytest.raises(ConfigError, match="ranks differ in number of new parameters"):
+            sharded.step(inner)
+
+
+def test_parameters_that_an_optimizer_gets_later_are_the_same_on_all_ranks() -> None:
+    """I1: a head that each rank drew by itself made ranks part; one too many ended the process."""
+    run_ranks(2, extended)

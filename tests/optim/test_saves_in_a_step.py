@@ -68,6 +68,7 @@ def attempts(context: RankContext, kind: str, root: str) -> dict[str, list[str]]
         ours, theirs = alone.values(), undisturbed.values()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         checkpointer.save(1, state)
+        refuse_after_an_interrupt(undisturbed, checkpointer)
         if kind in BUCKETED:
             agrees = kind != "modules"  # a module's own microbatch is this rank's alone
             with pytest.raises(GroupError, match="out of sync") if agrees else nullcontext():
@@ -86,6 +87,24 @@ def attempts(context: RankContext, kind: str, root: str) -> dict[str, list[str]]
             checkpointer.save(2, state)
             checkpointer.load(state)
     return told
+
+
+def refuse_after_an_interrupt(alone: Alone, checkpointer: Checkpointer) -> None:
+    """Interrupt an update on all ranks, when each has updated what is its own."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    optimizer: Any = alone.optimizer
+    for inner in getattr(optimizer, "inners", [optimizer]):
+        inner.register_step_post_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        alone.step(4)
+    model = alone.trained.model
+    state = {"optimizer": OptimizerState(optimizer, model), "model": model}
+    for call in (lambda: alone.step(5), lambda: checkpointer.save(9, state)):
+        with pytest.raises(ConfigError, match="may hold parameters of different steps"):
+            call()
 
 
 @pytest.mark.parametrize("kind", KINDS)
