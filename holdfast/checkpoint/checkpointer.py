@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -539,6 +539,26 @@ class Checkpointer:
                 report = loader.load(state, replace(options, step=step))
         self._nbytes_loaded += report.nbytes_read
         return report
+
+    def one_version(self) -> AbstractContextManager[None]:
+        """Return a context in which all loads read the version that the first one has loaded.
+
+        For a state that is made piece by piece, such as a model first and its optimizer once that
+        is placed: a step that is saved again, or removed, between two loads would give weights of
+        one version and moments of another. The version stays open, under one lease, and is found
+        and proven once. Called by all ranks, as the loads are.
+
+            with checkpointer.one_version():
+                checkpointer.load({"model": model})
+                optimizer = make_optimizer(model)
+                checkpointer.load({"optimizer": OptimizerState(optimizer, model)})
+
+        It holds for the own root, not for `source=`. A load of another step raises ConfigError.
+
+        Raises:
+            ConfigError: when it is entered within another one.
+        """
+        return self._loader.one_version()
 
     def inspect(self, step: int | None = None) -> CheckpointInfo:
         """Return what checkpoint `step` (by default the newest committed one) says about itself.

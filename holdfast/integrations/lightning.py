@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         self.last_save: PendingSave | None = None
         """The newest save of the run in progress: `last_save.result()` waits for its commit."""
         self._resumed: int | None = None
+        self._loads = ExitStack()
+        """Holds the version that is loaded until the optimizers have it, too."""
         self._continues = False
         """True once the newest checkpoint was asked for: a run without one is then a first run."""
         self._now: Mapping[str, Any] | None = None
@@ -190,6 +192,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wait for saves in flight, and raise what failed."""
+        self._loads.close()
         if self._checkpointer is not None and self._groups is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.close()
@@ -279,6 +282,9 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             },
         }
         before = Streams()
+        if trainer.training:  # the optimizers follow
+            self._loads.close()
+            self._loads.enter_context(self._running().one_version())
         values: Any = self._running().load(parts, step=step).values
         self._resumed, self._now = step, Streams().states()
         self._callbacks = values["lightning"]["callbacks"]
@@ -299,6 +305,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         if names:
             parts["gradients"] = gradients_part(empty_gradients(_parameters(trainer), names))
         self._running().load(parts, step=self._resumed)
+        self._loads.close()
 
     def _accumulated(self, trainer: Trainer) -> Gradients:
         """Return the gradients that no step has used."""

@@ -409,7 +409,7 @@ class _Tensors:
 
     def tree(self) -> object:
         """Return the pieces; one that the rank has twice is given once."""
-        return Union({name: _pieces(_distinct(each)) for name, each in self._members.items()})
+        return Union({name: Pieces(*_cut(_distinct(each))) for name, each in self._members.items()})
 
     def template(self, stored: StoredPart) -> object:
         """Return the pieces to fill, cut at the stored shape where shapes may differ."""
@@ -418,11 +418,9 @@ class _Tensors:
             shape = entries[0].global_shape
             if entries[0].allow_shape_mismatch:
                 shape = stored.tensors.get(f"{self._name}.{name}", ("", shape))[1]
-            pieces = _pieces(entries, shape)
-            if pieces.locals:
-                targets[name] = Pieces(
-                    tuple(map(self._target, pieces.locals)), pieces.offsets, pieces.shape
-                )
+            locals_, offsets, shape = _cut(entries, shape)
+            if locals_:
+                targets[name] = Pieces(tuple(map(self._target, locals_)), offsets, shape)
         return Union(targets)
 
     def restore(self, tree: object) -> None:
@@ -459,8 +457,14 @@ def _distinct(entries: Sequence[ShardedTensor]) -> list[ShardedTensor]:
     return list(places.values())
 
 
-def _pieces(entries: Sequence[ShardedTensor], shape: Sequence[int] | None = None) -> Any:
-    """Return the pieces of one key, with the dims that Megatron prepends, cut at a shape."""
+def _cut(
+    entries: Sequence[ShardedTensor], shape: Sequence[int] | None = None
+) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Return the tensors of one key with the dims that Megatron prepends, cut at a shape.
+
+    Returns:
+        Those that are not outside of the shape; the offset of each; the shape.
+    """
     whole = tuple(entries[0].global_shape)
     shape = whole if shape is None or len(shape) != len(whole) else tuple(shape)
     locals_, offsets = [], []
@@ -470,7 +474,9 @@ def _pieces(entries: Sequence[ShardedTensor], shape: Sequence[int] | None = None
                 f"{each.key}: this rank has pieces of {list(whole)} and of "
                 f"{list(each.global_shape)}"
             )
-        local = each.data.detach()[(None,) * each.prepend_axis_num]
+        local = each.data.detach()
+        if each.prepend_axis_num:
+            local = local[(None,) * each.prepend_axis_num]
         ends = zip(each.global_offset, local.shape, shape, strict=True)
         sizes = [min(start + size, real) - start for start, size, real in ends]
         if all(size > 0 for size in sizes) or 0 in local.shape:
@@ -478,9 +484,7 @@ def _pieces(entries: Sequence[ShardedTensor], shape: Sequence[int] | None = None
                 local = local[tuple(slice(size) for size in sizes)]
             locals_.append(local)
             offsets.append(tuple(each.global_offset))
-    if not locals_:
-        return types.SimpleNamespace(locals=())
-    return Pieces(tuple(locals_), tuple(offsets), shape)
+    return tuple(locals_), tuple(offsets), shape
 
 
 class _Copies:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -215,6 +216,28 @@ def test_averaged_weights_go_on_as_they_were(server: ForkServer, tmp_path: Path)
     kill = KILL.format(at=14, rank=0)
     resumed = server.lines_after_kill(averaged, tmp_path / "b", EPOCHS, kill=kill, num_ranks=1)
     assert resumed == straight
+
+
+def test_a_step_saved_again_between_module_and_optimizers(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """O9. The module is loaded long before the optimizers: both are of the version at the start."""
+    straight = server.lines(PROGRAM, tmp_path / "a", 2, directory=tmp_path)
+    server.lines(PROGRAM, tmp_path / "b", 1, directory=tmp_path)
+    other = PROGRAM.replace("seed_everything(1", "seed_everything(2")
+    server.lines(other, tmp_path / "c", 1, directory=tmp_path)
+    replaced = """
+import os
+from holdfast.integrations.lightning import HoldfastCheckpoint
+start = HoldfastCheckpoint.on_train_start
+def replace(self, *args):
+    os.rename("b/iter_0000010", "old")
+    os.rename("c/iter_0000010", "b/iter_0000010")
+    return start(self, *args)
+HoldfastCheckpoint.on_train_start = replace
+"""
+    named: dict[str, Any] = {"directory": tmp_path, "prelude": replaced}
+    assert server.lines(PROGRAM, tmp_path / "b", 2, **named) == straight
 
 
 def test_what_is_frozen_now_is_named(server: ForkServer, tmp_path: Path) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
-from holdfast.errors import HoldfastError, StorageError
-from holdfast.format.checkpoint_files import CheckpointFiles
+from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.format.checkpoint_files import CheckpointFiles, ReadStats
 from holdfast.format.names import (
     linked_steps,
     list_steps,
@@ -65,6 +65,40 @@ class Finder:
         self._lease_after_s = _UNLEASED_S
         self._host = host_id()
         self.version: tuple[int, str] | None = None
+        self._holder: ExitStack | None = None
+        self._held: tuple[int, CheckpointFiles] | None = None
+
+    @contextmanager
+    def one_version(self) -> Iterator[None]:
+        """Let loads in the body find the version that the first of them has loaded.
+
+        Raises:
+            ConfigError: Within another one.
+        """
+        if self._holder is not None:
+            raise ConfigError("Checkpointer.one_version: the loads of another one are in progress")
+        with ExitStack() as holder:
+            self._holder = holder
+            try:
+                yield
+            finally:
+                self._holder = self._held = None
+
+    def keep(self, step: int, files: CheckpointFiles, stack: ExitStack) -> None:
+        """Keep what was loaded for the next load, within `one_version`.
+
+        Args:
+            step: The step.
+            files: Its files.
+            stack: What closes them; it is taken over.
+        """
+        if self._holder is not None and not self.is_held(files):
+            self._holder.push(stack.pop_all())
+            self._held = step, files
+
+    def is_held(self, files: CheckpointFiles) -> bool:
+        """Return True for the files of an earlier load."""
+        return self._held is not None and self._held[1] is files
 
     def find(
         self, step: int | None, stack: ExitStack, settings: Mapping[str, object]
@@ -85,6 +119,7 @@ class Finder:
             StorageError: The checkpoint does not exist.
             CorruptionError: Its records are damaged.
             PlanError: The settings of the ranks differ.
+            ConfigError: Loads of one version are in progress, and it is of another step.
 
         Cost: one collective and one broadcast of the records.
         """
@@ -96,7 +131,7 @@ class Finder:
             if not self._is_complete:  # once they are, they stay so
                 self._groups.require_complete()
                 self._is_complete = True
-            chosen, files = self._open(step, stack)
+            chosen, files = self._open_again(step) or self._open(step, stack)
             save_id = files.manifest.save_id
             data = msgspec.msgpack.encode((chosen, save_id, files.records))
         proposal = msgspec.msgpack.encode((dict(settings), self._host, (None, [])))
@@ -106,9 +141,13 @@ class Finder:
             chosen, save_id, records = msgspec.msgpack.decode(data, type=tuple[int, str, Records])
         # Before a rank may fail: all of them know by it whether to compare versions then.
         self.version = (chosen, save_id)
+        if files is None and self._held is not None:
+            held = self._held[1]
+            files = held if held.manifest.save_id == save_id else None
         if files is None:
             files = CheckpointFiles.from_records(storage, step_dir(chosen), records=records)
             stack.callback(files.close)
+        files.stats = ReadStats()
         return chosen, files, [host for _, host, _ in proposals]
 
     def wait_for_writers(self) -> list[str] | None:
@@ -179,6 +218,15 @@ class Finder:
         # The same call as in `find`, so that ranks with and without fallbacks meet here.
         answers, _ = control.gather_and_broadcast(proposal, None, phase=_FIRST)
         return _read_proposals(answers, control.ranks)[0][2]
+
+    def _open_again(self, step: int | None) -> tuple[int, CheckpointFiles] | None:
+        """Return what an earlier load has open; None if nothing is."""
+        if self._held is not None and step not in (None, self._held[0]):
+            raise ConfigError(
+                f"a load of step {step}, where Checkpointer.one_version has all loads read the one "
+                f"of step {self._held[0]}; load it outside"
+            )
+        return self._held
 
     def _open(self, step: int | None, leases: ExitStack) -> tuple[int, CheckpointFiles]:
         """Choose a step, take a lease on it, and open it.

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -115,6 +115,10 @@ class Loader:
             with ExitStack() as stack:
                 return self._load(state, options.step, options, stack, set())
 
+    def one_version(self) -> AbstractContextManager[None]:
+        """Let loads in the body read one version; see `Checkpointer.one_version`."""
+        return self._finder.one_version()
+
     def wait_for_writers(self) -> None:
         """Wait for writers that have outlived an earlier run; see `Finder.wait_for_writers`."""
         self._finder.wait_for_writers()
@@ -210,7 +214,7 @@ class Loader:
         if self._takes_images:
             kept = KeptImages(files.records.manifest)
             files.take_image = lambda info: kept.take(info.name, nbytes=info.nbytes)
-        if control.is_coordinator:
+        if control.is_coordinator and not self._finder.is_held(files):
             # One rank proves the chunk table for all, while the others match.
             validate_index(files.index, files.manifest)
         if state is None:
@@ -227,6 +231,7 @@ class Loader:
         warn_of_kept(result, control.rank)
         if control.is_coordinator:
             warn_of_unversioned(parts)
+        self._finder.keep(chosen, files, stack)
         others = _schedules_of_other_rates(parts, control.rank)
         later = tuple(path for part in parts for path in applied_later(part.name, part.part))
         paths = map(attrgetter("path"), result.tensors)

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import torch
 from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups, Replicated, StorageError
 from holdfast.arrays.boxes import Box
 from holdfast.checkpoint.load import read_executor
-from holdfast.errors import CorruptionError
+from holdfast.errors import ConfigError, CorruptionError
 from holdfast.format.names import parse_replaced_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.verifier import verify_snapshot
@@ -127,6 +129,52 @@ def test_without_a_mark_the_load_begins_again_with_the_new_version(
         report = reader.load(state, verify=verify, max_fallbacks=max_fallbacks)
     assert version_in(state, report.values) == 2
     assert (report.step, report.fell_back) == (1, ())
+
+
+def _load_in_two(context: RankContext, root: str, *, has_lease: bool) -> set[float]:
+    """Load some of a step, let it be saved again, and load the rest."""
+    with ProcessGroups.create(Layout(dp=context.num_ranks), timeout_s=60) as groups:
+        return _versions_found(groups, root, has_lease=has_lease)
+
+
+def _versions_found(groups: ProcessGroups, root: str, *, has_lease: bool) -> set[float]:
+    storage = PosixStorage(root) if has_lease else _ReadOnly(root)
+    reader = Checkpointer(storage, groups=groups, settle_s=0.0)
+    tensors = {name: Replicated(torch.full(shape, -1.0)) for name, shape in SHAPES.items()}
+    first, *others = SHAPES
+    with reader.one_version():
+        some = {name: tensors[name] for name in others}
+        reader.load({"t": {**some, "n": 0}}, ignore_unexpected=True)
+        if groups.control.is_coordinator:
+            for step in (1, 2):
+                saver = Checkpointer(root, groups=ProcessGroups.single("saver"), settle_s=0.0)
+                saver.save(step, state_of(1 + step), overwrite=True)
+        groups.control.all_gather(b"", phase="saved")
+        with pytest.raises(ConfigError, match=r"a load of step 2, where .* the one of step 1"):
+            reader.load({"v": {}}, step=2)
+        with pytest.raises(ConfigError, match="of another one are in progress"):
+            reader.one_version().__enter__()
+        rest = {"v": {}, "t": {first: tensors[first]}}
+        report = reader.load(rest, ignore_unexpected=True)
+        values: Any = report.values
+        assert (report.step, report.num_opens) == (1, 0)  # its data file is open
+        after: Any = reader.load({"v": {}}, step=1).values
+        assert after == {"v": {"version": 1}}
+    after = reader.load({"v": {}}).values
+    assert after == {"v": {"version": 3}}
+    found = {each for name in SHAPES for each in tensors[name].local.unique().tolist()}
+    return {values["v"]["version"], *found}
+
+
+@pytest.mark.parametrize("has_lease", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_loads_of_one_version_are_of_the_first(
+    tmp_path: Path, num_ranks: int, has_lease: bool
+) -> None:
+    """O9. A state that is loaded piece by piece; afterwards the newest is loaded again."""
+    save(tmp_path, 1)
+    load = partial(_load_in_two, has_lease=has_lease)
+    assert run_ranks(num_ranks, load, str(tmp_path)).results == [{1.0}] * num_ranks
 
 
 @pytest.mark.parametrize("max_fallbacks", [None, 0])
