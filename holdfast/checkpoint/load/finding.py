@@ -236,7 +236,10 @@ class Finder:
         for left in reversed(range(_NUM_TRIES)):
             is_first = left == _NUM_TRIES - 1
             chosen = self._choose(step, may_be_there=is_first)
-            directory, after_s = step_dir(chosen), self._lease_after_s if is_first else 0.0
+            directory = step_dir(chosen)
+            # Pieces of one version are lost if it is: only a whole load can start again.
+            restarts = is_first and self._holder is None
+            after_s = self._lease_after_s if restarts else 0.0
             with ExitStack() as stack:
                 try:
                     # The lease first, so that what is read cannot be removed.
