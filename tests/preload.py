@@ -22,10 +22,12 @@ for _name in (
     "holdfast.parallel.groups.module_groups",
 ):
     importlib.import_module(_name)
-IMPORTS_COMPILER = "torch._dynamo" in sys.modules
-"""True if importing the library imports torch's compiler."""
+_LATE = {"torch._dynamo", "holdfast.foreign", "holdfast.storage.objects"}
+IMPORTED_TOO_EARLY = sorted(_LATE & sys.modules.keys())
+"""What importing the library has imported, of that which only some runs need."""
 for _name in (
     "encodings.idna",  # of an address's lookup
+    "holdfast.checkpoint.load.sources",
     "hypothesis",
     "numpy.ma",  # of torch's checks of a device mesh
     "pytest",

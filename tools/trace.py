@@ -1,6 +1,6 @@
 """How much code a reader meets who follows one steady save or load: functions, files, jumps.
 
-    python -m tools.trace [--list 'tensors: save']     # or: make trace
+    python -m tools.trace [--list 'tensors: save'] [--transitions 'training: load']
 
 Two ranks keep a small state. After some saves and loads as warm-up, one call of each kind is traced
 on rank 0, in all threads that it starts. (The writer of an asynchronous save is another process,
@@ -8,8 +8,8 @@ and is not counted.) There are two states: `tensors` is a dict of DTensors and v
 checkpointers take it; `training` is a module, its optimizer, the random streams and values, as a
 training run has it, and the budget is for this one.
 
-The table of docs/performance.md is written by each run. Exits with 1 if a call is over the
-budget.
+The table of docs/performance.md is written by each run without options, as `make trace` does.
+Exits with 1 if a call is over the budget.
 
 Counted, of the frames whose code lies in `holdfast/`:
 
@@ -28,6 +28,7 @@ import os
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -90,10 +91,14 @@ def _function(code: CodeType) -> Function | None:
     return code.co_filename.removeprefix(PACKAGE), name
 
 
-def num_changes(functions: list[Function]) -> int:
-    """Neighbours, thread by thread in order of first entry, that lie in different files."""
+def transitions(functions: list[Function]) -> Counter[tuple[str, str]]:
+    """Count the changes of file by the two files, in either direction.
+
+    They are neighbours, thread by thread in order of first entry.
+    """
     files = [file for file, _ in functions]
-    return sum(one != other for one, other in pairwise(files))
+    pairs = ((min(pair), max(pair)) for pair in pairwise(files) if pair[0] != pair[1])
+    return Counter(pairs)
 
 
 def _states(groups: ProcessGroups) -> dict[str, dict[str, object]]:
@@ -149,14 +154,14 @@ def table(found: dict[str, list[Function]]) -> str:
     lines = ["| state and call | functions | files | changes of file |", "|---|---|---|---|"]
     for name, functions in found.items():
         files = len({file for file, _ in functions})
-        lines.append(f"| {name} | {len(functions)} | {files} | {num_changes(functions)} |")
+        lines.append(f"| {name} | {len(functions)} | {files} | {transitions(functions).total()} |")
     return "\n".join(lines)
 
 
 def over_budget(found: dict[str, list[Function]]) -> list[str]:
     """A line for each call of the training state that enters too much code."""
     counts = {
-        name: (len({file for file, _ in functions}), num_changes(functions))
+        name: (len({file for file, _ in functions}), transitions(functions).total())
         for name, functions in found.items()
         if name.startswith("training")
     }
@@ -177,15 +182,20 @@ def write_table(page: Path, found: dict[str, list[Function]]) -> None:
 
 
 def main() -> int:
-    """Write the table and print it; with `--list`, print the functions of one of the calls."""
+    """Write the table and print it; with an option, print what one of the calls enters."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--list", metavar="NAME", help="a row of the table")
-    chosen = parser.parse_args().list
+    parser.add_argument("--list", metavar="CALL", help="its functions, in order")
+    parser.add_argument("--transitions", metavar="CALL", help="its changes of file, by two files")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         found = run_ranks(2, _traced, root, timeout_s=120).results[0]
-    if chosen is not None:
-        for file, name in found[chosen]:
+    if options.list is not None:
+        for file, name in found[options.list]:
             print(f"{file}  {name}")
+        return 0
+    if options.transitions is not None:
+        for (one, other), count in transitions(found[options.transitions]).most_common():
+            print(f"{count:3}  {one}  {other}")
         return 0
     write_table(PAGE, found)
     print(table(found))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch.distributed as dist
 
 from holdfast.checkpoint.load.loader import Loader
-from holdfast.checkpoint.load.parts_left import PartsLeft
-from holdfast.checkpoint.load.sources import LoadSource, NameSource, open_source
 from holdfast.checkpoint.options import (
     CkptFormat,
     LoadOptions,
@@ -26,7 +25,7 @@ from holdfast.checkpoint.options import (
 from holdfast.checkpoint.reports import CheckpointerStats, LoadReport, SaveReport, timed_report
 from holdfast.checkpoint.save.pending import PendingSave
 from holdfast.checkpoint.save.saver import Saver
-from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError
+from holdfast.errors import ConfigError, GroupError, HoldfastError, StorageError, some_of
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.format.inventory import CheckpointInfo, inspect_checkpoint
 from holdfast.format.names import list_steps
@@ -38,6 +37,9 @@ from holdfast.policies.keep import KeepPolicy
 from holdfast.policies.save import SavePolicy
 from holdfast.policies.schedule import SaveSchedule
 from holdfast.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.load.sources import LoadSource, NameSource
 
 
 class Checkpointer:
@@ -162,7 +164,7 @@ class Checkpointer:
             "load_all": Guard(control, "load", retry_if=self._loader.was_replaced),
         }
         self._nbytes_loaded = 0
-        self._parts_left = PartsLeft()
+        self._parts_left = _PartsLeft(self._groups.rank)
         self._preempted = ""
         # Last: what it starts (handlers of signals) is given back by `close`.
         self._schedule = SaveSchedule(save_when, control=control) if save_when is not None else None
@@ -257,7 +259,7 @@ class Checkpointer:
         )
         report = self._saver.save(request, state)
         self._note_saved(request.step)
-        self._parts_left.warn_of(state, rank=self._groups.rank)
+        self._parts_left.warn_of(state)
         return report
 
     @guarded
@@ -314,7 +316,7 @@ class Checkpointer:
         pending = self._saver.save_async(request, state)
         if not pending.skipped:
             self._note_saved(request.step)
-            self._parts_left.warn_of(state, rank=self._groups.rank)
+            self._parts_left.warn_of(state)
         return pending
 
     def maybe_save(
@@ -513,6 +515,9 @@ class Checkpointer:
             self._note_saved(report.step)  # a step that was loaded is saved, too
             self._parts_left.note(report)
         else:
+            # Here and not above: it imports all foreign formats, which most runs never read.
+            from holdfast.checkpoint.load.sources import open_source
+
             self._loader.forget()
             with ExitStack() as stack:
                 storage, step = open_source(
@@ -648,3 +653,38 @@ def _default_groups() -> ProcessGroups:
             f"groups=ProcessGroups.create(layout), or open `with groups.as_default():`"
         )
     return ProcessGroups.single()
+
+
+class _PartsLeft:
+    """Parts that the loads of this rank left out although they were stored, and that it saves.
+
+    An optimizer that is made later in training (of a discriminator, after a warm-up) is in the
+    state when it is saved, and not yet in that of a restart, which would silently continue with a
+    new one. A rank can tell by itself: it saves a part that the checkpoint had when the rank loaded
+    it, and that it did not ask for.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._step = -1
+        self._names: set[str] = set()
+
+    def note(self, report: LoadReport) -> None:
+        """Take in a load. Several of one step count together, those of another one start again."""
+        names = set(report.not_requested)
+        self._names = self._names & names if report.step == self._step else names
+        self._step = report.step
+
+    def warn_of(self, saved: Iterable[str]) -> None:
+        """Name what is among the parts that were saved, once."""
+        started_anew = sorted(self._names & set(saved))
+        if started_anew:
+            self._names -= set(started_anew)
+            logging.getLogger("holdfast").warning(
+                "rank %s: the checkpoint of step %s, which this run loaded, had %s; the load did "
+                "not ask for it, so what is saved under this name now does not continue it. If it "
+                "is to, have it in the state when loading",
+                self._rank,
+                self._step,
+                some_of(started_anew),
+            )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
@@ -57,6 +58,31 @@ def timed_report(method: Callable[P, R]) -> Callable[P, R]:
         return report.lasting(time.perf_counter() - began)
 
     return timed
+
+
+class Phases:
+    """When each phase of a save starts on one rank, from the call on, and how long it takes.
+
+    Attributes:
+        began: when the call came, by `time.monotonic`, which a writer on this machine shares.
+        seconds: by phase, the time that it took.
+        starts: by phase, the seconds from `began` to its first start.
+    """
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+        self.starts: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time that the body takes to the phase."""
+        start = time.monotonic()
+        self.starts.setdefault(name, start - self.began)
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

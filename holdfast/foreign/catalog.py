@@ -17,9 +17,9 @@ import numpy as np
 
 from holdfast.arrays.boxes import Box, contiguous_start, cover, flat_range_boxes, span_in
 from holdfast.arrays.types import AnyArray
-from holdfast.errors import CorruptionError, MismatchError
+from holdfast.errors import CorruptionError, MismatchError, some_of
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.values import Node
+from holdfast.format.values import Node, join_path
 from holdfast.storage import Source, Storage
 
 
@@ -304,6 +304,21 @@ class Catalog:
     versions: Mapping[str, Mapping[str, int]] | None = None
     drift: str = ""
     checksums: Callable[[OpenFiles], Iterable[Checksum]] = no_checksums
+
+    def lost_versions(self, parts: Iterable[str]) -> list[str]:
+        """Say, for a format without a place for them, that versions of modules are lost."""
+        noted = {
+            join_path(part, name) if name else part: version
+            for part in parts
+            for name, version in (self.versions or {}).get(part, {}).items()
+        }
+        if not noted:
+            return []
+        texts = [f"{name} ({version})" for name, version in noted.items()]
+        return [
+            f"the versions of modules are left out: {some_of(texts)}; what converts entries of an "
+            f"earlier version cannot know"
+        ]
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.foreign import dcp_output, own_format, safetensors_files, torch_save_output
@@ -25,8 +25,6 @@ from holdfast.foreign.output import (
     write_output,
 )
 from holdfast.format.names import (
-    MANIFEST,
-    committed_step,
     list_steps,
     point_to_newest,
     step_dir,
@@ -223,13 +221,13 @@ def open_any(place: str | os.PathLike[str], *, step: int | None = None) -> Itera
         ConfigError: Nothing in a known format is there.
         CorruptionError, StorageError: It is damaged, or cannot be read.
     """
-    own = _own(place, step)
+    own = own_format.find_own(place, step)
     if own is None:
         yield open_catalog(place)
         return
 
-    def look() -> _Own:
-        chosen = _own(place, step)
+    def look() -> own_format.OwnCheckpoint:
+        chosen = own_format.find_own(place, step)
         if chosen is None:
             raise StorageError(f"{own.storage.describe('')} holds no committed checkpoint any more")
         return chosen
@@ -240,28 +238,3 @@ def open_any(place: str | os.PathLike[str], *, step: int | None = None) -> Itera
     ):
         lease.set_version(snapshot.manifest.save_id)
         yield own_format.catalog_of(snapshot)
-
-
-class _Own(NamedTuple):
-    """A checkpoint of our own: root, and directory in it."""
-
-    storage: Storage
-    directory: str
-
-
-def _own(place: str | os.PathLike[str], step: int | None) -> _Own | None:
-    """Return the checkpoint of our own that a place means; None if it has none."""
-    if is_url(place):
-        own = own_format.find_in_bucket(as_url(place).rstrip("/"), step)
-        return None if own is None else _Own(*own)
-    path = Path(place)
-    if not path.is_dir():
-        return None
-    storage = PosixStorage(path)
-    if storage.exists(MANIFEST):
-        real = path.resolve()
-        return _Own(PosixStorage(real.parent), real.name)
-    steps = list_steps(storage)
-    if not steps:
-        return None
-    return _Own(storage, step_dir(committed_step(steps, step, place=str(path))))

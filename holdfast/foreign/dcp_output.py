@@ -80,7 +80,7 @@ def layout(
             files.add_tensor(key, catalog.tensors[item.key], max_chunk_nbytes)
     output = files.finish()
     metadata = metadata_of(flat.paths, files.tensors, files.stored)
-    notes = [*catalog.left_out, *plain.notes]
+    notes = [*catalog.left_out, *plain.notes, *catalog.lost_versions(catalog.parts)]
     if catalog.metadata:
         notes.append(f"the user's metadata is left out: {', '.join(catalog.metadata)}")
     return Output(

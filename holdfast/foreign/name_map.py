@@ -346,7 +346,7 @@ class _Application:
             identity=self._catalog.identity + self._map.describe().encode(),
             tensors=tensors,
             parts=parts,
-            left_out=[*self._catalog.left_out, *dropped],
+            left_out=[*self._catalog.left_out, *dropped, *self._catalog.lost_versions([part])],
             versions=None if versions is None else {n: versions[n] for n in versions if n != part},
         )
         return MappedCatalog(catalog, self._report)

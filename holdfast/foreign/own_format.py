@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.boxes import Box, flat_range_boxes
@@ -34,7 +37,8 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.format.reader import Snapshot
-from holdfast.storage import Storage, open_storage
+from holdfast.storage import PosixStorage, Storage, is_url, open_storage, shown
+from holdfast.storage.places import as_url
 from holdfast.version import __version__
 
 FORMAT = "holdfast"
@@ -107,30 +111,91 @@ def reopen(storage: Storage, directory: str) -> Catalog:
     return catalog_of(Snapshot.open(storage, directory))
 
 
-def find_in_bucket(url: str, step: int | None) -> tuple[Storage, str] | None:
-    """Return root and directory of the checkpoint of our own that a URL means.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPlace:
+    """A place with checkpoints of our own: a root of them, or one of them in its root."""
+
+    storage: Storage
+    """Of the root; of the checkpoint itself if it has not the name of a step."""
+    root: str
+    """Path or URL of this storage."""
+    directory: str | None
+    """Of the one checkpoint in it that the place is; None if it is the root."""
+    steps: Sequence[int]
+    """Those committed in the root; empty for a path that is one checkpoint: it alone is read."""
+
+
+class OwnCheckpoint(NamedTuple):
+    """A checkpoint of our own: storage, directory in it, and its path or URL for messages."""
+
+    storage: Storage
+    directory: str
+    label: str
+
+
+def own_place(place: str | os.PathLike[str], step: int | None) -> OwnPlace | None:
+    """Return what a path or URL is; None if it has no committed checkpoint of our own.
 
     Args:
-        url: A place that holds checkpoints, or one step in it.
-        step: Which one of several; None for the newest.
+        place: A root of checkpoints, or one of them.
+        step: The one that is meant; None for any.
 
-    Returns:
-        None if there is no checkpoint of our own.
+    Raises:
+        ConfigError: The place is one checkpoint, and not of this step.
+        StorageError: It cannot be read.
+    """
+    steps: Sequence[int] = ()
+    if is_url(place):
+        root, directory = as_url(place).rstrip("/"), None
+        above, _, name = root.rpartition("/")
+        if parse_step_dir(name) is not None:
+            root, directory = above, name
+        storage = open_storage(root)
+        steps = list_steps(storage)
+        if not steps:
+            return None
+    elif not os.path.isdir(place):  # also if it may not be examined
+        return None
+    else:
+        path = Path(place)
+        root, directory, storage = str(path), None, PosixStorage(path)
+        if storage.exists(MANIFEST):
+            real, directory = path.resolve(), ""
+            if parse_step_dir(real.name) is not None:
+                root, directory, storage = str(real.parent), real.name, PosixStorage(real.parent)
+        else:
+            steps = list_steps(storage)
+            if not steps:
+                return None
+    if directory is not None and step is not None and directory != step_dir(step):
+        known = parse_step_dir(directory)
+        what = "one checkpoint" if known is None else f"the checkpoint of step {known}"
+        raise ConfigError(
+            f"{shown(place)} is {what}, not of step {step}; to choose a step, name the directory "
+            f"above"
+        )
+    return OwnPlace(storage=storage, root=root, directory=directory, steps=steps)
+
+
+def find_own(place: str | os.PathLike[str], step: int | None) -> OwnCheckpoint | None:
+    """Return the checkpoint of our own that a path or URL means; None if there is none.
+
+    Args:
+        place: A root of checkpoints, or one of them.
+        step: Which one; None for the newest.
 
     Raises:
         ConfigError: There are others, but not this step.
-        StorageError: The bucket cannot be read.
+        StorageError: It cannot be read.
     """
-    above, _, name = url.rpartition("/")
-    own = parse_step_dir(name)
-    if own is not None and step not in (None, own):
-        raise ConfigError(f"{url} is the checkpoint of step {own}, not of step {step}")
-    root, step = (url, step) if own is None else (above, own)
-    storage = open_storage(root)
-    steps = list_steps(storage)
-    if not steps:
+    own = own_place(place, step)
+    if own is None:
         return None
-    return storage, step_dir(committed_step(steps, step, place=root))
+    if own.directory is not None and not own.steps:
+        return OwnCheckpoint(own.storage, own.directory, str(place))
+    step = step if own.directory is None else parse_step_dir(own.directory)
+    directory = step_dir(committed_step(own.steps, step, place=own.root))
+    return OwnCheckpoint(own.storage, directory, own.storage.describe(directory))
 
 
 def layout(catalog: Catalog, *, step: int) -> Output:

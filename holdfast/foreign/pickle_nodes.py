@@ -32,6 +32,7 @@ from holdfast.foreign.pickled_values import (
 )
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.envelopes.torch_types import TORCH_DTYPES
+from holdfast.format.manifest import USUAL_VERSION
 from holdfast.format.values import (
     MAX_DEPTH,
     Node,
@@ -53,6 +54,7 @@ _FACTORIES = {
 }
 _OWN = (PickledMapping, Record, PickledDeque, TorchSize)
 _OMEGACONF = "omegaconf."
+_VERSIONS = "_metadata"
 _PLAIN = (bool, int, float, str, list, dict, tuple, type(None))
 
 
@@ -102,6 +104,44 @@ def to_node(
     if trained:
         walk.left_out.append(f"{some_of(trained, most=3)}: requires_grad of {_tensors(trained)}")
     return NodeTree(node=node, leaves=tuple(walk.leaves), left_out=tuple(walk.left_out))
+
+
+def module_versions(value: object, name: str = "") -> dict[str, int] | None:
+    """Return the versions of modules that `Module.state_dict()` has noted, by name.
+
+    A module that takes its entries converts those of an earlier version, as torch's own load lets
+    it do.
+
+    Args:
+        value: Of a file whose tree `to_node` has accepted: a state dict, or dicts with some inside.
+        name: Of the value in its part.
+
+    Returns:
+        All but those that are 1, as in a manifest; None if nothing is noted.
+    """
+    if not isinstance(value, dict):
+        return None
+    noted: dict[str, int] | None = None
+    state = value.state if isinstance(value, PickledMapping) else None
+    metadata = state.get(_VERSIONS) if isinstance(state, dict) else None
+    if isinstance(metadata, dict):
+        versions = {inner: _version(facts) for inner, facts in metadata.items()}
+        noted = {
+            join_path(name, inner) if inner and name else inner or name: version
+            for inner, version in versions.items()
+            if type(inner) is str and version != USUAL_VERSION
+        }
+    for key, member in value.items():
+        if type(key) is str and isinstance(member, dict):
+            path = join_path(name, key_name(key)) if name else key_name(key)
+            below = module_versions(member, path)
+            noted = noted if below is None else {**(noted or {}), **below}
+    return noted
+
+
+def _version(facts: object) -> int:
+    version = facts.get("version") if isinstance(facts, dict) else None
+    return version if type(version) is int and abs(version) < 1 << 31 else USUAL_VERSION
 
 
 def _tensors(keys: list[str]) -> str:

@@ -25,7 +25,7 @@ from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes
 from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.output import Extent, Output, OutputFile
 from holdfast.foreign.shard_index import note_on_siblings, read_index, refuse_missing_shards
-from holdfast.foreign.weights import Weights, weights_of
+from holdfast.foreign.weights import Weights, choose_part, weights_of
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import (
     HeaderEntry,
@@ -35,6 +35,7 @@ from holdfast.format.index import (
     layout_image,
     parse_header,
 )
+from holdfast.format.names import INDEX, MANIFEST
 from holdfast.format.values import tensor_node
 from holdfast.storage import Source
 
@@ -56,6 +57,8 @@ def detect(location: Location) -> bool:
     """Return True for a safetensors file, and for a folder that has some."""
     if location.file is not None:
         return _is_safetensors(location, location.file)
+    if location.has(MANIFEST) and location.has(INDEX):
+        return False  # a checkpoint of our own, whose index is such a file
     return any(_is_safetensors(location, name) for name in _names(location))
 
 
@@ -317,7 +320,7 @@ def layout(
         for key, text in catalog.metadata.items()
         if isinstance(text, str) and _is_utf8(key + text)
     }
-    notes = [*weights.left_out]
+    notes = [*weights.left_out, *catalog.lost_versions([choose_part(catalog, part)])]
     if odd := [key for key in catalog.metadata if key not in words]:
         notes.append(f"metadata that is not text: {some_of(odd)}")
     sizes = {name: catalog.tensors[key].nbytes for name, key in weights.keys.items()}

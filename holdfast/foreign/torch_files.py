@@ -28,7 +28,7 @@ from holdfast.foreign.catalog import (
     chunks_of_view,
 )
 from holdfast.foreign.location import Location
-from holdfast.foreign.pickle_nodes import NodeLeaf, array_form, to_node
+from holdfast.foreign.pickle_nodes import NodeLeaf, array_form, module_versions, to_node
 from holdfast.foreign.pickled_values import (
     PickledStorage,
     PickledTensor,
@@ -199,6 +199,10 @@ def _is_step(value: object) -> bool:
     return type(value) is int and 0 <= value < _MAX_STEP
 
 
+_VERSIONS = ": _metadata attached to"
+_TO_MODULES = ": a module gets the versions in it, a plain dict does not"
+
+
 class _Parts:
     """Collects the parts of a catalog.
 
@@ -212,6 +216,7 @@ class _Parts:
         self._trees: dict[str, Node] = {}
         self.left_out: list[str] = []
         self._checksums: list[Checksum] = []
+        self._versions: dict[str, dict[str, int]] = {}
 
     def add(
         self,
@@ -238,6 +243,10 @@ class _Parts:
         """
         own = FileMemory() if memory is None else memory
         tensors, node, left_out = tensors_of(value, part, file, name, own)
+        versions = module_versions(value)
+        if versions is not None:
+            self._versions[part] = {**self._versions.get(part, {}), **versions}
+            left_out = [each + _TO_MODULES if _VERSIONS in each else each for each in left_out]
         if memory is None:
             left_out += own.notes()
             self._checksums += own.checksums(file, name)
@@ -266,6 +275,7 @@ class _Parts:
             tensors=self._tensors,
             parts=with_optimizers(self._trees, self._tensors),
             left_out=self.left_out,
+            versions=self._versions or None,
             checksums=lambda files: self._checksums,
         )
 

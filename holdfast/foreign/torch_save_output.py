@@ -18,6 +18,7 @@ from holdfast.format.envelopes.optimizer_trees import to_torch
 from holdfast.format.envelopes.pickle_output import pickled
 from holdfast.format.envelopes.plain_values import PlainValues, TensorRef
 from holdfast.format.envelopes.torch_archive import layout_archive, tensor_value
+from holdfast.format.manifest import USUAL_VERSION
 from holdfast.format.values import join_path, key_name
 
 FORMAT = "torch.save"
@@ -52,6 +53,11 @@ def layout(catalog: Catalog, *, part: str | None = None, whole_tree: bool = Fals
     places = _places(value)
     numbers = {key: number for number, key in enumerate(dict.fromkeys(places.values()))}
     described = with_tensors(value, catalog, numbers)
+    for name, noted in (catalog.versions or {}).items():
+        if whole_tree and name in described:
+            described[name] = _with_versions(described[name], noted)
+        elif name == part:
+            described = _with_versions(described, noted)
     sizes = [catalog.tensors[key].nbytes for key in numbers]
     archive = layout_archive(pickled(described), sizes)
     notes += [
@@ -77,10 +83,39 @@ def layout(catalog: Catalog, *, part: str | None = None, whole_tree: bool = Fals
     return Output(files=[file], num_tensors=len(places), is_folder=False, notes=notes)
 
 
+def _with_versions(entries: Any, noted: Mapping[str, int]) -> Any:
+    """Return a state dict with the versions of its modules, as `Module.state_dict()` notes them.
+
+    Args:
+        entries: Of a part that is a module, or that has state dicts inside.
+        noted: All versions but those that are 1, by name in the part.
+    """
+    if not isinstance(entries, dict):
+        return entries
+    own = dict(noted)
+    result = OrderedDict(entries)
+    vars(result).update(vars(entries) if isinstance(entries, OrderedDict) else {})
+    for key, member in entries.items():
+        below = {name: own.pop(name) for name in noted if f"{name}.".startswith(f"{key}.")}
+        if isinstance(member, dict) and below:
+            inner = {name[len(key) + 1 :]: version for name, version in below.items()}
+            result[key] = _with_versions(member, inner)
+        else:
+            own |= below
+    if own or not noted:
+        # For torch a module without an entry has no version, which means the earliest.
+        modules = {key[:at] for key in entries for at, char in enumerate(key) if char == "."}
+        vars(result)["_metadata"] = OrderedDict(
+            (name, {"version": own.get(name, USUAL_VERSION)})
+            for name in sorted({"", *modules, *own})
+        )
+    return result
+
+
 def _places(value: Any) -> dict[str, str]:
     """Return the keys that tensors get in the reader's catalog, with those in the source.
 
-    A tied tensor is there once in each part; so is it in the reader's.
+    A tied tensor is there once, in one part or in several; so is it in the reader's.
     """
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         parts = {"value": value}
@@ -89,8 +124,8 @@ def _places(value: Any) -> dict[str, str]:
     else:
         parts = value
     places: dict[str, str] = {}
+    seen: set[str] = set()
     for part, member in parts.items():
-        seen: set[str] = set()
         for path, key in _tensor_paths(member, part):
             if key not in seen:
                 seen.add(key)
@@ -128,7 +163,10 @@ def with_tensors(value: Any, catalog: Catalog, numbers: dict[str, int]) -> Any:
         table = {key: with_tensors(member, catalog, numbers) for key, member in value.items()}
         if type(value) is defaultdict:
             return defaultdict(value.default_factory, table)
-        return type(value)(table)
+        made = type(value)(table)
+        if isinstance(value, OrderedDict):
+            vars(made).update(vars(value))  # the versions of modules
+        return made
     if isinstance(value, list | tuple | deque):
         items = [with_tensors(member, catalog, numbers) for member in value]
         return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)

@@ -6,8 +6,10 @@ least of all the pointer file, which is for people and other tools.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from holdfast.errors import ConfigError, StorageError
 from holdfast.storage import Storage
@@ -31,6 +33,7 @@ UpdateFile = Callable[[str, Callable[[bytes | None], bytes | None]], bool]
 """`update_file` of a storage; see `ObjectStorage`."""
 
 _NUM_LOOKS = 3
+_MAX_ABOVE = 3
 _MAX_NAMED = 8
 _STEP = re.compile(r"iter_([0-9]{7,18})", re.ASCII)
 _SAVING = re.compile(r"\.saving-(iter_[0-9]{7,18})-([0-9A-Za-z_.]{1,64})", re.ASCII)
@@ -123,11 +126,48 @@ def list_steps(storage: Storage) -> list[int]:
     return sorted(steps)
 
 
+def linked_steps(storage: Storage, *, above: int = -1) -> str:
+    """Say of names of steps that are links that they are not followed; empty if there are none.
+
+    Args:
+        above: Only steps after this one count.
+    """
+    if storage.local_path("") is None:
+        return ""  # a bucket has no links
+    links = [
+        name
+        for name in storage.list("")
+        if (step := parse_step_dir(name)) is not None and step > above and not storage.is_dir(name)
+    ]
+    if not links:
+        return ""
+    return (
+        f"{', '.join(links[-_MAX_NAMED:])} is a link or a file, and links to steps are not "
+        f"followed: name the checkpoint that is meant itself, or copy it with `holdfast copy`"
+    )
+
+
 def require_root_of_checkpoints(storage: Storage) -> None:
-    """Raise StorageError if the storage is at one checkpoint, not at the root of a run's."""
-    if not storage.exists(MANIFEST):
+    """Raise StorageError if the storage is at one checkpoint, not at the root of a run's.
+
+    A directory inside of one counts, too, in a file system: what is saved there damages it.
+    """
+    local = storage.local_path("")
+    whole = None if local is None else Path(os.path.abspath(local))
+    inside = [] if whole is None else [whole, *whole.parents][:_MAX_ABOVE]
+    checkpoints = [
+        each
+        for each in inside
+        if parse_step_dir(each.name) is not None and (each / MANIFEST).is_file()
+    ]
+    if not checkpoints and not storage.exists(MANIFEST):
         return
-    where = storage.describe("").rstrip("/")
+    where = (str(checkpoints[0]) if checkpoints else storage.describe("")).rstrip("/")
+    if checkpoints and checkpoints[0] != whole:
+        raise StorageError(
+            f"{whole} is inside of a checkpoint, {where}, and not the root of a run's checkpoints: "
+            f"give the directory above that, {checkpoints[0].parent}"
+        )
     above, _, name = where.rpartition("/")
     step = parse_step_dir(name)
     meant = "" if step is None else f", and step={step} to load this one"

@@ -5,7 +5,8 @@ pins the directory that it has opened, and each of its ranks proves that it has 
 version. A save that replaces a version first gives the final name to the new one. Then it looks for
 leases of readers, and keeps the old version under a `.replaced-…` name while it is read. A reader
 takes its lease before it opens anything. So either its lease is seen and the version is kept, or
-the reader came later and opened the new version.
+the reader came later and opened the new version. In a bucket, where each lease is two requests, a
+load takes one only if it lasts; it starts again if its version goes before.
 
 A lease states who reads a checkpoint or is about to remove it, so that no reader loses its files.
 Reader and remover each first write a small file in `.reading/` and then look for the other's. So
@@ -316,6 +317,8 @@ class Lease:
     problem: str | None = None
     """Why the lease could not be taken, for example on read-only storage; None if it is held."""
     save_id: str | None = None
+    may_be_there: bool = False
+    """A write of its file was tried: one that failed may have happened."""
 
     def set_version(self, save_id: str) -> None:
         """State which version is read, so that no other version is kept for this reader.
@@ -339,6 +342,7 @@ class Lease:
             origin=_origin(os.getpid()),
         )
         self.storage.make_dir(LEASES_DIR, durable=False)
+        self.may_be_there = True
         self.storage.replace_file(self.path, msgspec.json.encode(content), durable=False)
 
 
@@ -349,6 +353,7 @@ def read_lease(
     *,
     life_s: float = DEFAULT_LEASE_S,
     wait_s: float = 30.0,
+    after_s: float = 0.0,
 ) -> Iterator[Lease]:
     """Keep the checkpoint in `directory` from removal by retention on any machine, in the body.
 
@@ -360,6 +365,9 @@ def read_lease(
         directory: The checkpoint's name there; only the name of a step gets a lease.
         life_s: Seconds after which the lease expires if its owner no longer renews it.
         wait_s: Seconds to wait for a process that is about to remove the checkpoint.
+        after_s: Seconds of the body before the lease is taken, where a write is a request: a body
+            that ends before sends none. For a caller that starts again if the checkpoint is
+            removed in that time.
 
     Raises:
         StorageError: The checkpoint was removed, or may still be removed after `wait_s`.
@@ -373,13 +381,16 @@ def read_lease(
         return
     # The lease first and the look for removers second: see the text of the module.
     lease.path = _new_path(directory, "read")
-    try:
-        lease.renew()
-    except StorageError as error:
-        lease.problem = str(error)
+    if not pause_of(storage):
+        after_s = 0.0
+    if not after_s:
+        try:
+            lease.renew()
+        except StorageError as error:
+            lease.problem = str(error)
     with ExitStack() as stack:
         if lease.problem is None:
-            stack.callback(_remove_lease, storage, lease.path)
+            stack.callback(_give_back, lease)
         # After its own lease is written: a remover that comes now sees it. Where a look is a
         # request, the next one shows as much: that the checkpoint has its name. A remover takes the
         # name first, looks for leases once more, and gives it back if there is one.
@@ -387,7 +398,9 @@ def read_lease(
             _await_removers(storage, directory, wait_s)
         if lease.problem is None:
             every_s = life_s / _RENEWALS_PER_LEASE
-            stack.enter_context(repeated(lease.renew, every_s=every_s, name="holdfast-lease"))
+            stack.enter_context(
+                repeated(lease.renew, every_s=every_s, first_s=after_s, name="holdfast-lease")
+            )
         yield lease
 
 
@@ -421,12 +434,19 @@ def lease_chosen(choose: Callable[[], F], *, first: F | None = None) -> Iterator
 
 
 @contextmanager
-def repeated(action: Callable[[], object], *, every_s: float, name: str) -> Iterator[None]:
-    """In the body, call `action` every `every_s` seconds in a thread; a StorageError is ignored."""
+def repeated(
+    action: Callable[[], object], *, every_s: float, name: str, first_s: float = 0.0
+) -> Iterator[None]:
+    """In the body, call `action` every `every_s` seconds in a thread; a StorageError is ignored.
+
+    The first time after `first_s` seconds, if given.
+    """
     stop = threading.Event()
 
     def repeat() -> None:
-        while not stop.wait(every_s):
+        pause_s = first_s or every_s
+        while not stop.wait(pause_s):
+            pause_s = every_s
             with suppress(StorageError):
                 action()
 
@@ -512,6 +532,11 @@ def _is_hidden(pid: int) -> bool:
 
 def _new_path(directory: str, kind: Kind) -> str:
     return f"{LEASES_DIR}/{directory}.{kind}-{secrets.token_hex(8)}"
+
+
+def _give_back(lease: Lease) -> None:
+    if lease.may_be_there:
+        _remove_lease(lease.storage, lease.path)
 
 
 def _remove_lease(storage: Storage, path: str) -> None:

@@ -34,7 +34,6 @@ from holdfast.state.leaves import FlatState, ReplicaSets, TensorLeaf, held_tenso
 from holdfast.state.markers import (
     FlatShard,
     Marked,
-    OnLayout,
     Padded,
     PerRank,
     Pieces,
@@ -48,16 +47,8 @@ from holdfast.state.matcher import LocalMemory, TensorRequest
 from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_forms import shown_form
 from holdfast.state.optimizer_state import OptimizerState
-from holdfast.state.parts import (
-    Part,
-    TreePart,
-    check_part_name,
-    is_last,
-    is_left_out,
-    part_of,
-)
+from holdfast.state.parts import Part, TreePart, entries_of, is_last, part_of
 from holdfast.state.plain_attributes import PlainAttributes
-from holdfast.state.rng import refuse_shared_streams
 from holdfast.state.shared_memory import (
     are_of_no_file,
     is_expanded,
@@ -149,17 +140,14 @@ def flatten_state(
     nodes: dict[str, object] = {}
     versions: dict[str, Mapping[str, int]] = {}
     # The sort is stable: parts keep the user's order, but for random streams at the end.
-    entries = [(name, value) for name, value in state.items() if not is_left_out(value)]
-    refuse_shared_streams({n: v.value if isinstance(v, OnLayout) else v for n, v in entries})
-    for name, value in sorted(entries, key=lambda item: is_last(item[1])):
-        check_part_name(name)
-        home = value.own_layout if isinstance(value, OnLayout) else layout
+    entries = entries_of(state, layout).items()
+    for name, (home, _, value) in sorted(entries, key=lambda item: is_last(item[1].value)):
         if rank not in home.ranks:
             raise PlacementError(
                 f"state part '{name}': rank {rank} is not in {home}; ranks outside of a part's "
                 f"layout leave it out of their state"
             )
-        part = part_of(name, value.value if isinstance(value, OnLayout) else value)
+        part = part_of(name, value)
         try:
             refuse_unfinished(part, operation="save")
             tree = _declared_tree(part)

@@ -47,6 +47,7 @@ from holdfast.state.module_versions import (
     changed_modules,
     give_versions,
     state_dict_below,
+    unversioned_modules,
 )
 from holdfast.state.stored import PlacedTemplates, StoredPart, zeros_like_target
 from holdfast.state.tensor_elements import equal_bits, local_of, tensor_digest
@@ -144,6 +145,8 @@ class ModuleState:
         """Entries that the module has made for its state dict, which a load does not fill."""
         self.versions: dict[str, int] = {}
         """Of the last tree's modules, by their names in it, all that are not 1."""
+        self.unversioned: list[str] = []
+        """Modules whose entries the last load took as of their own version: none was stated."""
 
     def tree(self) -> dict[str, object]:
         """Return tensors and extra state by logical name; tensors with padding are marked.
@@ -194,6 +197,11 @@ class ModuleState:
             stored=nodes.keys(),
             has_loader=has_user_loader,
         )
+        self.unversioned = []
+        if stored.versions is None:
+            self.unversioned = unversioned_modules(
+                self._module, prefix=self._prefix, stored=nodes.keys(), has_loader=has_user_loader
+            )
         pending = ModuleLoad(
             self._module, shown, entries=entries, hidden=self._hidden(shown), changed=changed
         )

@@ -115,6 +115,27 @@ def changed_modules(
     return [each for each in result if each.converts]
 
 
+def unversioned_modules(
+    module: nn.Module,
+    *,
+    prefix: str,
+    stored: Collection[str],
+    has_loader: Callable[[nn.Module], bool],
+) -> list[str]:
+    """Return the modules that would convert entries of an earlier version, if one were stated.
+
+    For a checkpoint that states no versions: its entries are taken as of the module's own. See
+    `changed_modules` for the arguments.
+    """
+    return [
+        f"{logical.rstrip('.') or '(root)'} ({type(inner).__name__}, version {own})"
+        for logical, _, inner in walk(module)
+        if (own := module_version(inner)) != USUAL_VERSION
+        and has_loader(inner)
+        and any(name.startswith(f"{prefix}{logical}") for name in stored)
+    ]
+
+
 def state_dict_below(values: Mapping[str, object], prefix: str) -> dict[str, object]:
     """Return the entries below a prefix by the rest of their names, with the versions of these."""
     below = {name[len(prefix) :]: v for name, v in values.items() if name.startswith(prefix)}

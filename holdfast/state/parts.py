@@ -11,14 +11,14 @@ import copy
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from holdfast.errors import ConfigError, MismatchError, counted
 from holdfast.format.values import is_like_a_tag, is_unicode
-from holdfast.parallel import ModuleGroups
+from holdfast.parallel import Layout, ModuleGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.state.arrival import ask_back, differences, listed, recorded
 from holdfast.state.markers import AppliesLater, FromPart, OnLayout
@@ -26,7 +26,6 @@ from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_protocol import PartitionedOptimizer
 from holdfast.state.optimizer_state import is_optimizer_node
 from holdfast.state.rng import RNG, refuse_shared_streams
-from holdfast.state.schedules import other_rates
 from holdfast.state.stored import PlacedTemplates, StoredPart
 from holdfast.state.unfinished import unfinished_on
 
@@ -190,28 +189,74 @@ class TreePart:
         """Nothing: the loaded tree is in the report."""
 
 
+class StateEntry(NamedTuple):
+    """An entry of a state without its markers."""
+
+    layout: Layout
+    """Where the part lives."""
+    source: str | None
+    """The path at which a load finds it (`FromPart`); None for its own name."""
+    value: object
+
+
+def entries_of(
+    state: Mapping[str, object], layout: Layout, *, of_load: bool = False
+) -> dict[str, StateEntry]:
+    """Return the entries of a state, but for optional parts with nothing to save, or to load.
+
+    Args:
+        state: Of this rank.
+        layout: Of the entries that name none of their own.
+        of_load: True for a load.
+
+    Raises:
+        ConfigError: A name can be no part's, markers contradict each other, or two entries have
+            random streams in common.
+    """
+    entries: dict[str, StateEntry] = {}
+    for name, marked in state.items():
+        _check_part_name(name)
+        entry = _unmarked(marked, name, layout)
+        if entry.source is not None and not of_load:
+            raise ConfigError(
+                f"state part '{name}': FromPart says where a load finds a part; save the value "
+                f"itself"
+            )
+        if not is_left_out(entry.value, of_load=of_load):
+            entries[name] = entry
+    refuse_shared_streams({name: entry.value for name, entry in entries.items()})
+    return entries
+
+
+def _unmarked(value: object, name: str, layout: Layout) -> StateEntry:
+    """Return an entry without its markers; ConfigError if they contradict each other."""
+    source: str | None = None
+    while isinstance(value, OnLayout | FromPart):
+        if isinstance(value, OnLayout):
+            layout, value = value.own_layout, value.value
+        elif source is None:
+            source, value = value.path, value.value
+        else:
+            raise ConfigError(f"state part '{name}': FromPart inside of a FromPart; give one path")
+    return StateEntry(layout, source, value)
+
+
 def is_last(value: object) -> bool:
-    """Return True if an entry of a state has to be flattened, and restored, after all others.
+    """Return True if a part has to be flattened, and restored, after all others.
 
     Random streams do: other parts may draw from them while they are flattened or restored.
     """
-    return isinstance(value.value if isinstance(value, OnLayout) else value, RNG)
+    return isinstance(value, RNG)
 
 
 def is_left_out(value: object, *, of_load: bool = False) -> bool:
-    """Return True if an entry of a state is an optional part with nothing to save now.
-
-    Args:
-        value: the entry.
-        of_load: True for a load: whether it has nothing to load.
-    """
-    inner = value.value if isinstance(value, OnLayout | FromPart) else value
-    if not isinstance(inner, OptionalPart):
+    """Return True if a part is an optional one with nothing to save now, or to load."""
+    if not isinstance(value, OptionalPart):
         return False
-    return not (inner.is_loaded if of_load else inner.has_entry)
+    return not (value.is_loaded if of_load else value.has_entry)
 
 
-def check_part_name(name: object) -> None:
+def _check_part_name(name: object) -> None:
     """Raise ConfigError unless the name of a part can start keys."""
     if not isinstance(name, str) or not name or is_like_a_tag(name) or name != name.strip():
         raise ConfigError(
@@ -224,10 +269,6 @@ def check_part_name(name: object) -> None:
 
 def part_of(name: str, value: object) -> Part:
     """Return the part for a state's entry; raise ConfigError if names would be lost."""
-    if isinstance(value, FromPart):
-        raise ConfigError(
-            f"state part '{name}': FromPart says where a load finds a part; save the value itself"
-        )
     if isinstance(value, type):
         raise ConfigError(f"state part '{name}': {value!r} is a class; pass an object of it")
     if isinstance(value, nn.Module):
@@ -260,13 +301,6 @@ def applied_later(name: str, part: Part) -> tuple[str, ...]:
         if isinstance(part, ModuleState)
         else ()
     )
-
-
-def schedules_of_other_rates(name: str, part: Part) -> dict[str, str]:
-    """Return the schedules of a part that compute other rates than were stored, by path."""
-    if not isinstance(part, StatefulPart) or part.applies_later:
-        return {}
-    return other_rates(part.owner, name)
 
 
 def is_closed(part: Part, node: object) -> bool:

@@ -65,12 +65,12 @@ from holdfast.storage.reading import (
     requests_of,
     sizes_below,
 )
-from holdfast.writer.plan_memo import PlanMemo
 from holdfast.writer.records import (
     DONE_DIR,
     CommitPlan,
     DoneRecord,
     EncodedPlan,
+    PlanMemo,
     SaveHeader,
     done_file,
     read_sealed,

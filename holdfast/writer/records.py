@@ -10,7 +10,7 @@ checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -22,12 +22,13 @@ from holdfast.arrays.types import IntArray, WordArray
 from holdfast.errors import CorruptionError, ErrorRecord, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.manifest import Envelope, LayoutInfo, PlacementInfo
+from holdfast.format.envelopes.torch_dist import MetadataMemo
+from holdfast.format.manifest import Envelope, LayoutInfo, ManifestTexts, PlacementInfo, TensorInfo
 from holdfast.format.names import parse_saving_dir, step_dir, unclaimed
+from holdfast.format.values import Node
 from holdfast.format.versions import DEFAULT_LEASE_S, LEASES_DIR, renewed_ago_s
 from holdfast.storage import Storage
 from holdfast.storage.reading import read_at_most
-from holdfast.writer.plan_memo import PlanMemo
 
 PLAN_FILE = "plan/plan.msgpack"
 HEADER_FILE = "plan/header.msgpack"
@@ -39,6 +40,11 @@ MAX_RECORD_NBYTES = 1 << 27
 _DIGEST_NBYTES = 32
 _HEARTBEAT_NBYTES = 64
 _HEARTBEAT = re.compile(r"iter_[0-9]{7,18}\.save-([0-9A-Za-z_]{1,64})-[0-9]{5,}", re.ASCII)
+_MAX_PART_NBYTES = 4 << 20
+_MAX_TENSORS = 100_000
+
+Supplied = Sequence[tuple[str, bytes]]
+"""Encoded tree of a part by the label of each rank that supplies it."""
 T = TypeVar("T")
 
 
@@ -139,6 +145,49 @@ class _PlanWire(_PlanTables, frozen=True, kw_only=True, eq=False, omit_defaults=
 
     columns: dict[str, bytes]
     widths: dict[str, int]
+
+
+class PlanMemo:
+    """What commits by one plan have in common: proven and made once; at most tens of megabytes.
+
+    Saves of an unchanged structure differ in digests and in few values. Everything here is taken
+    again only where all that it was made of is the same, byte by byte or as the same object. It
+    lives in the process that commits the saves. Each attribute is replaced as a whole, so that two
+    commits at a time do each other no harm.
+
+    Attributes:
+        metadata: Of files for other programs.
+        texts: Of manifests.
+        proven: All that an index was proven with, but for the plan: see `assemble`.
+    """
+
+    def __init__(self) -> None:
+        self.metadata = MetadataMemo()
+        self.texts = ManifestTexts(max_tensors=_MAX_TENSORS)
+        self.proven: object = None
+        self._tensors: list[TensorInfo] | None = None
+        self._parts: dict[str, tuple[Supplied, Node]] = {}
+
+    def tensors(self, make: Callable[[], list[TensorInfo]]) -> list[TensorInfo]:
+        """Return the plan's tensors without fingerprints: one list for all commits."""
+        tensors = self._tensors
+        if tensors is None:
+            tensors = make()
+            if len(tensors) <= _MAX_TENSORS:
+                self._tensors = tensors
+        return tensors
+
+    def part(self, name: str, supplied: Supplied, merge: Callable[[], Node]) -> Node:
+        """Return the merged tree of a part: the last one's object, if ranks supply the same."""
+        last = self._parts.get(name)
+        if last is not None and last[0] == supplied:
+            return last[1]
+        node = merge()
+        if sum(map(len, {data for _, data in supplied})) <= _MAX_PART_NBYTES:
+            self._parts[name] = (supplied, node)
+        else:
+            self._parts.pop(name, None)
+        return node
 
 
 @dataclass(frozen=True, slots=True)

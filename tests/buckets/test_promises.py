@@ -126,6 +126,57 @@ def test_the_newest_sound_checkpoint_stays() -> None:
     assert verify_snapshot(storage, step_dir(2)) == []
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_load_that_loses_its_step_at_once_starts_again(is_replaced: bool) -> None:
+    """O9: in its first seconds it has no lease, and writes none if it is over by then."""
+    other = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    with Checkpointer(other, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state_of(1))
+        leases: list[bool] = []
+
+        def remove_at_first_range(kind: str, key: str, start: int, nbytes: int) -> None:
+            if kind != "get" or "/data/0" not in key:
+                return
+            leases.append(bool(other.list(".reading")))
+            if len(leases) > 1:
+                return
+            if is_replaced:
+                checkpointer.save(1, state_of(2), overwrite=True)
+            else:
+                checkpointer.save(2, state_of(2))
+                apply_retention(other, plan_retention(other, KeepLast(1)))
+
+        reader = ObjectStorage(other.url, observer=remove_at_first_range)
+        loaded = Checkpointer(reader, settle_s=0.0).load({"t": Stored(), "v": Stored()})
+    # What it starts again with is not taken from it.
+    assert leases[0] is False
+    assert leases[-1] is True
+    assert loaded.step == (1 if is_replaced else 2)
+    assert cast("dict[str, int]", loaded.values["v"])["version"] == 2
+    assert other.list(".reading") == []
+
+
+def test_a_load_that_lasts_takes_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E14: what it reads is spared from then on, and it gives the lease back."""
+    monkeypatch.setattr("holdfast.checkpoint.load.finding._UNLEASED_S", 0.01)
+    other = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    with Checkpointer(other, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state_of(1))
+        spared: dict[int, str] = {}
+
+        def prune(kind: str, key: str, start: int, nbytes: int) -> None:
+            if kind == "get" and "/data/0" in key and not spared:
+                while not other.list(".reading"):
+                    time.sleep(0.005)
+                checkpointer.save(2, state_of(2))
+                spared.update(apply_retention(other, plan_retention(other, KeepLast(1))).spared)
+
+        reader = ObjectStorage(other.url, observer=prune)
+        assert Checkpointer(reader, settle_s=0.0).load({"t": Stored(), "v": Stored()}).step == 1
+    assert "being read by" in spared[1]
+    assert other.list(".reading") == []
+
+
 def test_a_save_in_progress_is_left_alone() -> None:
     """P14: by the store's own clock, and until it is silent for long."""
     storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")

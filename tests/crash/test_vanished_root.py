@@ -15,6 +15,7 @@ import torch
 from torch import distributed as dist
 
 from holdfast import Checkpointer, HoldfastError, KeepLast, Layout, PosixStorage, ProcessGroups
+from holdfast.cli.main import main
 from holdfast.errors import StorageError
 from holdfast.format.root_identity import ROOT_ID
 from holdfast.retention.removal import apply_retention, plan_retention
@@ -235,3 +236,32 @@ def test_a_root_that_never_existed_is_no_error(tmp_path: Path) -> None:
     assert not (tmp_path / "root").exists()
     assert checkpointer.save(1, state(1)).new_root
     checkpointer.close()
+
+
+def test_what_is_not_a_root_is_named_and_not_saved_into(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """E14: a directory inside of a checkpoint is none, and a link to a step is not a step."""
+    root, linked = tmp_path / "run", tmp_path / "linked"
+    for where, step in ((root, 2), (linked, 1)):
+        with Checkpointer(where) as checkpointer:
+            checkpointer.save(step, state(1))
+    for inside in ("iter_0000002", "iter_0000002/data", "iter_0000002/data/deeper"):
+        with Checkpointer(root / inside) as checkpointer:
+            for call in (
+                lambda: checkpointer.save(3, state(3)),
+                lambda: checkpointer.load(state(0)),
+            ):
+                assert f"{root}" in (words := said(call))
+                assert "not the root of a run" in words
+    assert main(["verify", str(root)]) == 0
+    (linked / "iter_0000002").symlink_to(root / "iter_0000002")
+    with Checkpointer(linked) as checkpointer:
+        assert checkpointer.load(state(0)).step == 1
+        assert "iter_0000002 is a link" in caplog.text
+        shutil.rmtree(linked / "iter_0000001")
+        assert "iter_0000002 is a link" in said(lambda: checkpointer.load(state(0)))
+    assert main(["show", str(linked)]) == 2
+    assert "iter_0000002 is a link" in capsys.readouterr().err
+    assert main(["ls", str(linked)]) == 0
+    assert "iter_0000002  has the name of a step, but is a link" in capsys.readouterr().out

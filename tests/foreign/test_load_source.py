@@ -20,6 +20,7 @@ from holdfast import (
     StorageError,
 )
 from holdfast.foreign import NameMap, open_catalog, rename
+from holdfast.foreign.convert import open_any
 from holdfast.foreign.location import Folder
 from tests.harness import RankContext, run_ranks
 
@@ -46,8 +47,12 @@ def test_another_run_or_one_of_its_steps(tmp_path: Path) -> None:
     # What was loaded from elsewhere is not saved here.
     assert checkpointer.should_save(5)
     assert not (tmp_path / "new").exists()
-    with pytest.raises(ConfigError, match="of step 3, not of step 5"):
-        checkpointer.load({}, source=tmp_path / "old/iter_0000003", step=5)
+    one = tmp_path / "old/iter_0000003"
+    for names in (None, NameMap([rename("w", "w")])):
+        with pytest.raises(ConfigError, match="of step 3, not of step 5"):
+            checkpointer.load({}, source=one, step=5, names=names)
+    with pytest.raises(ConfigError, match="of step 3, not of step 5"), open_any(one, step=5):
+        pass
     with pytest.raises(StorageError, match="no committed checkpoint of step 4"):
         checkpointer.load({}, source=tmp_path / "old", step=4)
 

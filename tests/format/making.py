@@ -12,7 +12,7 @@ import numpy.typing as npt
 from holdfast.arrays.boxes import Box
 from holdfast.format.digest import block_digests, digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.envelopes.layouts import layout_in
+from holdfast.format.envelopes import layout_in
 from holdfast.format.envelopes.torch_dist import extra_files
 from holdfast.format.index import ChunkIndex, ImageEntry, chunk_name, encode_index, gaps
 from holdfast.format.manifest import (

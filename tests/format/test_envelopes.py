@@ -15,7 +15,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.envelopes.layouts import layout_in
+from holdfast.format.envelopes import layout_in
 from holdfast.format.envelopes.torch_archive import TORCH_NAMES
 from holdfast.format.envelopes.torch_dist import layout_torch_dist
 from holdfast.format.index import ImageEntry, gaps, layout_image, validate_index

@@ -169,6 +169,62 @@ def test_a_new_module_has_no_stored_version_and_neither_has_an_old_checkpoint(
         assert report.handed_over == ()
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("saved", "loaded"), [(First, Second), (Second, Second)])
+def test_files_of_torch_state_versions_there_and_back(
+    saved: type[nn.Linear], loaded: type[nn.Linear], nested: bool, tmp_path: Path
+) -> None:
+    """O2: a `.pt` file is loaded as torch loads it, and so is one that a conversion has written."""
+    true, twin = net(saved, 1), net(loaded, 2)
+    expected = copy.deepcopy(twin)
+    expected.load_state_dict(true.state_dict(), strict=False)
+    first, last = tmp_path / "first.pt", tmp_path / "last.pt"
+    state = true.state_dict()
+    torch.save({"nets": {"first": state, "again": state}, "loss": 0.5} if nested else state, first)
+    whole = ["--whole-tree"] if nested else []
+    assert main(["convert", str(first), str(tmp_path / "own"), "--to", "holdfast"]) == 0
+    assert main(["convert", str(tmp_path / "own"), str(last), "--to", "torch_save", *whole]) == 0
+    path = "nets.first" if nested else "model"
+    for file in (first, tmp_path / "own", last):
+        with Checkpointer(tmp_path / "other") as checkpointer:
+            module = copy.deepcopy(twin)
+            report = checkpointer.load(
+                {"model": FromPart(path, ModuleState(module))},
+                source=file,
+                allow_missing=["*.seen"],
+            )
+        for now, right in zip(tensors(module), tensors(expected), strict=True):
+            assert torch.equal(now, right)
+        assert bool(report.handed_over) == (saved is First)
+    read = torch.load(last)
+    back = copy.deepcopy(twin)
+    back.load_state_dict(read["nets"]["first"] if nested else read, strict=False)
+    for now, right in zip(tensors(back), tensors(expected), strict=True):
+        assert torch.equal(now, right)
+
+
+def test_versions_that_a_format_has_no_place_for_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """O2: by the conversion, and by the load of what may have to be converted."""
+    with Checkpointer(tmp_path / "own") as checkpointer:
+        checkpointer.save(1, {"model": net(Second, 1)})
+        for form in ("huggingface", "dcp"):
+            out = tmp_path / form
+            assert main(["convert", str(tmp_path / "own"), str(out), "--to", form]) == 0
+            assert "model.layer (2)" in capsys.readouterr().out
+            twin = net(Second, 2)
+            caplog.clear()
+            report = checkpointer.load({"model": twin}, source=out)
+            assert torch.equal(twin.layer.weight, net(Second, 1).layer.weight)
+            assert report.handed_over == ()
+            assert "states no versions" in caplog.text
+            assert "model: layer (Second, version 2)" in caplog.text
+            caplog.clear()
+            checkpointer.load({"model": net(First, 2)}, source=out, ignore_unexpected=["*.seen"])
+            assert "versions" not in caplog.text
+
+
 def test_only_a_part_of_what_is_converted_is_never_made_up(tmp_path: Path) -> None:
     """O2: an entry that is not loaded keeps what it has: it is of the new version already."""
     true, twin = net(First, 1), net(Second, 2)

@@ -19,8 +19,7 @@ from holdfast.errors import DriftError, HoldfastError, PlanError
 from holdfast.format.manifest import encode_manifest
 from holdfast.format.names import data_file
 from holdfast.writer.commit import assemble, build_index, compare_checks
-from holdfast.writer.plan_memo import PlanMemo
-from holdfast.writer.records import CommitPlan, DoneRecord, column
+from holdfast.writer.records import CommitPlan, DoneRecord, PlanMemo, column
 
 _ROWS_A_RANK = 256
 _CHECKS_A_RANK = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import msgspec
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.names import (
+    linked_steps,
     list_steps,
     newest_step_dir,
     require_root_of_checkpoints,
@@ -30,6 +32,9 @@ HOST_ID = "HOLDFAST_HOST_ID"
 
 _NUM_TRIES = 8
 """Times to look again for a checkpoint that is replaced or removed meanwhile."""
+_UNLEASED_S = 2.0
+"""Seconds of a load before it takes a lease in a bucket. One that loses its checkpoint in that time
+starts again."""
 _MAX_NAMED = 10
 _ALIVE_S = 5.0
 """Writers write a heartbeat every two seconds; one that is silent for so long has ended, where the
@@ -57,6 +62,7 @@ class Finder:
         self._groups = groups
         self._settle_s = settle_s
         self._is_complete = False
+        self._lease_after_s = _UNLEASED_S
         self._host = host_id()
         self.version: tuple[int, str] | None = None
 
@@ -132,6 +138,7 @@ class Finder:
         if self._groups.control.is_coordinator:
             try:
                 report = b"%d" % (save_id_of(self._storage, step_dir(step)) != save_id)
+                self._lease_after_s = 0.0  # it shall not happen again
             except Exception:  # a storage of the caller's that breaks its contract
                 report = b"0"
         try:
@@ -179,12 +186,15 @@ class Finder:
         Where retention removes it in between, there is a newer one: look again.
         """
         for left in reversed(range(_NUM_TRIES)):
-            chosen = self._choose(step, may_be_there=left == _NUM_TRIES - 1)
-            directory = step_dir(chosen)
+            is_first = left == _NUM_TRIES - 1
+            chosen = self._choose(step, may_be_there=is_first)
+            directory, after_s = step_dir(chosen), self._lease_after_s if is_first else 0.0
             with ExitStack() as stack:
                 try:
                     # The lease first, so that what is read cannot be removed.
-                    lease = stack.enter_context(read_lease(self._storage, directory))
+                    lease = stack.enter_context(
+                        read_lease(self._storage, directory, after_s=after_s)
+                    )
                     files = CheckpointFiles.open(self._storage, directory, prove=False)
                 except StorageError:
                     # Still there: then it is unreadable, and was not removed.
@@ -220,14 +230,20 @@ class Finder:
             raise StorageError(
                 f"{where} is not a directory, so it has no checkpoint to load"
             ) from None
-        if steps and (step is None or step in steps):
-            return steps[-1] if step is None else step
+        if steps and step is None:
+            if links := linked_steps(storage, above=steps[-1]):
+                logging.getLogger("holdfast").warning("step %s is loaded: %s", steps[-1], links)
+            return steps[-1]
+        if step is not None and step in steps:
+            return step
         if not steps:
             require_root_of_checkpoints(storage)
         where = storage.describe("")
         if step is None:
+            links = linked_steps(storage)
             raise StorageError(
                 f"{where} holds no committed checkpoint (no iter_… directory with a manifest)"
+                f"{links and f'; {links}'}"
             )
         have = ", ".join(map(str, steps[-_MAX_NAMED:])) or "none"
         raise StorageError(f"{where} has no committed checkpoint of step {step}; it has {have}")

@@ -38,7 +38,6 @@ from holdfast.checkpoint.options import LoadOptions, OnDrift
 from holdfast.checkpoint.reports import FellBack, JobReading, LoadReport, is_below
 from holdfast.collector import collector_paused
 from holdfast.errors import (
-    ConfigError,
     CorruptionError,
     HoldfastError,
     MismatchError,
@@ -50,24 +49,24 @@ from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.index import validate_index
 from holdfast.format.names import step_dir
 from holdfast.format.values import Codecs
-from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
-from holdfast.state.markers import FromPart, OnLayout, Stored
+from holdfast.state.markers import Stored
 from holdfast.state.matcher import LocalMemory, Matcher, MatchResult
+from holdfast.state.module_state import ModuleState
 from holdfast.state.module_versions import versions_below
 from holdfast.state.parts import (
     OptionalPart,
     StatefulPart,
     TreePart,
     applied_later,
-    check_part_name,
+    entries_of,
     is_closed,
     is_last,
     is_left_out,
     part_of,
-    schedules_of_other_rates,
 )
-from holdfast.state.rng import refuse_shared_streams
+from holdfast.state.schedules import other_rates
 from holdfast.state.shared_memory import are_of_no_file, missing_memory, shared_memory
 from holdfast.state.stored import StoredPart
 from holdfast.state.unfinished import refuse_unfinished
@@ -226,6 +225,8 @@ class Loader:
         job = self._fill(executor, files, result, written)
         values = self._restore(matcher, parts)
         warn_of_kept(result, control.rank)
+        if control.is_coordinator:
+            warn_of_unversioned(parts)
         others = _schedules_of_other_rates(parts, control.rank)
         later = tuple(path for part in parts for path in applied_later(part.name, part.part))
         paths = map(attrgetter("path"), result.tensors)
@@ -351,11 +352,7 @@ class Loader:
         self, files: CheckpointFiles, state: Mapping[str, object], options: LoadOptions
     ) -> tuple[Matcher, list[PartRequest], LocalMemory]:
         """Match the state with what is stored, without writing to a target."""
-        requested = {
-            name: each for name, each in state.items() if not is_left_out(each, of_load=True)
-        }
-        entries = {n: _unwrap(each, n, self._groups.layout) for n, each in requested.items()}
-        refuse_shared_streams({name: value for name, (_, _, value) in entries.items()})
+        entries = entries_of(state, self._groups.layout, of_load=True)
         # Those of one form have one object: the matcher compares few of them.
         forms = files.manifest.forms
         distinct = [(dtype, shape) for dtype, shape, _, _ in forms.distinct]
@@ -494,24 +491,6 @@ def _refuse_left_over(written: set[str], result: MatchResult, step: int) -> None
         )
 
 
-def _unwrap(value: object, name: str, layout: Layout) -> tuple[Layout, str | None, object]:
-    """A state's entry without its markers: its layout, the path if one is given, itself.
-
-    Raises:
-        ConfigError: The name can be no part's, or markers contradict each other.
-    """
-    check_part_name(name)
-    source: str | None = None
-    while isinstance(value, OnLayout | FromPart):
-        if isinstance(value, OnLayout):
-            layout, value = value.own_layout, value.value
-        elif source is None:
-            source, value = value.path, value.value
-        else:
-            raise ConfigError(f"state part '{name}': FromPart inside of a FromPart; give one path")
-    return layout, source, value
-
-
 def _not_requested(
     files: CheckpointFiles, state: Mapping[str, object], requests: Sequence[PartRequest]
 ) -> tuple[str, ...]:
@@ -534,11 +513,28 @@ def warn_of_kept(result: MatchResult, rank: int) -> None:
         )
 
 
+def warn_of_unversioned(parts: Sequence[PartRequest]) -> None:
+    """Say once which modules could not know whether to convert what is stored."""
+    names = [
+        f"{each.name}: {name}"
+        for each in parts
+        if isinstance(each.part, ModuleState)
+        for name in each.part.unversioned
+    ]
+    if names:
+        logging.getLogger("holdfast").warning(
+            "the checkpoint states no versions of modules; these convert entries of earlier ones, "
+            "and took what is stored as of their own version: %s",
+            some_of(names),
+        )
+
+
 def _schedules_of_other_rates(parts: Sequence[PartRequest], rank: int) -> tuple[str, ...]:
     """Return the schedules that continue by another rule than the saved run's; say so once."""
     others: dict[str, str] = {}
     for each in parts:
-        others |= schedules_of_other_rates(each.name, each.part)
+        if isinstance(each.part, StatefulPart) and not each.part.applies_later:
+            others |= other_rates(each.part.owner, each.name)
     if others:
         logging.getLogger("holdfast").warning(
             "rank %s: a schedule computes another learning rate than that of the saved run (%s): "

@@ -18,13 +18,13 @@ from holdfast.foreign.formats import open_catalog
 from holdfast.foreign.location import Location
 from holdfast.foreign.name_map import NameMap
 from holdfast.foreign.name_map_presets import name_map_of
-from holdfast.foreign.own_format import find_in_bucket
+from holdfast.foreign.own_format import own_place
 from holdfast.foreign.shared_opening import Answers
 from holdfast.foreign.view import CatalogStorage
-from holdfast.format.names import MANIFEST, list_steps, parse_step_dir, step_dir
+from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.parallel import Control
 from holdfast.parallel.ranks import disagreement
-from holdfast.storage import PosixStorage, Storage, is_url, open_storage
+from holdfast.storage import Storage, is_url, open_storage
 from holdfast.storage.places import as_url
 
 LoadSource: TypeAlias = str | os.PathLike[str] | Storage | Catalog
@@ -119,24 +119,21 @@ def _label_of(source: LoadSource) -> str:
 
 def _find(source: str | os.PathLike[str], step: int | None, *, is_mapped: bool) -> _Place:
     """Return what a path or URL is."""
-    if is_url(source):
-        url = as_url(source).rstrip("/")
-        own = find_in_bucket(url, step)
-        if own is None:
-            return _Place(False, url, step)
-        root, _, name = url.rpartition("/")
-        is_step = parse_step_dir(name) is not None
-        return _Place(True, root if is_step else url, parse_step_dir(own[1]))
-    path = Path(source)
-    if path.is_dir():
-        storage = PosixStorage(path)
-        if storage.exists(MANIFEST):
-            return _Place(True, str(path), step) if is_mapped else _one_checkpoint(path, step)
-        if list_steps(storage):
-            return _Place(True, str(path), step)
-        if step is not None and storage.is_dir(step_dir(step)):
-            path = path / step_dir(step)  # of a run in a foreign format
-    return _Place(False, str(path), step)
+    own = own_place(source, step)
+    if own is not None:
+        if own.directory is None:
+            return _Place(True, own.root, step)
+        known = parse_step_dir(own.directory)
+        if known is None and not is_mapped:
+            raise ConfigError(
+                f"{os.fspath(source)} is a checkpoint without the name of a step (iter_…): load it "
+                f"from a directory that has it under such a name"
+            )
+        return _Place(True, own.root, known)
+    path = as_url(source).rstrip("/") if is_url(source) else os.fspath(source)
+    if step is not None and not is_url(source) and os.path.isdir(f"{path}/{step_dir(step)}"):
+        path = f"{path}/{step_dir(step)}"  # of a run in a foreign format
+    return _Place(False, path, step)
 
 
 def _open(
@@ -171,17 +168,3 @@ def _shown(catalog: Catalog, on_drift: OnDrift) -> CatalogStorage:
     if catalog.drift:
         logging.getLogger("holdfast").warning("%s; the first copy is loaded", catalog.drift)
     return CatalogStorage(catalog)
-
-
-def _one_checkpoint(path: Path, step: int | None) -> _Place:
-    """Return the root above a checkpoint of our own, and its step."""
-    real = path.resolve()
-    own = parse_step_dir(real.name)
-    if own is None:
-        raise ConfigError(
-            f"{path} is a checkpoint without the name of a step (iter_…): load it from a directory "
-            f"that has it under such a name"
-        )
-    if step not in (None, own):
-        raise ConfigError(f"{path} is the checkpoint of step {own}, not of step {step}")
-    return _Place(True, str(real.parent), own)

@@ -12,7 +12,7 @@ from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.plan.claims import ClaimedRows, RankClaims
 from holdfast.checkpoint.plan.make_plan import RankShare
 from holdfast.errors import PlanError
-from holdfast.format.envelopes.layouts import layout_in
+from holdfast.format.envelopes import layout_in
 from holdfast.format.index import Image, ImageEntry, chunk_name
 from holdfast.format.manifest import Envelope
 from holdfast.format.names import data_file

@@ -7,7 +7,7 @@ import resource
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.errors import StorageError
+from holdfast.errors import StorageError, in_bytes
 from holdfast.storage import Storage
 from holdfast.writer.kept_images import end_keepers
 from holdfast.writer.memory import available_memory_nbytes
@@ -36,9 +36,9 @@ def check_budget(
         free = storage.free_nbytes()
         if free < needed:
             raise StorageError(
-                f"{storage.describe('')}: the checkpoint needs {_size(needed)}, but only "
-                f"{_size(free)} are free: {_size(needed - free)} short; remove old checkpoints "
-                f"(holdfast prune) or save elsewhere"
+                f"{storage.describe('')}: the checkpoint needs {in_bytes(needed)}, but only "
+                f"{in_bytes(free)} are free: {in_bytes(needed - free)} short; remove old "
+                f"checkpoints (holdfast prune) or save elsewhere"
             )
     needed = sum(max(image_nbytes - held, 0) for held in held_nbytes)
     if needed:
@@ -48,9 +48,9 @@ def check_budget(
             free = available_memory_nbytes()
         if free < needed:
             raise StorageError(
-                f"staging this rank's share needs {_size(needed)} more memory in "
-                f"{len(held_nbytes)} staging buffer(s), but only {_size(free)} are available: "
-                f"{_size(needed - free)} short; use staging_buffers=1 or more ranks to save with"
+                f"staging this rank's share needs {in_bytes(needed)} more memory in "
+                f"{len(held_nbytes)} staging buffer(s), but only {in_bytes(free)} are available: "
+                f"{in_bytes(needed - free)} short; use staging_buffers=1 or more ranks to save with"
             )
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
@@ -60,11 +60,3 @@ def check_budget(
                 f"{used} of {soft} file descriptors are open and a save needs {_NUM_DESCRIPTORS}: "
                 f"{used + _NUM_DESCRIPTORS - soft} short; raise the limit (ulimit -n)"
             )
-
-
-def _size(nbytes: int) -> str:
-    """Bytes for a message."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes} B"

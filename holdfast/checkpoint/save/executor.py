@@ -12,9 +12,9 @@ import torch
 
 from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
+from holdfast.checkpoint.reports import Phases
 from holdfast.checkpoint.save.handshake import AgreedSave
 from holdfast.checkpoint.save.lazy_staging import LateCopy, LateRows, LazyStaging
-from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import (
     Copiers,
     Staging,

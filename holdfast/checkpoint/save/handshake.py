@@ -12,14 +12,13 @@ import msgspec
 from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.planner import Planner
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
-from holdfast.checkpoint.reports import SaveReport
+from holdfast.checkpoint.reports import Phases, SaveReport
 from holdfast.checkpoint.save.budget import check_budget
 from holdfast.checkpoint.save.pending import (
     UnreportedSaves,
     raise_failures,
     shortened,
 )
-from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.errors import ConfigError, ErrorRecord, PlanError, StorageError, some_of
 from holdfast.format.digest import digest128

@@ -13,7 +13,7 @@ from itertools import dropwhile
 
 from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.rank_plan import RankPlan
-from holdfast.checkpoint.reports import SaveReport
+from holdfast.checkpoint.reports import Phases, SaveReport
 from holdfast.checkpoint.save.executor import SaveExecutor
 from holdfast.checkpoint.save.handshake import (
     BEGIN,
@@ -28,7 +28,6 @@ from holdfast.checkpoint.save.pending import (
     leave,
     raise_failures,
 )
-from holdfast.checkpoint.save.phases import Phases
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.collector import collector_paused
 from holdfast.errors import ConfigError, ErrorRecord, HoldfastError, StorageError

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED, print_error, print_removed
-from holdfast.cli.support.tables import make_console, make_table, print_json, progress_bar
+from holdfast.cli.support.tables import Listing, make_console, print_json, progress_bar
 from holdfast.errors import ConfigError, CorruptionError, clean, counted, in_bytes
 from holdfast.foreign.casts import cast_weights, float_type
 from holdfast.foreign.catalog import Catalog
@@ -44,7 +44,7 @@ class Args:
     """The format to write."""
 
     step: int | None = None
-    """Which step of a directory of our own; the number of the step when writing our own."""
+    """Which step of a directory of our own; from another format, the number of our own."""
 
     map: str | None = None
     """How names of the source become those of the target: a preset, or a TOML file."""
@@ -187,7 +187,7 @@ def _print(
     """Say what was written, what was changed on the way, and what was left out."""
     output, catalog = conversion.output, conversion.catalog
     if args.dry_run:
-        table = make_table([("file", ""), ("tensors", "right"), ("size", "right")])
+        table = Listing([("file", ""), ("tensors", "right"), ("size", "right")])
         for file in output.files:
             table.add_row(clean(file.name), str(len(file.extents)), in_bytes(file.nbytes))
         console.print(table)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, metadata_in_words, when
 from holdfast.cli.support.steps import find_runs, open_root, require_something
-from holdfast.cli.support.tables import make_console, make_table, print_json
+from holdfast.cli.support.tables import Listing, make_console, print_json
 from holdfast.errors import ConfigError, HoldfastError, clean, counted, in_bytes
 from holdfast.foreign.formats import detect_format, open_catalog, unknown
 from holdfast.foreign.location import Location
@@ -103,7 +103,7 @@ def run(args: Args) -> int:
         raise ConfigError(f"{root} is one checkpoint; `holdfast show {root}` shows it")
     if is_url(args.root):
         require_something(storage, names, root)
-    leftovers = _leftovers(names, {step.step for step in steps})
+    leftovers = _leftovers(args.root, names, {step.step for step in steps})
     pointer = _pointer(storage)
     # A directory without checkpoints of our own may have some of others.
     foreign = [] if steps or is_url(args.root) else _find_foreign(args.root)
@@ -232,7 +232,7 @@ def _run(path: Path) -> Run:
     return Run(path=str(path), num_steps=len(steps), latest=steps[-1] if steps else None)
 
 
-def _leftovers(names: Sequence[str], committed: set[int]) -> list[Uncommitted]:
+def _leftovers(root: str | Path, names: Sequence[str], committed: set[int]) -> list[Uncommitted]:
     """Directories of saves and removals that are not checkpoints."""
     leftovers = []
     for name in names:
@@ -245,7 +245,8 @@ def _leftovers(names: Sequence[str], committed: set[int]) -> list[Uncommitted]:
                 Uncommitted(name=name, step=None, what="being removed, or left from it")
             )
         elif step is not None and step not in committed:
-            what = f"has the name of a step, but no {MANIFEST}"
+            is_link = os.path.islink(os.path.join(root, name))
+            what = f"has the name of a step, but {'is a link' if is_link else f'no {MANIFEST}'}"
             leftovers.append(Uncommitted(name=name, step=step, what=what))
     return leftovers
 
@@ -262,7 +263,7 @@ def _pointer(storage: Storage) -> int | None:
 def _print_foreign(foreign: list[Foreign]) -> None:
     """The list of checkpoints in other formats."""
     console = make_console()
-    table = make_table(
+    table = Listing(
         [("path", "cyan"), ("format", ""), ("step", "right"), ("tensors", "right"),
          ("size", "right"), ("", "red")]
     )  # fmt: skip
@@ -282,7 +283,7 @@ def _print_runs(root: str, runs: list[Run]) -> None:
     console.print(
         f"{root} holds {counted(len(runs), 'run')} and no checkpoint of its own:", soft_wrap=True
     )
-    table = make_table([("run", "cyan"), ("steps", "right"), ("latest", "right"), ("", "red")])
+    table = Listing([("run", "cyan"), ("steps", "right"), ("latest", "right"), ("", "red")])
     for run in runs:
         latest = "" if run.latest is None else f"{run.latest}"
         table.add_row(clean(run.path), f"{run.num_steps}", latest, clean(run.problem or ""))
@@ -299,7 +300,7 @@ def _print(root: str, steps: list[Step], leftovers: list[Uncommitted], pointer: 
             ("size", "right"), ("files", "right"), ("layout", ""),
         ]  # fmt: skip
         has_metadata = any(step.metadata for step in steps)
-        table = make_table([*columns, ("metadata", "")] if has_metadata else columns)
+        table = Listing([*columns, ("metadata", "")] if has_metadata else columns)
         for step in steps:
             mark = "latest" if step is steps[-1] else ""
             if step.damage is not None:

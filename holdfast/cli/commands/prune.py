@@ -13,7 +13,7 @@ from typing import Annotated, Literal, cast
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED
 from holdfast.cli.support.steps import open_steps
-from holdfast.cli.support.tables import make_console, make_table, print_json
+from holdfast.cli.support.tables import Listing, make_console, print_json
 from holdfast.errors import ConfigError, clean, counted, in_bytes
 from holdfast.policies.keep import (
     AnyOf,
@@ -202,7 +202,7 @@ def _print_plan(root: str, plan: RetentionPlan, saves: Sequence[Leftover]) -> No
     if not plan.keep and not plan.remove and not plan.spared and not saves:
         console.print(f"no committed checkpoint in {root}")
         return
-    table = make_table([("step", "right"), ("", ""), ("why", ""), ("size", "right")])
+    table = Listing([("step", "right"), ("", ""), ("why", ""), ("size", "right")])
     removals = {removal.step: removal for removal in plan.remove}
     for step in sorted({*plan.keep, *removals}):
         if step in removals:

@@ -9,7 +9,7 @@ from typing import Annotated
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED
 from holdfast.cli.support.steps import open_steps
-from holdfast.cli.support.tables import make_console, make_table, print_json
+from holdfast.cli.support.tables import Listing, make_console, print_json
 from holdfast.errors import clean, counted
 from holdfast.storage import shown
 from holdfast.writer.leftovers import Fate, Leftover, repair
@@ -61,7 +61,7 @@ def _print(args: Args, leftovers: list[Leftover]) -> None:
     if not leftovers:
         console.print(f"nothing is left behind in {shown(args.root)}")
         return
-    table = make_table([("step", "right"), ("leftover", ""), ("", ""), ("why", "")])
+    table = Listing([("step", "right"), ("leftover", ""), ("", ""), ("why", "")])
     for leftover in leftovers:
         word, style = _WORDS_AND_STYLES[leftover.fate]
         would = args.dry_run and leftover.fate in ("finished", "removed")

@@ -25,7 +25,7 @@ from holdfast.cli.support.messages import (
     when,
 )
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
-from holdfast.cli.support.tables import MAX_ROWS, make_console, make_table, print_json
+from holdfast.cli.support.tables import MAX_ROWS, Listing, make_console, print_json
 from holdfast.cli.support.tensor_stats import TensorStats, tensor_stats
 from holdfast.cli.support.value_tree import value_tree
 from holdfast.errors import ConfigError, CorruptionError, clean, counted, in_bytes
@@ -252,7 +252,7 @@ def _print_summary(console: Console, opened: OpenCheckpoint, manifest: Manifest)
 
 def _print_parts(console: Console, manifest: Manifest) -> None:
     """Return how many tensors and values each part has."""
-    table = make_table(
+    table = Listing(
         [("part", "bold"), ("tensors", "right"), ("size", "right"), ("values", "right")]
     )
     sizes = {tensor.key: tensor.nbytes for tensor in manifest.tensors}
@@ -265,7 +265,7 @@ def _print_parts(console: Console, manifest: Manifest) -> None:
 
 def _print_files(console: Console, snapshot: Snapshot) -> None:
     """The data files, and which rank wrote each."""
-    table = make_table(
+    table = Listing(
         [("file", ""), ("size", "right"), ("chunks", "right"), ("rank", "right"), ("at", "")]
     )
     for file, count in zip(snapshot.manifest.files, _num_chunks(snapshot), strict=True):
@@ -276,7 +276,7 @@ def _print_files(console: Console, snapshot: Snapshot) -> None:
 
 def _print_tensors(console: Console, rows: list[TensorRow], *, is_all: bool) -> None:
     """The tensors, the first ones unless all were asked for."""
-    table = make_table(
+    table = Listing(
         [
             ("tensor", "cyan"), ("dtype", ""), ("shape", ""), ("chunks", "right"),
             ("copies", "right"), ("written by", ""), ("size", "right"),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.steps import open_steps
-from holdfast.cli.support.tables import make_console, make_table, print_json
+from holdfast.cli.support.tables import Listing, make_console, print_json
 from holdfast.errors import ConfigError, clean
 from holdfast.format.names import list_steps
 from holdfast.retention.tags import list_tags, remove_tag, set_tag
@@ -55,7 +55,7 @@ def run(args: Args) -> int:
         console.print(f"no tags in {shown(args.root)}")
         return 0
     steps = set(list_steps(storage))
-    table = make_table([("tag", "cyan"), ("step", "right"), ("", "red")])
+    table = Listing([("tag", "cyan"), ("step", "right"), ("", "red")])
     for name, step in tags.items():
         table.add_row(clean(name), f"{step}", "" if step in steps else "not there any more")
     console.print(table)

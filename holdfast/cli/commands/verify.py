@@ -14,7 +14,7 @@ from typing import Annotated
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED
 from holdfast.cli.support.steps import StoredCheckpoint, lease_checkpoint
-from holdfast.cli.support.tables import make_console, make_table, print_json, progress_bar
+from holdfast.cli.support.tables import Listing, make_console, print_json, progress_bar
 from holdfast.errors import clean, counted, in_bytes
 from holdfast.foreign.checksums import compare_checksums
 from holdfast.foreign.view import CatalogStorage
@@ -112,7 +112,7 @@ def _print(
     if not damages:
         console.print(f"{label}: whole ({rate})", style="green")
         return
-    table = make_table([("file", ""), ("byte", "right"), ("tensor", "cyan"), ("damage", "")])
+    table = Listing([("file", ""), ("byte", "right"), ("tensor", "cyan"), ("damage", "")])
     for damage in damages:
         offset = "" if damage.offset is None else str(damage.offset)
         table.add_row(clean(damage.file), offset, clean(damage.key or ""), clean(damage.what))

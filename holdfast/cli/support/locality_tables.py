@@ -8,7 +8,7 @@ from rich.console import Console
 
 from holdfast.cli.support.holders import SavedPlacement
 from holdfast.cli.support.locality import placement_counts, rank_localities, stored_kinds
-from holdfast.cli.support.tables import MAX_ROWS, make_table
+from holdfast.cli.support.tables import MAX_ROWS, Listing
 from holdfast.errors import clean, counted, in_bytes
 
 SCOPE = (
@@ -37,7 +37,7 @@ def locality_json(saved: SavedPlacement) -> dict[str, object]:
 
 def print_locality(console: Console, saved: SavedPlacement) -> None:
     """Three tables: by rank, by part and kind of tensor, and by placement."""
-    table = make_table(
+    table = Listing(
         [
             ("rank", "right"), ("in its own file", "right"), ("in files of others", "right"),
             ("own share", "right"), ("files to open", "right"),
@@ -57,7 +57,7 @@ def print_locality(console: Console, saved: SavedPlacement) -> None:
         more = counted(len(ranks) - MAX_ROWS, "more rank")
         console.print(f"… and {more}; --json lists all", style="dim")
     _print_kinds(console, saved)
-    table = make_table(
+    table = Listing(
         [("tensors", "right"), ("size", "right"), ("placement", "bold"), ("which means", "")],
         title="how tensors are placed",
     )
@@ -70,7 +70,7 @@ def print_locality(console: Console, saved: SavedPlacement) -> None:
 
 def _print_kinds(console: Console, saved: SavedPlacement) -> None:
     """Print how often tensors are stored, by part and kind, and the bytes of copies."""
-    table = make_table(
+    table = Listing(
         [
             ("part", "bold"), ("kind", ""), ("tensors", "right"), ("size", "right"),
             ("stored", "right"), ("times stored", "right"), ("extra", "right"),

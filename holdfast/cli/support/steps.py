@@ -13,12 +13,11 @@ from pathlib import Path
 from holdfast.errors import ConfigError, counted
 from holdfast.foreign.formats import detect_format, open_catalog, unknown, without_bytes
 from holdfast.foreign.location import Location
-from holdfast.foreign.own_format import find_in_bucket
+from holdfast.foreign.own_format import find_own
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import (
     MANIFEST,
-    committed_step,
-    list_steps,
+    linked_steps,
     parse_saving_dir,
     parse_step_dir,
     step_dir,
@@ -162,39 +161,20 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
     Raises:
         ConfigError: there is none; the message says what was looked for.
     """
-    if is_url(path):
-        return _find_in_bucket(as_url(path).rstrip("/"), step)
-    # By `os.path`, for which a path that may not be examined is none.
-    if os.path.isfile(path):
-        if foreign := _find_foreign(path, step=step):
-            return foreign
-        raise ConfigError(unknown(Location.of(path)))
-    storage = open_root(path)
-    if storage.exists(MANIFEST):
-        if step is not None and path.resolve().name != step_dir(step):
-            raise ConfigError(f"{path} is one checkpoint; --step {step} needs the directory above")
-        return StoredCheckpoint(storage=storage, directory="", label=str(path))
-    steps = list_steps(storage)
-    if not steps:
-        if foreign := _find_foreign(path, step=step):
-            return foreign
-        raise ConfigError(_nothing_at(path, storage))
-    directory = step_dir(committed_step(steps, step, place=str(path)))
-    return StoredCheckpoint(storage=storage, directory=directory, label=str(path / directory))
-
-
-def _find_in_bucket(url: str, step: int | None) -> StoredCheckpoint:
-    """The checkpoint meant by a URL: of a place that holds checkpoints, or of one step in it."""
-    own = find_in_bucket(url, step)
+    own = find_own(path, step)
     if own is not None:
-        storage, directory = own
-        return StoredCheckpoint(
-            storage=storage, directory=directory, label=storage.describe(directory)
-        )
-    foreign = _find_foreign(url, step=step)
-    if foreign is None:
-        raise ConfigError(f"{url} has no committed checkpoint, nor one in a format that is known")
-    return foreign
+        return StoredCheckpoint(storage=own.storage, directory=own.directory, label=own.label)
+    # By `os.path`, for which a path that may not be examined is none.
+    is_directory = not (is_url(path) or os.path.isfile(path))
+    storage = open_root(path) if is_directory else None
+    place = as_url(path).rstrip("/") if is_url(path) else path
+    if foreign := _find_foreign(place, step=step):
+        return foreign
+    if storage is not None:
+        raise ConfigError(_nothing_at(path, storage))
+    if is_url(path):
+        raise ConfigError(f"{place} has no committed checkpoint, nor one in a format that is known")
+    raise ConfigError(unknown(Location.of(path)))
 
 
 def _find_foreign(path: Path | str, *, step: int | None) -> StoredCheckpoint | None:
@@ -222,6 +202,8 @@ def _nothing_at(path: Path, storage: Storage) -> str:
         return f"{path} holds no committed checkpoint, only a save that was not finished"
     if runs := find_runs(path):
         return _choose_a_run(path, runs)
+    if links := linked_steps(storage):
+        return f"{path} holds no committed checkpoint; {links}"
     if reason := without_bytes(Location.of(path)):
         return reason
     return (
@@ -280,20 +262,5 @@ def lease_checkpoint(
         ConfigError: as `find_checkpoint`.
         StorageError: the checkpoint was removed each time.
     """
-    with lease_chosen(lambda: _from_above(path, find_checkpoint(path, step=step))) as leased:
+    with lease_chosen(lambda: find_checkpoint(path, step=step)) as leased:
         yield leased
-
-
-def _from_above(path: Path, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
-    """A checkpoint named by its own directory, seen from the directory above, where leases are."""
-    real = path.resolve()
-    if (
-        checkpoint.foreign
-        or checkpoint.directory
-        or is_url(path)
-        or parse_step_dir(real.name) is None
-    ):
-        return checkpoint
-    return StoredCheckpoint(
-        storage=PosixStorage(real.parent), directory=real.name, label=checkpoint.label
-    )

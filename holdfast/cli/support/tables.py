@@ -81,6 +81,10 @@ class Listing:
     """A table that keeps every column at any width: text and headings wrap, numbers do not.
 
     Where the terminal has no room for that, each row is printed as lines of heading and cell.
+
+    Args:
+        columns: A heading and a style each ("right" aligns numbers).
+        title: Above the table.
     """
 
     def __init__(self, columns: Sequence[tuple[str, str]], *, title: str = "") -> None:
@@ -143,18 +147,13 @@ class Listing:
             yield Text()
 
 
-def make_table(columns: Sequence[tuple[str, str]], *, title: str = "") -> Listing:
-    """A table; each column is a heading and a style ("right" aligns numbers)."""
-    return Listing(columns, title=title)
-
-
 def print_rows(
     console: Console, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]
 ) -> None:
     """A table of the first `MAX_ROWS` rows, and how many more there are; nothing without rows."""
     if not rows:
         return
-    table = make_table(columns)
+    table = Listing(columns)
     for row in rows[:MAX_ROWS]:
         table.add_row(*row)
     console.print(table)

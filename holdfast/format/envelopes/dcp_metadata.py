@@ -73,8 +73,10 @@ class FlatTree:
         if not value and not self._is_strict:
             self._notes.append(f"{shown} is empty, which the format cannot hold")
         if type(value) is not dict:
+            attached = ", ".join(getattr(value, "__dict__", ()))
+            lost = f" without its {attached}" if attached else ""
             self._notes.append(
-                f"{shown} is of type {type(value).__name__}: it is written as a dict"
+                f"{shown} is of type {type(value).__name__}: it is written as a dict{lost}"
             )
         if not all(type(key) is str for key in value):
             self._notes.append(f"{shown} has keys that are not strings: they become strings")
