@@ -15,8 +15,9 @@ Around them: `states.py` (the table of states), `judging.py` (what follows from 
 (what ranks tell each other; `journal.py`, the report; `places.py`, who feeds a value), `attempt.py`
 (the calls of one run; `evidence.py`, those of all ranks), `second_opinion.py` (another data replica
 runs the step; `vouching.py`, without a rejection), `replay.py` and `replayed.py` (what a run starts
-with; `training_state.py`, whether that was sound), `kept_trees.py` (the one form in which anything
-is kept), `entry.py` (what is in a checkpoint), `rules.py` and `values.py` (what is judged, how).
+with; `training_state.py`, whether that was sound; `other_modules.py`, what else a run changes),
+`kept_trees.py` (the one form in which anything is kept), `entry.py` (what is in a checkpoint),
+`rules.py` and `values.py` (what is judged, how).
 """
 
 from holdfast.rerun.devices import DeviceIdentity

@@ -159,6 +159,8 @@ class Course:
         self._is_confirming = False
         """True in a run whose results are used, after all values have their verdicts."""
         self.observations = Observations(team)
+        self._has_looked = self._has_added = False
+        """Whether a rerun has come to its first forward, with gradients of the run before."""
         self._vetoed: bool | None = None
         """Whether a rank has rejected a value, if the sum of an optimizer has carried that."""
         self._passes = ""
@@ -345,8 +347,11 @@ class Course:
 
     def _start_run(self, suspects: dict[Call, Suspect]) -> None:
         self._vetoed = None
-        if self.state is not State.INITIAL_RUN:
+        self._has_added = self._has_looked = False
+        is_rerun = self.state is not State.INITIAL_RUN
+        if is_rerun:
             self._training_state.drop_gradients()
+        looks = is_rerun and self._training_state.has_hidden_gradients()
         self.attempt = Attempt(
             suspects=suspects,
             confirmed=self._confirmed,
@@ -355,9 +360,16 @@ class Course:
         self._reactions.run_begins(
             step=self.step,
             coordinate=self.coordinate_of_batches,
-            is_rerun=self.state is not State.INITIAL_RUN,
+            is_rerun=is_rerun,
             device=self.team.here.identity,
+            at_forward=self._look_for_gradients if looks else None,
         )
+
+    def _look_for_gradients(self, _: object) -> None:
+        """See at the first forward of a rerun whether the loop has dropped gradients."""
+        if not self._has_looked:
+            self._has_looked = True
+            self._has_added = self._training_state.has_hidden_gradients()
 
     def _run_again(self, suspects: dict[Call, Suspect]) -> bool:
         """Restore everything to the start of the step, for another run in place."""
@@ -399,7 +411,7 @@ class Course:
             return False
         self.attempt.judge()
         self._reactions.run_ends()
-        self._name_attributes()
+        self._name_changes()
         if self._mode is Mode.REPORT_DETERMINISM_STATS:
             return self._conclude_comparison()
         changed = self._refusal_of_changes()
@@ -443,8 +455,8 @@ class Course:
             )
         return self._follow(judgement, evidence)
 
-    def _name_attributes(self) -> None:
-        """Name the attributes of modules that a run has changed, and that a rerun starts with."""
+    def _name_changes(self) -> None:
+        """Name what a run has changed, and a rerun would start with."""
         names = self._replayed.changed_attributes()
         if names:
             self.team.note(
@@ -453,6 +465,14 @@ class Course:
                 f"back: it would start with what the run before has left there. If a run reads "
                 f"them (a counter, a queue), pass Replayed(hooks=[(save, restore)]), or keep them "
                 f"in buffers"
+            )
+        names = self._replayed.changed_others()
+        if names and self._vetoed is not False:  # an accepted step is not run again
+            self.team.note(
+                f"step {self.step}: a run on rank {self.team.here.rank} has changed tensors of "
+                f"modules that the machine does not know ({some_of(names, most=MAX_NAMED)}), and a "
+                f"rerun would change them once more. Change them after the loop over attempts (an "
+                f"average of the parameters, a metric), or pass Replayed(hooks=[(save, restore)])"
             )
 
     def _any_rejected(self, is_refused: bool) -> bool:
@@ -463,10 +483,16 @@ class Course:
         return self.team.any_rank(has_rejected, phase=f"step {self.step}")
 
     def _refusal_of_changes(self) -> ConfigError | None:
-        """Return an error if parameters were changed in the run.
+        """Return an error if parameters were changed in the run, or gradients of two runs added.
 
         It counts for nothing if an optimizer has asked, and no rank had a veto: the step is over.
         """
+        if self._has_added:
+            return ConfigError(
+                f"step {self.step}: gradients of the run before were in buckets of an optimizer "
+                f"when the step ran again, which has added its own to them; drop gradients at the "
+                f"start of each run, or pass RerunMachine(optimizers=[optimizer])"
+            )
         changed = self._training_state.changed()
         if not changed:
             return None

@@ -50,9 +50,17 @@ class Reactions:
         self._watching = ExitStack()
 
     def run_begins(
-        self, *, step: int, coordinate: str, is_rerun: bool, device: DeviceIdentity
+        self,
+        *,
+        step: int,
+        coordinate: str,
+        is_rerun: bool,
+        device: DeviceIdentity,
+        at_forward: Callable[[nn.Module], object] | None = None,
     ) -> None:
-        """A run of a step begins on this rank."""
+        """A run of a step begins on this rank; `at_forward` is called before each forward in it."""
+        if at_forward is not None:
+            self._watching.callback(watch_forwards(at_forward))
         if self._watches_buffers:
             self._watches_buffers = False
             self._watching.callback(watch_forwards(self._look_for_buffers))

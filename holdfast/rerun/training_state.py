@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast._torch import write_counter
 from holdfast.errors import ConfigError
 from holdfast.state.optimizer_protocol import OptimizersByModule
 from holdfast.state.tensor_elements import local_of, tensor_digest
+from holdfast.state.unfinished import unfinished_on, workers_on
 
-_WITH_GRADIENT = (nn.Parameter, DTensor)
-"""Types of parameters whose gradient is in `.grad`: those of sharded optimizers have their own."""
+_GRADIENT: Any = torch.Tensor.grad
+"""What `.grad` is of a parameter whose gradient is there. A class with a `.grad` of its own, as a
+parameter has for a while whose gradient is in a bucket, must not be asked."""
 MAX_NAMED = 4
 """Tensors that a message names."""
+
+
+class _DropsGradients(Protocol):
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
 
 
 class TrainingState:
@@ -40,6 +46,7 @@ class TrainingState:
 
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Any] = ()) -> None:
         self._modules = tuple(modules)
+        self._given = tuple(optimizers)
         self._optimizers = tuple(_torch_optimizers(optimizers))
         # Sharded optimizers write to memory that parameters are views of, which autograd's counters
         # do not show.
@@ -48,6 +55,9 @@ class TrainingState:
         self._parameters: list[tuple[str, nn.Parameter]] | None = None
         self._versions: list[int] = []
         self._without_gradient: list[nn.Parameter] = []
+        self._droppable: list[_DropsGradients] = []
+        """What keeps gradients elsewhere than in `.grad`: optimizers, fully sharded models."""
+        self._idle: list[_DropsGradients] = []
 
     @property
     def is_known(self) -> bool:
@@ -61,23 +71,33 @@ class TrainingState:
         """
         if self._parameters is None:
             self._parameters = [*self._named_parameters()]
+            self._droppable = [*_droppable(self._given, self._modules)]
         self._versions = [write_counter(each) for _, each in self._parameters]
         self._without_gradient = [
             each
             for _, each in self._parameters
-            if type(each) in _WITH_GRADIENT and each.grad is None
+            if type(each).grad is _GRADIENT and each.grad is None
         ]
+        self._idle = [each for each in self._droppable if unfinished_on(*_parts(each)) is None]
         self._num_updates = [each.num_updates for each in self._counted]
 
     def drop_gradients(self) -> None:
         """Drop the gradients that were not there at `note`: of the run before.
 
         A loop that has dropped gradients before its attempts would add those of the rerun to them.
-        What sharded optimizers keep in buckets is theirs.
         """
+        for idle in self._idle:
+            idle.drop_gradients()
         for each in self._without_gradient:
-            if type(each) in _WITH_GRADIENT:
+            if type(each).grad is _GRADIENT:
                 each.grad = None
+
+    def has_hidden_gradients(self) -> bool:
+        """Return True if there are gradients in buckets of an optimizer that is not known.
+
+        They were not there at `note`; only the loop can drop them.
+        """
+        return any(type(each).grad is not _GRADIENT for each in self._without_gradient)
 
     def changed(self) -> list[str]:
         """Return the names of parameters that were written to since `note`, and of optimizers."""
@@ -142,6 +162,22 @@ class TrainingState:
                     for key, value in entries.items():
                         if isinstance(value, torch.Tensor):
                             yield f"{name} ({key})", value
+
+
+def _droppable(
+    optimizers: Iterable[Any], modules: Iterable[nn.Module]
+) -> Iterator[_DropsGradients]:
+    """Yield what keeps gradients of a model elsewhere than in `.grad`, each once."""
+    owners = [*optimizers, *(inner for module in modules for inner in module.modules())]
+    targets: Any = {id(each): each for owner in owners for each in (owner, *workers_on(owner))}
+    yield from (each for each in targets.values() if hasattr(type(each), "drop_gradients"))
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Return an optimizer, with those of its modules if it has several."""
+    if isinstance(optimizer, OptimizersByModule):
+        return [optimizer, *optimizer.optimizers_by_module().values()]
+    return [optimizer]
 
 
 def _torch_optimizers(optimizers: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:

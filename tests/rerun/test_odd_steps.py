@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
-from holdfast import Checkpointer, ProcessGroups
+from holdfast import (
+    ChainedOptimizer,
+    Checkpointer,
+    ProcessGroups,
+    ReducedOptimizer,
+    ShardedOptimizer,
+)
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.rerun import (
     DeviceIdentity,
@@ -53,6 +62,41 @@ def numbered(first: int = 0) -> Iterator[torch.Tensor]:
         yield torch.full((2, 4), float(number))
 
 
+def parameters(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters())
+
+
+def adam(model: nn.Module, groups: ProcessGroups) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def sharded(
+    model: nn.Module, groups: ProcessGroups, *, stage: int = 1, parameters: Any = None
+) -> ShardedOptimizer:
+    parameters = list(model.parameters()) if parameters is None else parameters
+    make = partial(torch.optim.Adam, lr=0.01)
+    return ShardedOptimizer(
+        model, parameters, make=make, groups=groups, over="dp_cp", divisor=1, stage=stage,
+        name="rest",
+    )  # fmt: skip
+
+
+def chained(model: nn.Module, groups: ProcessGroups) -> ChainedOptimizer:
+    *rest, last = model.parameters()
+    whole = ReducedOptimizer(torch.optim.Adam([last], lr=0.01), groups, name="last")
+    return ChainedOptimizer({"last": whole, "rest": sharded(model, groups, parameters=rest)})
+
+
+class OfClass(nn.Parameter):
+    """A parameter of a class of the user's."""
+
+
+def adam_of_class(model: nn.Module, groups: ProcessGroups) -> torch.optim.Optimizer:
+    layer: Any = model[3]
+    layer.weight = OfClass(layer.weight.detach())
+    return adam(model, groups)
+
+
 class Loop(SavedLoop):
     """A loop whose model has dropout and running statistics."""
 
@@ -64,6 +108,8 @@ class Loop(SavedLoop):
         device: str = "A",
         layer: nn.Module | None = None,
         hooks: Sequence[Any] = (),
+        make: Callable[[nn.Module, ProcessGroups], Any] | None = None,
+        is_given: bool = False,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -75,7 +121,11 @@ class Loop(SavedLoop):
         )
         if layer is not None:
             self.model.append(layer)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.optimizer = (make or adam)(self.model, groups)
+        self.average: nn.Module | None = None
+        """Of the parameters, updated at the end of each run."""
+        if is_given:
+            options["optimizers"] = [self.optimizer]
         self.lines: list[str] = []
         self.machine = RerunMachine(
             groups,
@@ -132,6 +182,13 @@ class Loop(SavedLoop):
                         is_bad = (self.step, microbatch) == bad and number < num_bad
                         value = math.nan if is_bad else loss.item()
                         self.machine.validate("loss", value, NotFinite(), fatal=False)
+                    if isinstance(self.average, AveragedModel):
+                        self.average.update_parameters(self.model)
+                    elif self.average is not None:
+                        for mean, now in zip(
+                            *map(parameters, (self.average, self.model)), strict=True
+                        ):
+                            mean.data.mul_(0.5).add_(now.data)
             except MemoryError:
                 left_in, was_left = None, True
                 continue
@@ -234,7 +291,7 @@ def test_attributes_that_a_rerun_does_not_bring_back_are_named(
     assert same(good, transient) == (not missing)
 
 
-def test_data_that_is_bad_is_told_from_a_device_under_random_draws(
+def test_data_that_is_bad_is_given_from_a_device_under_random_draws(
     groups: ProcessGroups, tmp_path: Path
 ) -> None:
     """D8: with other masks the value would be another one, and device A would be convicted."""
@@ -259,17 +316,73 @@ def test_data_that_is_bad_is_told_from_a_device_under_random_draws(
     assert second.machine.decision.exit_code == 19
 
 
+OPTIMIZERS: dict[str, Callable[[nn.Module, ProcessGroups], Any]] = {
+    "plain": adam,
+    "of a class": adam_of_class,
+    "sharded": sharded,
+    "sharded gradients": partial(sharded, stage=2),
+    "chained": chained,
+}
+
+
+@pytest.mark.parametrize("left_in", [None, 0, 1])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_gradients_of_the_run_before_are_not_added_to(
-    groups: ProcessGroups, tmp_path: Path
+    groups: ProcessGroups, tmp_path: Path, kind: str, left_in: int | None
 ) -> None:
     """D7: by a loop that drops them before its attempts, in a rerun and after it has left one."""
-    good = Loop(groups, tmp_path / "good")
+    make = OPTIMIZERS[kind]
+    good = Loop(groups, tmp_path / "good", make=make)
     good.run(3, good.machine.replayable(numbered()))
-    for number, options in enumerate(({}, {"left_in": 0}, {"left_in": 1})):
-        loop = Loop(groups, tmp_path / str(number))
+    loop = Loop(groups, tmp_path / "loop", make=make, is_given=True)
+    batches = loop.machine.replayable(numbered())
+    loop.run(3, batches, bad=(0, 1), drops_before=True, left_in=left_in)
+    assert same(good, loop)
+
+
+@pytest.mark.parametrize("mode", ["validate_results", "report_determinism_stats"])
+def test_gradients_in_buckets_of_an_unknown_optimizer_are_not_added_to(
+    groups: ProcessGroups, tmp_path: Path, mode: str
+) -> None:
+    """D7: where only the loop can drop them, it has done so when the rerun comes to the model."""
+    for drops_before in (False, True):
+        loop = Loop(groups, tmp_path / str(drops_before), make=sharded, mode=mode)
         batches = loop.machine.replayable(numbered())
-        loop.run(3, batches, bad=(0, 1), drops_before=True, **options)
-        assert same(good, loop), options
+        if not drops_before:
+            loop.run(3, batches, bad=(1, 0))
+            continue
+        with pytest.raises(ConfigError, match=r"run before were in buckets.*optimizers="):
+            loop.run(3, batches, bad=(1, 0), drops_before=True)
+
+
+@pytest.mark.parametrize("kind", ["averaged", "by hand"])
+def test_a_module_that_is_not_known_and_that_a_run_changes_is_named(
+    groups: ProcessGroups, tmp_path: Path, kind: str
+) -> None:
+    """D7: once, in the second step, without a fault; not if a hook brings it back."""
+
+    def run(name: str, *, is_saved: bool, **fault: Any) -> Loop:
+        average: nn.Module
+        hooks = [(lambda: average.state_dict(), lambda state: average.load_state_dict(state))]
+        loop = Loop(groups, tmp_path / name, hooks=hooks if is_saved else [])
+        average = AveragedModel(loop.model) if kind == "averaged" else copy.deepcopy(loop.model)
+        loop.average = average
+        loop.run(5, loop.machine.replayable(numbered()), **fault)
+        return loop
+
+    def means(loop: Loop) -> list[torch.Tensor]:
+        assert loop.average is not None
+        return list(loop.average.state_dict().values())
+
+    for is_saved in (True, False):
+        good = run(f"good {is_saved}", is_saved=is_saved)
+        transient = run(f"transient {is_saved}", is_saved=is_saved, bad=(3, 1))
+        assert all(map(torch.equal, means(good), means(transient))) == is_saved
+        for loop in (good, transient):
+            named = [line for line in loop.lines if "that the machine does not know" in line]
+            assert ["step 1" in line and "0.weight" in line for line in named] == (
+                [] if is_saved else [True]
+            )
 
 
 @pytest.mark.parametrize("left_in", [0, 1])
