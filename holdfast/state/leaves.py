@@ -170,7 +170,7 @@ class _Site(NamedTuple):
         self, tensor: DTensor, over: str | None = None
     ) -> tuple[ReplicaSet, PlacementInfo]:
         """Return the replicas and placement of a DTensor, or of a run that differs along `over`."""
-        name = (id(tensor.device_mesh), (*tensor.placements, tensor.ndim, over))
+        name = self._name(tensor, over)
         result = self.replica_sets.get(name)
         if result is None:
             replicas, placement = _mesh_replica_set(tensor), _mesh_placement(tensor, self)
@@ -179,6 +179,14 @@ class _Site(NamedTuple):
                 placement = placement.runs_over(over)
             result = self.replica_sets[name] = replicas, placement
         return result
+
+    def is_declared(self, tensor: DTensor, over: str | None = None) -> bool:
+        """Return True if an earlier leaf of this pass was on the same mesh, placed the same way."""
+        return self._name(tensor, over) in self.replica_sets
+
+    @staticmethod
+    def _name(tensor: DTensor, over: str | None) -> tuple[int, tuple[object, ...]]:
+        return id(tensor.device_mesh), (*tensor.placements, tensor.ndim, over)
 
     def leaf(
         self,
@@ -340,7 +348,7 @@ def _flat_leaf(obj: FlatShard, site: _Site) -> TensorLeaf:
             raise PlacementError(
                 f"{site.key}: rank {site.rank} is not on the mesh of the parameter"
             )
-        dims = _dtensor_dims(like, key=site.key)
+        dims = _dtensor_dims(like, site, obj.over)
         replica_set, placement = site.declared(like, obj.over)
     flat = obj.local.detach()
     if 0 in like.shape:
@@ -406,7 +414,7 @@ def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
         elsewhere = ReplicaSet(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist())))
         return site.leaf(tensor.dtype, tensor.shape, [], elsewhere, None)
     local = tensor.to_local().detach()
-    dims = _dtensor_dims(tensor, key=site.key)
+    dims = _dtensor_dims(tensor, site)
     if local.numel() == 0:
         # FSDP2 gives an empty local the shape [0, …]; boxes need the one of the placements.
         local = local.new_empty([*map(num_positions, dims)])
@@ -414,9 +422,11 @@ def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
     return site.leaf(tensor.dtype, tensor.shape, pieces, *site.declared(tensor))
 
 
-def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
+def _dtensor_dims(tensor: DTensor, site: _Site, over: str | None = None) -> tuple[Intervals, ...]:
     """Return which global indices the local tensor holds, per dim; on a rank of the mesh only."""
-    mesh = tensor.device_mesh
+    mesh, key = tensor.device_mesh, site.key
+    # torch computes the ranks of a mesh again at each read.
+    is_in_order = site.is_declared(tensor, over)
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
     local = tensor.to_local()
     for entry in getattr(spec_of(tensor), "shard_order", None) or ():
@@ -435,7 +445,8 @@ def _dtensor_dims(tensor: DTensor, *, key: str) -> tuple[Intervals, ...]:
                 f"{key}: placement {placement} holds no element's value (a sum not yet reduced); "
                 f"redistribute the tensor before saving"
             )
-        _refuse_reordered(tensor, mesh_dim, key=key)
+        if not is_in_order:
+            _refuse_reordered(tensor, mesh_dim, key=key)
         where = {"num_chunks": mesh.size(mesh_dim), "index": coordinate[mesh_dim]}
         dim = placement.dim % tensor.ndim
         split_factor = getattr(placement, "split_factor", None)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -274,6 +275,27 @@ def on_meshes(context: RankContext) -> None:
             change_class(tree["t"], Bucketed)
             structures.append(passes.flat(tree).structure)
         assert len(set(map(id, structures))) == 3
+        # torch computes the ranks of a mesh again at each read
+        one, many = (num_reads_of_a_mesh(groups, num_tensors=count) for count in (1, 20))
+        assert 0 < one == many
+
+
+def num_reads_of_a_mesh(groups: ProcessGroups, *, num_tensors: int) -> int:
+    """Count how often a pass reads the ranks of a mesh that tensors of many shapes are on."""
+    mesh = groups.mesh("tp")
+    tensors = [
+        DTensor.from_local(torch.zeros(4, 1 + number), mesh, [Shard(0)], run_check=False)
+        for number in range(num_tensors)
+    ]
+    reads = []
+    with pytest.MonkeyPatch.context() as patch:
+        ranks = DeviceMesh.mesh
+        assert isinstance(ranks, property)
+        patch.setattr(
+            DeviceMesh, "mesh", property(lambda self: (reads.append(self), ranks.fget(self))[1])
+        )
+        flatten_state({"p": tensors}, layout=groups.layout, rank=groups.rank, codecs=Codecs())
+    return len(reads)
 
 
 class Bucketed(DTensor):
