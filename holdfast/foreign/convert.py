@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.foreign import dcp_output, own_format, safetensors_files, torch_save_output
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.checksums import refuse_damage
-from holdfast.foreign.formats import detect_format, open_catalog
+from holdfast.foreign.formats import detect_format, open_catalog, open_step
 from holdfast.foreign.location import Location
 from holdfast.foreign.output import (
     DEFAULT_MEMORY_NBYTES,
@@ -208,22 +208,25 @@ def _layout(catalog: Catalog, options: ConvertOptions) -> Output:
 
 
 @contextmanager
-def open_any(place: str | os.PathLike[str], *, step: int | None = None) -> Iterator[Catalog]:
+def open_any(
+    place: str | os.PathLike[str], *, step: int | None = None, renumber: bool = False
+) -> Iterator[Catalog]:
     """Describe the checkpoint at a path or URL, in our own format or a foreign one.
 
     One of our own is kept from removal in the body.
 
     Args:
         place: A checkpoint, or a directory of them.
-        step: Which one of a directory of our own; None for the newest.
+        step: Which one of them; None for the newest.
+        renumber: The step is the caller's number for the one foreign checkpoint at the place.
 
     Raises:
-        ConfigError: Nothing in a known format is there.
+        ConfigError: Nothing in a known format is there, or not of this step.
         CorruptionError, StorageError: It is damaged, or cannot be read.
     """
     own = own_format.find_own(place, step)
     if own is None:
-        yield open_catalog(place)
+        yield open_step(Location.of(place), step, renumber=renumber)
         return
 
     def look() -> own_format.OwnCheckpoint:

@@ -11,6 +11,7 @@ from holdfast.foreign import dcp, safetensors_files, torch_dist, torch_files, to
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.shared_opening import behind
+from holdfast.format.names import LATEST, step_dir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,4 +99,32 @@ def open_catalog(path: str | os.PathLike[str] | Location) -> Catalog:
     if chosen is None:
         raise ConfigError(unknown(location))
     catalog = chosen.open(location)
-    return replace(catalog, storage=behind(catalog.storage))
+    step = catalog.step or (0 if location.file else location.step)
+    return replace(catalog, storage=behind(catalog.storage), step=step)
+
+
+def open_step(location: Location, step: int | None, *, renumber: bool = False) -> Catalog:
+    """Describe the checkpoint of a step: of a run of another program, or the one checkpoint there.
+
+    Args:
+        location: A run, or a checkpoint.
+        step: The step; None for the newest of a run.
+        renumber: The caller gives this number to the one checkpoint there, of whatever step it is.
+
+    Raises:
+        ConfigError: There is no checkpoint in a known format, or it is of another step.
+        CorruptionError, StorageError: As `open_catalog`.
+    """
+    chosen = location_of_step(location, step)
+    catalog = open_catalog(chosen)
+    is_of_run = chosen is not location or location.has(LATEST)
+    if step not in (None, catalog.step) and (is_of_run or not renumber):
+        raise ConfigError(f"{chosen.label} has step {catalog.step}, not {step}")
+    return catalog
+
+
+def location_of_step(location: Location, step: int | None) -> Location:
+    """Return the location of a step in a run of another program, or the location itself."""
+    if step is None or location.file is not None:
+        return location
+    return location.inside(step_dir(step)) or location

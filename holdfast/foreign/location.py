@@ -12,6 +12,7 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError, StorageError
 from holdfast.foreign.shared_opening import Answers, modified
+from holdfast.format.names import parse_step_dir
 from holdfast.storage import PosixStorage, Source, Storage, is_url, open_storage
 from holdfast.storage.places import as_url
 
@@ -145,6 +146,13 @@ class Location:
             return self.storage.read(name, nbytes=min(nbytes, self.storage.size(name)))
         except StorageError:
             return b""
+
+    @property
+    def step(self) -> int:
+        """The step that the folder's name states (iter_…); 0 if it states none."""
+        path = self.storage.local_path("")
+        name = self.label.rpartition("/")[2] if path is None else path.resolve().name
+        return parse_step_dir(name) or 0
 
     def created(self, names: Iterable[str]) -> str:
         """Return when the newest of these files was written, ISO 8601 UTC."""

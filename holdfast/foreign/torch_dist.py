@@ -39,7 +39,6 @@ _OPTIMIZER = "optimizer"
 _SHARD = re.compile(r"(.+)/(shard_[0-9.]+_[0-9.]+)", re.ASCII)
 _EXTRA_STATE = "_extra_state"
 _ITERATION = re.compile(r"[0-9]{1,18}", re.ASCII)
-_DIRECTORY = re.compile(r"iter_([0-9]{7,18})", re.ASCII)
 _MAX_CONFIG_NBYTES = 1 << 20
 _MAX_STEP = 10**18
 
@@ -310,7 +309,4 @@ def _step(common: _Common, location: Location) -> int:
     stored = common.nodes.get("iteration")
     if type(stored) is int and 0 <= stored < _MAX_STEP:
         return stored
-    path = location.storage.local_path("")
-    name = location.label.rpartition("/")[2] if path is None else path.resolve().name
-    match = _DIRECTORY.fullmatch(name)
-    return 0 if match is None else int(match[1])
+    return location.step

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 
 from holdfast import (
     Checkpointer,
@@ -22,7 +23,10 @@ from holdfast import (
 from holdfast.foreign import NameMap, open_catalog, rename
 from holdfast.foreign.convert import open_any
 from holdfast.foreign.location import Folder
+from tests.cli.conftest import Holdfast, holdfast
 from tests.harness import RankContext, run_ranks
+
+__all__ = ["holdfast"]
 
 
 def save(root: Path, *steps: int) -> None:
@@ -55,6 +59,44 @@ def test_another_run_or_one_of_its_steps(tmp_path: Path) -> None:
         pass
     with pytest.raises(StorageError, match="no committed checkpoint of step 4"):
         checkpointer.load({}, source=tmp_path / "old", step=4)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_megatron", [True, False])
+def test_a_step_of_a_run_of_another_program_is_never_another(
+    tmp_path: Path, holdfast: Holdfast, is_megatron: bool
+) -> None:
+    """X1: a load and a conversion find the step that is asked for, or refuse; a number for our own
+    checkpoint is given to one checkpoint alone."""
+    run = tmp_path / "run"
+    for step in (4, 8):
+        one = run / f"iter_{step:07}"
+        dcp.save({"w": torch.full((4,), float(step))}, checkpoint_id=one)
+        if is_megatron:
+            (one / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+            torch.save({"iteration": step}, one / "common.pt")
+    (run / "latest_checkpointed_iteration.txt").write_text("8")
+    checkpointer = Checkpointer(tmp_path / "never")
+    words = ("convert", run, tmp_path / "hf", "--to", "huggingface", "--step")
+    own = ("convert", run, tmp_path / "own", "--to", "holdfast", "--step")
+    assert checkpointer.load_all(source=run, step=4).step == 4
+    assert checkpointer.load_all(source=run / "iter_0000004").step == 4
+    for done in (holdfast(*words, 4), holdfast(*own, 4), holdfast("show", run, "--step", 4)):
+        assert done.code == 0, done.err
+    assert load_file(tmp_path / "hf/model.safetensors")["w"].tolist() == [4.0] * 4
+    ours = checkpointer.load_all(source=tmp_path / "own")
+    assert (ours.step, ours.values["model"]["w"].tolist()) == (4, [4.0] * 4)
+    # There is no step 5, although the place is read as its latest step if none is asked for.
+    for done in (holdfast(*words, 5), holdfast(*own, 5), holdfast("show", run, "--step", 5)):
+        assert done.code == 2
+    with pytest.raises((StorageError, ConfigError)):
+        checkpointer.load_all(source=run, step=5)
+    one = run / "iter_0000004"
+    done = holdfast("convert", one, tmp_path / "one", "--to", "dcp", "--step", 5)
+    assert (done.code, f"{one} has step 4, not 5" in done.err) == (2, True)
+    assert holdfast("convert", one, tmp_path / "own", "--to", "holdfast", "--step", 5).code == 0
+    ours = checkpointer.load_all(source=tmp_path / "own")
+    assert (ours.step, ours.values["model"]["w"].tolist()) == (5, [4.0] * 4)
 
 
 def test_names_are_mapped_from_any_source(tmp_path: Path) -> None:

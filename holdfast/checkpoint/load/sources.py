@@ -14,14 +14,14 @@ from holdfast.checkpoint.options import OnDrift
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.convert import open_any
-from holdfast.foreign.formats import open_catalog
+from holdfast.foreign.formats import location_of_step, open_catalog
 from holdfast.foreign.location import Location
 from holdfast.foreign.name_map import NameMap
 from holdfast.foreign.name_map_presets import name_map_of
 from holdfast.foreign.own_format import own_place
 from holdfast.foreign.shared_opening import Answers
 from holdfast.foreign.view import CatalogStorage
-from holdfast.format.names import parse_step_dir, step_dir
+from holdfast.format.names import parse_step_dir
 from holdfast.parallel import Control
 from holdfast.parallel.ranks import disagreement
 from holdfast.storage import Storage, is_url, open_storage
@@ -131,8 +131,8 @@ def _find(source: str | os.PathLike[str], step: int | None, *, is_mapped: bool) 
             )
         return _Place(True, own.root, known)
     path = as_url(source).rstrip("/") if is_url(source) else os.fspath(source)
-    if step is not None and not is_url(source) and os.path.isdir(f"{path}/{step_dir(step)}"):
-        path = f"{path}/{step_dir(step)}"  # of a run in a foreign format
+    if step is not None:
+        path = location_of_step(Location.of(path), step).label
     return _Place(False, path, step)
 
 

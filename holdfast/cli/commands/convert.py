@@ -35,7 +35,7 @@ class Args:
     """Write a checkpoint in another format, streamed and compared with its source at the end."""
 
     src: Annotated[Path, POSITIONAL]
-    """A checkpoint in any format that is known, or a directory of our own (then the newest)."""
+    """A checkpoint in any format that is known, or a directory of them (then the newest)."""
 
     dst: Annotated[Path, POSITIONAL]
     """The folder or file to make; for holdfast, the root that gets the step. Never overwritten."""
@@ -44,7 +44,7 @@ class Args:
     """The format to write."""
 
     step: int | None = None
-    """Which step of a directory of our own; from another format, the number of our own."""
+    """Which step of a directory of checkpoints; of one in another format, the number it gets."""
 
     map: str | None = None
     """How names of the source become those of the target: a preset, or a TOML file."""
@@ -97,7 +97,8 @@ def run(args: Args) -> int:
     memory = parse_size(args.memory, option="--memory")
     began = time.monotonic()
     try:
-        with open_any(args.src, step=args.step) as source:
+        renumber = args.to == "holdfast"
+        with open_any(args.src, step=args.step, renumber=renumber) as source:
             catalog, changes = _mapped(source, args)
             conversion = plan_conversion(catalog, args.dst, options)
             conversion.refuse_existing()

@@ -11,7 +11,13 @@ from itertools import islice
 from pathlib import Path
 
 from holdfast.errors import ConfigError, counted
-from holdfast.foreign.formats import detect_format, open_catalog, unknown, without_bytes
+from holdfast.foreign.formats import (
+    detect_format,
+    location_of_step,
+    open_step,
+    unknown,
+    without_bytes,
+)
 from holdfast.foreign.location import Location
 from holdfast.foreign.own_format import find_own
 from holdfast.foreign.view import CatalogStorage
@@ -20,7 +26,6 @@ from holdfast.format.names import (
     linked_steps,
     parse_saving_dir,
     parse_step_dir,
-    step_dir,
 )
 from holdfast.format.reader import Snapshot
 from holdfast.format.summaries import requests_of_save
@@ -180,14 +185,9 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
 def _find_foreign(path: Path | str, *, step: int | None) -> StoredCheckpoint | None:
     """The checkpoint in a foreign format at a path; None if it is in none that is known."""
     location = Location.of(path)
-    if step is not None and location.file is None:
-        # of a run in a foreign format
-        location = location.inside(step_dir(step)) or location
-    if detect_format(location) is None:
+    if detect_format(location_of_step(location, step)) is None:
         return None
-    storage = CatalogStorage(open_catalog(location))
-    if step not in (None, storage.catalog.step):
-        raise ConfigError(f"{path} has step {storage.catalog.step}, not {step}")
+    storage = CatalogStorage(open_step(location, step))
     return StoredCheckpoint(
         storage=storage,
         directory=storage.directory,
