@@ -33,6 +33,7 @@ UpdateFile = Callable[[str, Callable[[bytes | None], bytes | None]], bool]
 """`update_file` of a storage; see `ObjectStorage`."""
 
 _NUM_LOOKS = 3
+_NUM_LISTINGS = 20
 _MAX_ABOVE = 3
 _MAX_NAMED = 8
 _STEP = re.compile(r"iter_([0-9]{7,18})", re.ASCII)
@@ -114,16 +115,39 @@ def rank_log_file(rank: int) -> str:
 
 
 def list_steps(storage: Storage) -> list[int]:
-    """Return the committed steps, ascending; links are not followed."""
+    """Return the committed steps, ascending; links are not followed.
+
+    Raises:
+        StorageError: The storage cannot be read, or steps are removed at each of many looks.
+    """
+    before: set[int] = set()
+    for _ in range(_NUM_LISTINGS):
+        found = _find_steps(storage)
+        missing = {step for step, is_committed in found.items() if not is_committed}
+        # One that is listed and not there was removed in between: a newer one may have come, which
+        # this listing does not show. What lacks its manifest for longer is listed again.
+        if missing <= before:
+            return sorted(found.keys() - missing)
+        before = missing
+    raise StorageError(
+        f"{storage.describe('')} cannot be listed: its checkpoints are removed faster than that; "
+        f"wait for the process that removes them"
+    )
+
+
+def _find_steps(storage: Storage) -> dict[int, bool]:
+    """Return the steps whose names a listing shows, and whether each is committed after it."""
     # A storage where each look is a request knows of all directories whether they have a file.
     dirs_with = getattr(storage, "dirs_with", None)
-    steps = [
-        step
-        for name in (storage.list("") if dirs_with is None else dirs_with(MANIFEST))
+    if dirs_with is not None:
+        shown: dict[str, bool] = dirs_with(MANIFEST)
+        steps = ((parse_step_dir(name), has_manifest) for name, has_manifest in shown.items())
+        return {step: has_manifest for step, has_manifest in steps if step is not None}
+    return {
+        step: storage.exists(f"{name}/{MANIFEST}")
+        for name in storage.list("")
         if (step := parse_step_dir(name)) is not None
-        and (dirs_with is not None or storage.exists(f"{name}/{MANIFEST}"))
-    ]
-    return sorted(steps)
+    }
 
 
 def linked_steps(storage: Storage, *, above: int = -1) -> str:

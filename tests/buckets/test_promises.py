@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import signal
@@ -154,6 +155,27 @@ def test_a_load_that_loses_its_step_at_once_starts_again(is_replaced: bool) -> N
     assert loaded.step == (1 if is_replaced else 2)
     assert cast("dict[str, int]", loaded.values["v"])["version"] == 2
     assert other.list(".reading") == []
+
+
+def test_a_step_removed_between_any_two_requests_is_no_end_of_a_load() -> None:
+    """O9: whatever a load asks for when retention comes, it finds the newer step that is there."""
+    state = {"t": Stored(), "v": Stored()}
+    for max_fallbacks, at in itertools.product((0, None), range(1, 10)):
+        other = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+        number = itertools.count(1)
+        with Checkpointer(other, settle_s=0.0) as checkpointer:
+            checkpointer.save(1, state_of(1))
+
+            def replace_at(*request: object, checkpointer: Checkpointer = checkpointer) -> None:
+                if next(number) == at:  # noqa: B023 (called within the same round)
+                    checkpointer.save(2, state_of(2))
+                    apply_retention(other, plan_retention(other, KeepLast(1)))  # noqa: B023
+
+            reader = Checkpointer(ObjectStorage(other.url, observer=replace_at), settle_s=0.0)
+            loaded = reader.load(state, max_fallbacks=max_fallbacks)
+        version = cast("dict[str, int]", loaded.values["v"])["version"]
+        assert loaded.step == version, at
+        assert loaded.fell_back == ()
 
 
 def test_a_load_that_lasts_takes_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -326,3 +327,33 @@ def test_only_committed_steps_are_listed(tmp_path: PosixStorage) -> None:
     (store.root / "iter_0000170").symlink_to(store.root / "iter_0000120")
     assert list_steps(store) == [7, 100, 120]
     assert latest_step(store) == 120
+
+
+def test_steps_that_go_while_they_are_listed_hide_no_newer_one(tmp_path: Path) -> None:
+    """O9: a run that always has a checkpoint is never found empty, nor at an older step."""
+    other = PosixStorage(tmp_path)
+
+    def commit(step: int) -> None:
+        made = make({})
+        made.manifest = msgspec.structs.replace(made.manifest, step=step)
+        write(other, made)
+
+    class RemovedMeanwhile(PosixStorage):
+        num_left = 3
+
+        def list(self, path: str) -> list[str]:
+            names = super().list(path)
+            if self.num_left and path == "":
+                self.num_left -= 1
+                newest = max(map(parse_step_dir, names))
+                commit(newest + 1)
+                other.remove_tree(step_dir(newest))
+            return names
+
+    commit(1)
+    commit(2)
+    assert list_steps(RemovedMeanwhile(tmp_path)) == [1, 5]
+    storage = RemovedMeanwhile(tmp_path)
+    storage.num_left = 1000
+    with pytest.raises(StorageError, match="removed faster than that"):
+        latest_step(storage)

@@ -279,14 +279,21 @@ class ObjectStorage:
         is_over = set(_over(record)) if len(names) == 1 else set()
         return sorted({*listing.dirs, *listing.objects, *held} - is_over)
 
-    def dirs_with(self, file: str) -> builtins.list[str]:
-        """Return the directories of the first level that had a file when they got their name.
+    def dirs_with(self, file: str) -> dict[str, bool]:
+        """Return which directories of the first level had a file when they got their name.
 
-        Only names without a dot, which a whole directory gets in one step. Two requests, and one
-        for each name that has changed since this process looked and that the newest does not know.
+        Only names without a dot, which a whole directory gets in one step. One that is removed
+        after the listing had it not. Two requests, and one for each name that has changed since
+        this process looked and that the newest does not know.
         """
-        records = self._records()
-        return sorted(name for name, record in records.items() if file in record.files)
+
+        def look() -> dict[str, bool]:
+            listing = self._bucket.list("")
+            records = self._names.records(listing, steps_only=True)
+            names = (name for name in listed_names(listing) if not name.startswith("."))
+            return {name: name in records and file in records[name].files for name in names}
+
+        return self._do("list", "", look)
 
     def survey(self) -> Survey:
         """Return all names of the first level, and what is known of the directories; two requests.
@@ -680,11 +687,6 @@ class ObjectStorage:
         files = [name for name in listing.objects if not name.endswith(SUFFIX)]
         dirs = listing.dirs & FIXED_DIRS
         return sorted({*files, *dirs, *listed_names(listing)})
-
-    def _records(self) -> dict[str, NameRecord]:
-        return self._do(
-            "list", "", lambda: self._names.records(self._bucket.list(""), steps_only=True)
-        )
 
     def _file(self, path: str, action: str) -> tuple[str, bytes | None]:
         """Return the key of a file, and its bytes if its directory's name holds them.
