@@ -122,12 +122,12 @@ def list_steps(storage: Storage) -> list[int]:
     """
     before: set[int] = set()
     for _ in range(_NUM_LISTINGS):
-        found = _find_steps(storage)
-        missing = {step for step, is_committed in found.items() if not is_committed}
+        listed = _find_steps(storage)
+        missing = {step for step, is_committed in listed.items() if not is_committed}
         # One that is listed and not there was removed in between: a newer one may have come, which
         # this listing does not show. What lacks its manifest for longer is listed again.
         if missing <= before:
-            return sorted(found.keys() - missing)
+            return sorted(listed.keys() - missing)
         before = missing
     raise StorageError(
         f"{storage.describe('')} cannot be listed: its checkpoints are removed faster than that; "
