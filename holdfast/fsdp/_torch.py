@@ -90,14 +90,20 @@ def log_launches(group: Any, log: LaunchLog, *, name: str) -> None:
     if isinstance(group.mesh_info, FSDPMeshInfo):
         gather, over = group._all_gather_comm, group._reduce_scatter_process_group
         is_watched = can_watch(over, group.device)
-        log.expect(gather.group if isinstance(gather, GatherOn) else over)
+        gathers_on = gather.group if isinstance(gather, GatherOn) else over
+        log.expect(gathers_on)
         log.expect(over)
         group._all_gather_comm = LoggedGather(
-            gather, log, source=f"the gather of {name}", is_watched=is_watched
+            gather,
+            log,
+            over=gathers_on,
+            source=f"the gather of {name}",
+            is_watched=is_watched,
         )
         group._reduce_scatter_comm = LoggedReduction(
             group._reduce_scatter_comm,
             log,
+            over=over,
             source=f"the reduction of {name}",
             is_watched=is_watched,
         )

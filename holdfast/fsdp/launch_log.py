@@ -8,10 +8,10 @@ hooks for them (`_torch.log_launches`), but for `LoggedSums`, which stands for a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from itertools import chain, compress, repeat
-from operator import is_, itemgetter
+from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from holdfast._torch import mark_launch
+from holdfast.parallel.groups.launch_order import LaunchOrder, OrderMark
 
 
 class GatherOn:
@@ -63,7 +64,7 @@ class UnitLaunch(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     source: int = -1
-    """What is gathered or reduced, see `LaunchLog.add_source`; -1 where only bytes are known."""
+    """What is gathered or reduced, see `LaunchOrder.add`; -1 where only bytes are known."""
 
     @classmethod
     def of(
@@ -99,7 +100,7 @@ class UnitLaunch(NamedTuple):
         return self.operation, self.numel, str(self.dtype).removeprefix("torch.")
 
 
-_GROUP, _SOURCE = itemgetter(1), itemgetter(5)
+_GROUP = itemgetter(1)
 """Of what `LaunchLog` notes of a launch."""
 _LOOK_AFTER = tuple(timedelta(seconds=each) for each in (0.1, 0.2, 0.5))
 """A wait looks after these times whether another rank has failed, and then every last of them.
@@ -115,13 +116,21 @@ class LaunchLog:
     another rank has failed, which will never come. A device waits by itself.
 
     A communicator pairs the launches of its ranks by their order alone. So ranks compare orders: if
-    one gathers a unit where another gathers one of the same size, both get wrong weights.
+    one gathers a unit where another gathers one of the same size, both get wrong weights. The other
+    unit may be one of another model, so the order is one of all models on the communicator.
+
+    Args:
+        order_of: returns the order of launches on a communicator.
     """
 
-    def __init__(self) -> None:
-        self._sources: list[str] = []
-        self._orders: dict[dist.ProcessGroup, int] = {}
-        """By communicator, a digest of the launches but for those noted, since `forget_orders`."""
+    def __init__(self, order_of: Callable[[dist.ProcessGroup], LaunchOrder]) -> None:
+        self._order_of = order_of
+        self._orders: dict[str, tuple[LaunchOrder, OrderMark]] = {}
+        """By communicator of several ranks, and up to where this model has compared it."""
+        self._sources: dict[LaunchOrder, list[int]] = {}
+        """Numbers of what this model launches."""
+        self._is_mixed = False
+        """True if the comparison has failed."""
         self._noted: list[tuple[Any, ...]] = []
         """The fields of each `UnitLaunch` from the last `start` to the last `stop`."""
         self.look: Callable[[], None] | None = None
@@ -130,8 +139,6 @@ class LaunchLog:
         """Takes the fields of the `UnitLaunch` that this rank makes; a method in C if possible."""
         self._counts: dict[dist.ProcessGroup, int] = {}
         """Launches but for those noted."""
-        self._compared: dict[str, dist.ProcessGroup] = {}
-        """Communicators of several ranks, by name."""
         self._pending: dict[dist.Work, None] = {}
         """Those on the host that nothing has waited for to the end."""
 
@@ -158,14 +165,22 @@ class LaunchLog:
 
     def expect(self, group: dist.ProcessGroup) -> None:
         """Count the launches on a communicator, also while there are none."""
-        self._counts.setdefault(group, 0)
-        if group.size() > 1:
-            self._compared[str(group.group_name)] = group
+        if group in self._counts:
+            return
+        self._counts[group] = 0
+        order = self._order_of(group)
+        if order.is_shared:
+            self._orders[str(group.group_name)] = order, order.mark()
 
-    def add_source(self, what: str) -> int:
-        """Return the number of what is gathered or reduced from now on; equal on all ranks."""
-        self._sources.append(what)
-        return len(self._sources) - 1
+    def add_source(
+        self, group: dist.ProcessGroup, what: str
+    ) -> tuple[int, Callable[[int], object]]:
+        """Return the number of what is launched on a communicator, and what takes it each time."""
+        order = self._order_of(group)
+        user = self._orders[str(group.group_name)][1].number if order.is_shared else 1
+        number = order.add(what if user == 1 else f"{what} of sharded model {user}")
+        self._sources.setdefault(order, []).append(number)
+        return number, order.note
 
     def launches_on(self, group: dist.ProcessGroup) -> bool:
         """Return True if units launch collectives on a communicator."""
@@ -176,35 +191,47 @@ class LaunchLog:
         return self._counts.keys()
 
     def orders(self) -> Mapping[str, int]:
-        """Return a digest of the order of launches since `forget_orders`, by communicator.
+        """Return a digest of the order of uncompared launches, by communicator.
 
         Those of one rank are left out: nothing can part on them.
         """
-        return {
-            name: hash((self._orders.get(group, 0), *self._sources_on(group)))
-            for name, group in self._compared.items()
-        }
+        return {name: order.digest(mark) for name, (order, mark) in self._orders.items()}
 
     def has_uncompared(self) -> bool:
-        """Return True if there were launches but for those noted, which no microbatch ends."""
-        return not self._orders.keys().isdisjoint(self._compared.values())
+        """Return True if there were launches that ranks have not compared."""
+        return any(order.has_uncompared(mark) for order, mark in self._orders.values())
 
-    def noted_on(self, name: str) -> list[str]:
-        """Return what was gathered or reduced from the last `start` to the last `stop`."""
-        return [self._sources[number] for number in self._sources_on(self._compared[name])]
+    def uncompared_on(self, name: str) -> list[str]:
+        """Return what was gathered or reduced and is not compared; only the last if it is long."""
+        order, mark = self._orders[name]
+        return order.names(mark)
 
-    def forget_orders(self) -> None:
-        """Compare what follows alone; on all ranks."""
-        self._orders.clear()
+    def end_comparison(self, *, is_same: bool) -> None:
+        """Note that ranks have compared the orders."""
+        self._is_mixed = not is_same
+        for order, mark in self._orders.values() if is_same else ():
+            order.note_compared(mark)
 
-    def _sources_on(self, group: dist.ProcessGroup) -> Iterator[int]:
-        is_on = map(is_, map(_GROUP, self._noted), repeat(group))
-        return compress(map(_SOURCE, self._noted), is_on)
+    def forget_orders(self, *, is_completed: bool) -> None:
+        """Compare what follows alone; on all ranks.
+
+        Args:
+            is_completed: True after an error in a microbatch, whose launches all ranks have
+                completed. Other models on the communicator need not compare how far each came.
+        """
+        for order, mark in self._orders.values():
+            if is_completed and not self._is_mixed:
+                order.take_back(mark, self._sources[order])
+            order.forget(mark)
+        self._is_mixed = False
+
+    def fold_orders(self) -> None:
+        """Keep less of a long evaluation; called in the same place on all ranks."""
+        for order, _ in self._orders.values():
+            order.fold()
 
     def _count(self, fields: tuple[Any, ...]) -> None:
-        group = fields[1]
-        self._counts[group] += 1
-        self._orders[group] = hash((self._orders.get(group, 0), fields[5]))
+        self._counts[fields[1]] += 1
 
     def watched(self, work: dist.Work) -> WatchedWork:
         """Return work on the host that is waited for here."""
@@ -257,10 +284,18 @@ class WatchedWork(dist.Work):
 class Logged:
     """Makes a collective in the place of another object of FSDP2, and notes it."""
 
-    def __init__(self, inner: Any, log: LaunchLog, *, source: str, is_watched: bool) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        log: LaunchLog,
+        *,
+        over: dist.ProcessGroup,
+        source: str,
+        is_watched: bool,
+    ) -> None:
         self._inner = inner
         self._log = log
-        self._source = log.add_source(source)
+        self._source, self._note_order = log.add_source(over, source)
         self._is_watched = is_watched
         self.allocate = inner.allocate
 
@@ -272,8 +307,8 @@ class LoggedGather(Logged):
     cost as much as the launch.
     """
 
-    def __init__(self, inner: Any, log: LaunchLog, *, source: str, is_watched: bool) -> None:
-        super().__init__(inner, log, source=source, is_watched=is_watched)
+    def __init__(self, inner: Any, log: LaunchLog, **settings: Any) -> None:
+        super().__init__(inner, log, **settings)
         self._apart: dist.ProcessGroup | None = inner.group if isinstance(inner, GatherOn) else None
         self._options = AllgatherOptions()
         self._options.asyncOp = True
@@ -289,6 +324,7 @@ class LoggedGather(Logged):
         over = self._apart or group
         given = input_tensor
         self._log.note(("all-gather", over, given.numel(), given.dtype, given.device, self._source))
+        self._note_order(self._source)
         work: dist.Work | None
         if not self._is_watched:
             work = self._inner(output_tensor, input_tensor, group, async_op=async_op)
@@ -308,8 +344,8 @@ class LoggedReduction(Logged):
     it gave any more.
     """
 
-    def __init__(self, inner: Any, log: LaunchLog, *, source: str, is_watched: bool) -> None:
-        super().__init__(inner, log, source=source, is_watched=is_watched)
+    def __init__(self, inner: Any, log: LaunchLog, **settings: Any) -> None:
+        super().__init__(inner, log, **settings)
         self._options = dist.AllreduceOptions()
         self._options.asyncOp = True
 
@@ -326,6 +362,7 @@ class LoggedReduction(Logged):
         self._log.note(
             ("reduce-scatter", group, given.numel(), given.dtype, given.device, self._source)
         )
+        self._note_order(self._source)
         if not self._is_watched:
             work: dist.Work | None = self._inner(
                 output_tensor, input_tensor, group, op, async_op=async_op
@@ -347,7 +384,7 @@ class LoggedSums:
     ) -> None:
         self._group = group
         self._log = log
-        self._source = log.add_source(source)
+        self._source, self._note_order = log.add_source(group, source)
         self._is_watched = is_watched
 
     def size(self) -> int:
@@ -360,6 +397,7 @@ class LoggedSums:
         self._log.note(
             ("all-reduce", self._group, given.numel(), given.dtype, given.device, self._source)
         )
+        self._note_order(self._source)
         work: dist.Work | None = self._group.allreduce(tensors, options)
         return work if work is None or not self._is_watched else self._log.watched(work)
 

@@ -142,7 +142,7 @@ def _shard(
         plan,
         parameters=tuple(put_on_mesh(each, axes[each.kind]) for each in plan.parameters),
     )
-    log = LaunchLog()
+    log = LaunchLog(groups.launch_order)
     hooks = _make_units(plan, axes, precision=policy, regathers=schedule.regathers, log=log)
     names = plan.units if axes else {}
     refuse_copies(model, units=names)

@@ -29,7 +29,13 @@ from holdfast.optim import LossScaler, StepOutcome, collectives
 from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import ALONE, Veto
 from holdfast.optim.launch_orders import compare_orders, pack_orders
-from holdfast.optim.microbatches import Description, Launched, Microbatches, MicrobatchTaker
+from holdfast.optim.microbatches import (
+    Description,
+    Launched,
+    Microbatches,
+    MicrobatchTaker,
+    ended_comparison,
+)
 from holdfast.optim.norms import CopyCounts, GradientPart, gradient_parts
 from holdfast.optim.reduced import JoinedOptimizer, PlainStepper
 from holdfast.optim.reducer import share_backward
@@ -344,7 +350,10 @@ class ShardedModel(MicrobatchTaker):
         return self._log.orders()
 
     def launches_on(self, communicator: str) -> Sequence[str]:
-        return self._log.noted_on(communicator)
+        return self._log.uncompared_on(communicator)
+
+    def end_comparison(self, *, is_same: bool) -> None:
+        self._log.end_comparison(is_same=is_same)
 
     def has_uncompared_launches(self) -> bool:
         return self._log.has_uncompared()
@@ -448,8 +457,8 @@ class ShardedModel(MicrobatchTaker):
             # What was gathered ahead may have been completed from zeros.
             if self._is_interrupted or interrupted:
                 _torch.reset(self.model)
+            self._log.forget_orders(is_completed=self._is_interrupted)
             self._is_pending = self._is_interrupted = False
-            self._log.forget_orders()
             for group in self._groups:
                 group.drop_gradients()
             # After an error some ranks have whole parameters and others not: all gather again.
@@ -640,6 +649,7 @@ class ShardedModel(MicrobatchTaker):
             self._is_ready_for_inference = True
         if torch.is_grad_enabled():  # maybe without a microbatch here
             self._share_backward()
+        self._log.fold_orders()
         self._prefetch.begin()
 
     @mark_eager
@@ -727,6 +737,9 @@ class ShardedModelStepper(PlainStepper):
     def launches_on(self, communicator: str) -> Sequence[str]:
         return self._sharded.launches_on(communicator)
 
+    def end_comparison(self, *, is_same: bool) -> None:
+        self._sharded.end_comparison(is_same=is_same)
+
     def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:
         return self._sharded.launch_missing(missing)
 
@@ -766,14 +779,15 @@ class ShardedModelStepper(PlainStepper):
         return int(self._sharded.has_uncompared_launches())
 
     def compare_new(self) -> None:
-        """Compare orders of launches outside of `microbatch`, which compares at its end.
+        """Compare orders of launches that no end of a `microbatch` has compared.
 
         Cost: one small agreement.
         """
         control = self.groups.control
         payload = pack_orders(self.orders())
         payloads = control.all_gather(payload, phase="orders of collectives")
-        compare_orders(payloads, launches=self._launches_on, control=control)
+        with ended_comparison([self]):
+            compare_orders(payloads, launches=self._launches_on, control=control)
 
     def _launches_on(self, communicator: str) -> Sequence[str] | None:
         return self.launches_on(communicator) if communicator in self.orders() else None

@@ -1,8 +1,9 @@
-"""Compares the orders in which ranks launched the collectives of a microbatch.
+"""Compares the orders in which ranks launched collectives since they last compared them.
 
 A communicator pairs launches by their order alone. Where they follow the code of the model, as the
 gathers of a fully sharded one do, a branch that one rank takes and another does not pairs different
-units: of one size, each rank computes with weights of another unit, and nothing fails.
+units: of one size, each rank computes with weights of another unit, and nothing fails. The units of
+two models on one communicator meet the same way (`parallel/groups/launch_order.py`).
 """
 
 from __future__ import annotations
@@ -61,16 +62,16 @@ def compare_orders(
     }
     differs = _first_difference(by_member)
     if differs is None:
-        what = "forwards outside of microbatch(...), as of an evaluation, ran other units"
+        what = "many launches ago, in forwards outside of microbatch(...), ranks ran other units"
     else:
         what = str(
-            disagreement("microbatch", "what comes next", [*differs.values()], ranks=[*differs])
+            disagreement("sharded models", "what comes next", [*differs.values()], ranks=[*differs])
         )
     raise PlanError(
         f"{what}. Collectives of different units met, so ranks computed with weights or gradients "
-        f"of another unit. All ranks of a data axis run the same units in the same order, in "
-        f"forward and backward: call a unit also where it has no rows, and use its output in the "
-        f"loss (times 0, maybe), or make the module around the branch the unit. Call "
+        f"of another unit. All ranks of a data axis run the same units of the same models in the "
+        f"same order, in forward and backward: call a unit also where it has no rows, and use its "
+        f"output in the loss (times 0, maybe), or make the module around the branch the unit. Call "
         f"drop_gradients() on all ranks, and repeat the step",
         details={"ranks": [*by_member]},
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import ConfigError, DeadlineError, HoldfastError
+from holdfast.errors import ConfigError, DeadlineError, HoldfastError, PlanError
 from holdfast.optim import collectives
 from holdfast.optim.collectives import Pending
 from holdfast.optim.launch_orders import compare_orders, pack_orders
@@ -82,9 +82,13 @@ class MicrobatchTaker(ABC):
         return {}
 
     def launches_on(self, communicator: str) -> Sequence[str]:
-        """Return what `orders` is of, in words: the launches of this microbatch."""
+        """Return what `orders` is of, in words."""
         del communicator
         return ()
+
+    def end_comparison(self, *, is_same: bool) -> None:
+        """Note that ranks have compared `orders`, each of its own."""
+        del is_same
 
     def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:
         """Launch collectives that other ranks have launched and this one has not, by communicator.
@@ -149,6 +153,19 @@ class MicrobatchTaker(ABC):
                 "an error ended the last microbatch, so the gradients of this step are "
                 "incomplete; call drop_gradients() on all ranks, and repeat the step"
             )
+
+
+@contextlib.contextmanager
+def ended_comparison(takers: Iterable[MicrobatchTaker]) -> Iterator[None]:
+    """Enter around a comparison of orders; a PlanError is the answer of all ranks."""
+    try:
+        yield
+    except PlanError:
+        for taker in takers:
+            taker.end_comparison(is_same=False)
+        raise
+    for taker in takers:
+        taker.end_comparison(is_same=True)
 
 
 def compare_launched(
@@ -349,8 +366,9 @@ class Microbatches:
         payload = pack_orders(orders)
         with control.in_step():
             payloads = control.agree(None, phase=_PHASE, payload=payload)
-            if payloads.count(payload) != len(payloads):
-                compare_orders(payloads, launches=self._launches_of, control=control)
+            with ended_comparison(self._takers.values()):
+                if payloads.count(payload) != len(payloads):
+                    compare_orders(payloads, launches=self._launches_of, control=control)
         self._is_known = False
 
     def _launches_of(self, key: str) -> Sequence[str] | None:

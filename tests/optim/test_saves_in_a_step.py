@@ -69,6 +69,19 @@ def attempts(context: RankContext, kind: str, root: str) -> dict[str, list[str]]
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         checkpointer.save(1, state)
         refuse_after_an_interrupt(undisturbed, checkpointer)
+        # What the refusal says to do.
+        groups_again = stack.enter_context(
+            create(layouts if kind == "modules" else Layout(**SIZES))
+        )
+        again = Alone(kind, groups_again)
+        model_again = again.trained.model
+        with Checkpointer(root, groups=getattr(groups_again, "union", groups_again)) as reader:
+            reader.load(
+                {"optimizer": OptimizerState(again.optimizer, model_again), "model": model_again}
+            )
+        loaded = again.values()
+        assert all(torch.equal(loaded[name], ours[name]) for name in ours)
+        again.step(3)
         if kind in BUCKETED:
             agrees = kind != "modules"  # a module's own microbatch is this rank's alone
             with pytest.raises(GroupError, match="out of sync") if agrees else nullcontext():
@@ -103,7 +116,7 @@ def refuse_after_an_interrupt(alone: Alone, checkpointer: Checkpointer) -> None:
     model = alone.trained.model
     state = {"optimizer": OptimizerState(optimizer, model), "model": model}
     for call in (lambda: alone.step(5), lambda: checkpointer.save(9, state)):
-        with pytest.raises(ConfigError, match="may hold parameters of different steps"):
+        with pytest.raises(ConfigError, match="the groups and the model again, and load the last"):
             call()
 
 

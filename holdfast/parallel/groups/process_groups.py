@@ -15,6 +15,7 @@ from holdfast.parallel.control.control import Control
 from holdfast.parallel.control.direct import Direct
 from holdfast.parallel.control.transport import Transport
 from holdfast.parallel.groups import _torch
+from holdfast.parallel.groups.launch_order import LaunchOrder
 from holdfast.parallel.groups.planned_groups import (
     Communicator,
     PlannedGroup,
@@ -66,6 +67,7 @@ class ProcessGroups:
         "_held",
         "_is_closed",
         "_is_complete",
+        "_orders",
         "_owned",
         "_prefix",
         "_singles",
@@ -111,6 +113,7 @@ class ProcessGroups:
         self.reducing: list[Any] = []
         """What reduces gradients on these communicators during a backward, while it does. Gradients
         come in another order on each rank, so of two on one communicator only one may."""
+        self._orders: dict[ProcessGroup, LaunchOrder] = {}
         self._is_closed = False
         self._is_complete = False
 
@@ -398,6 +401,12 @@ class ProcessGroups:
             yield self
         finally:
             _CURRENT.reset(token)
+
+    def launch_order(self, communicator: ProcessGroup) -> LaunchOrder:
+        """Return the order of launches on a communicator: one for all that note theirs."""
+        if communicator not in self._orders:
+            self._orders[communicator] = LaunchOrder(is_shared=communicator.size() > 1)
+        return self._orders[communicator]
 
     def direct(self) -> Direct:
         """Return what exchanges small tensors on the host with other ranks of the layout.
