@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -37,7 +37,6 @@ from holdfast.integrations.world import (
     groups_of_world,
     newest_step,
     of_each_rank,
-    stored_values,
     text_of_coordinator,
 )
 from holdfast.parallel import ProcessGroups
@@ -81,6 +80,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self.last_save: PendingSave | None = None
         """The newest save of this training: `last_save.result()` waits for its commit."""
         self._resumed: int | None = None
+        self._loads = ExitStack()
+        """Holds the version whose counters the Trainer has until its weights have it, too."""
         self._continues = False
         """True once the newest checkpoint was asked for: a run without one is then a first run."""
         self._watch: FetchWatch | None = None
@@ -163,6 +164,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
                 if self._resumed is None:
                     return self._train(resume_from_checkpoint, *args, **named)
                 with (
+                    self._loads,
                     self._starts_once(),
                     self._resume_folder(checkpointer, self._resumed) as folder,
                 ):
@@ -296,6 +298,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         }
         parts = {**self._trained(), "rng": RNG(), "position": template}
         values: Any = checkpointer.load(parts, step=step).values
+        self._loads.close()
         loaded = values["position"]
         saved = _Position(*(loaded[name] for name in _Position._fields))
         if saved != here and not args.ignore_data_skip:
@@ -360,15 +363,20 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         Weights, optimizer and streams follow in `on_train_begin`, once they are placed.
         """
         trainer: Any = self._trainer
-        names = ("trainer", "state"), ("position", "epoch"), ("position", "batches")
-        own, epoch, batches = stored_values(checkpointer.groups, self._root, step, names)
+        self._loads.enter_context(checkpointer.one_version())
+        template = {
+            "trainer": {"state": Stored()},
+            "position": {"epoch": Stored(), "batches": Stored()},
+        }
+        values: Any = checkpointer.load(template, step=step, ignore_unexpected=True).values
+        own, place = values["trainer"]["state"], values["position"]
 
         def begin(max_steps: int, per_epoch: int, num_epochs: int, *args: Any) -> tuple[int, int]:
             init: Any = type(trainer)._init_training_state
             counted = init(trainer, max_steps, per_epoch, num_epochs, *args)
             # Of data without a length the Trainer counts all steps as of the first pass.
             is_endless = num_epochs == sys.maxsize and not trainer.args.ignore_data_skip
-            self._begun = (epoch, batches) if is_endless else counted
+            self._begun = (place["epoch"], place["batches"]) if is_endless else counted
             return self._begun
 
         own_methods = {
