@@ -291,12 +291,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """Load a checkpoint into the Trainer, and set its own counters."""
         trainer: Any = self._trainer
         here = _Position(self._epoch, self._batches, self._total_batch_size)
-        template = {
-            **dict.fromkeys((*_Position._fields, "last_logged"), Stored()),
-            "streams": of_each_rank(Stored()),
-            "loss": of_each_rank(Stored()),
-        }
-        parts = {**self._trained(), "rng": RNG(), "position": template}
+        parts = {**self._trained(), "rng": RNG(), "position": _position_template()}
         values: Any = checkpointer.load(parts, step=step).values
         self._loads.close()
         loaded = values["position"]
@@ -364,11 +359,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """
         trainer: Any = self._trainer
         self._loads.enter_context(checkpointer.one_version())
-        template = {
-            "trainer": {"state": Stored()},
-            "position": {"epoch": Stored(), "batches": Stored()},
-        }
-        values: Any = checkpointer.load(template, step=step, ignore_unexpected=True).values
+        parts = {"trainer": {"state": Stored()}, "position": _position_template()}
+        values: Any = checkpointer.load(parts, step=step).values
         own, place = values["trainer"]["state"], values["position"]
 
         def begin(max_steps: int, per_epoch: int, num_epochs: int, *args: Any) -> tuple[int, int]:
@@ -417,6 +409,15 @@ class _BeforeOthers(TrainerCallback):  # type: ignore[misc]
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Continue with the streams of the save."""
         self._resume()
+
+
+def _position_template() -> dict[str, object]:
+    """Return what is loaded of a position."""
+    return {
+        **dict.fromkeys((*_Position._fields, "last_logged"), Stored()),
+        "streams": of_each_rank(Stored()),
+        "loss": of_each_rank(Stored()),
+    }
 
 
 def _moved(saved: _Position, here: _Position) -> str:
