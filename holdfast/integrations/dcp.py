@@ -306,8 +306,8 @@ class HoldfastReader(StorageReader):
                 "(dataclasses.replace(plan, items=...))"
             )
         if len(set(versions)) > 1:
-            found = [f"{directory} ({save_id})" for directory, save_id in versions]
-            raise disagreement("dcp.load", "the checkpoint", found, ranks=range(len(found)))
+            opened = [f"{directory} ({save_id})" for directory, save_id in versions]
+            raise disagreement("dcp.load", "the checkpoint", opened, ranks=range(len(opened)))
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
