@@ -18,6 +18,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from holdfast.format.values import decode_tree, is_plain_dict
 from holdfast.integrations.names import member_of, part_of
 from holdfast.integrations.world import agreed_newest_step, groups_of_world, text_of_coordinator
 from holdfast.parallel import ProcessGroups
+from holdfast.parallel.ranks import disagreement
 from holdfast.state import Pieces, Sharded, Union
 from holdfast.state.tensor_elements import torch_dtype
 from holdfast.storage import PosixStorage
@@ -285,11 +287,27 @@ class HoldfastReader(StorageReader):
         """Nothing is left to prepare."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan."""
-        return plan
+        """Return the plan with the version that this rank has opened."""
+        snapshot = self._open()
+        return replace(plan, storage_data=(snapshot.directory, snapshot.manifest.save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans."""
+        """Return the plans, if all ranks have opened the same version.
+
+        Raises:
+            PlanError: they have not: a step was committed after one of them had looked. Load again.
+            ConfigError: the planner has dropped which version a rank has opened.
+        """
+        versions = [plan.storage_data for plan in plans]
+        if len(versions) > 1 and None in versions:
+            raise ConfigError(
+                "HoldfastReader: create_global_plan of the planner drops storage_data of the "
+                "plans, by which ranks compare what they have opened; let it keep them "
+                "(dataclasses.replace(plan, items=...))"
+            )
+        if len(set(versions)) > 1:
+            opened = [f"{directory} ({save_id})" for directory, save_id in versions]
+            raise disagreement("dcp.load", "the checkpoint", opened, ranks=range(len(opened)))
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

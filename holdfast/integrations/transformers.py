@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -37,7 +37,6 @@ from holdfast.integrations.world import (
     groups_of_world,
     newest_step,
     of_each_rank,
-    stored_values,
     text_of_coordinator,
 )
 from holdfast.parallel import ProcessGroups
@@ -81,6 +80,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self.last_save: PendingSave | None = None
         """The newest save of this training: `last_save.result()` waits for its commit."""
         self._resumed: int | None = None
+        self._loads = ExitStack()
+        """Holds the version whose counters the Trainer has until its weights have it, too."""
         self._continues = False
         """True once the newest checkpoint was asked for: a run without one is then a first run."""
         self._watch: FetchWatch | None = None
@@ -163,6 +164,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
                 if self._resumed is None:
                     return self._train(resume_from_checkpoint, *args, **named)
                 with (
+                    self._loads,
                     self._starts_once(),
                     self._resume_folder(checkpointer, self._resumed) as folder,
                 ):
@@ -289,13 +291,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """Load a checkpoint into the Trainer, and set its own counters."""
         trainer: Any = self._trainer
         here = _Position(self._epoch, self._batches, self._total_batch_size)
-        template = {
-            **dict.fromkeys((*_Position._fields, "last_logged"), Stored()),
-            "streams": of_each_rank(Stored()),
-            "loss": of_each_rank(Stored()),
-        }
-        parts = {**self._trained(), "rng": RNG(), "position": template}
+        parts = {**self._trained(), "rng": RNG(), "position": _position_template()}
         values: Any = checkpointer.load(parts, step=step).values
+        self._loads.close()
         loaded = values["position"]
         saved = _Position(*(loaded[name] for name in _Position._fields))
         if saved != here and not args.ignore_data_skip:
@@ -360,15 +358,17 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         Weights, optimizer and streams follow in `on_train_begin`, once they are placed.
         """
         trainer: Any = self._trainer
-        names = ("trainer", "state"), ("position", "epoch"), ("position", "batches")
-        own, epoch, batches = stored_values(checkpointer.groups, self._root, step, names)
+        self._loads.enter_context(checkpointer.one_version())
+        parts = {"trainer": {"state": Stored()}, "position": _position_template()}
+        values: Any = checkpointer.load(parts, step=step).values
+        own, place = values["trainer"]["state"], values["position"]
 
         def begin(max_steps: int, per_epoch: int, num_epochs: int, *args: Any) -> tuple[int, int]:
             init: Any = type(trainer)._init_training_state
             counted = init(trainer, max_steps, per_epoch, num_epochs, *args)
             # Of data without a length the Trainer counts all steps as of the first pass.
             is_endless = num_epochs == sys.maxsize and not trainer.args.ignore_data_skip
-            self._begun = (epoch, batches) if is_endless else counted
+            self._begun = (place["epoch"], place["batches"]) if is_endless else counted
             return self._begun
 
         own_methods = {
@@ -409,6 +409,15 @@ class _BeforeOthers(TrainerCallback):  # type: ignore[misc]
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Continue with the streams of the save."""
         self._resume()
+
+
+def _position_template() -> dict[str, object]:
+    """Return what is loaded of a position."""
+    return {
+        **dict.fromkeys((*_Position._fields, "last_logged"), Stored()),
+        "streams": of_each_rank(Stored()),
+        "loss": of_each_rank(Stored()),
+    }
 
 
 def _moved(saved: _Position, here: _Position) -> str:

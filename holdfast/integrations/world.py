@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch.distributed as dist
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
-from holdfast.errors import GroupError, MismatchError
-from holdfast.format.names import list_steps, step_dir
-from holdfast.format.values import is_plain_dict
-from holdfast.format.versions import read_manifest
+from holdfast.errors import GroupError
+from holdfast.format.names import list_steps
 from holdfast.parallel import Layout, ProcessGroups
-from holdfast.parallel.control.guard import Guard
 from holdfast.state import PerRank
 from holdfast.storage import PosixStorage
 from holdfast.writer.leftovers import wait_for_writers
@@ -105,43 +101,6 @@ def text_of_coordinator(groups: ProcessGroups, text: str, *, phase: str) -> str:
     control = groups.control
     own = text.encode() if control.is_coordinator else None
     return control.broadcast(own, phase=phase).decode()
-
-
-def stored_values(
-    groups: ProcessGroups, root: Path, step: int, names: Sequence[tuple[str, str]]
-) -> list[Any]:
-    """Return texts and numbers of a checkpoint, on every rank, before anything is loaded.
-
-    One rank reads the manifest, and nothing else.
-
-    Args:
-        groups: of the ranks.
-        root: directory of the checkpoints.
-        step: which one.
-        names: of each value, the part that holds it and its name there.
-
-    Raises:
-        StorageError, CorruptionError: on all ranks: there is no such checkpoint, or its manifest is
-            damaged.
-        MismatchError: on all ranks: it does not have them all.
-
-    Cost: two small collectives.
-    """
-
-    def read() -> str:
-        values = []
-        if groups.control.is_coordinator:
-            manifest = read_manifest(PosixStorage(root), step_dir(step))[1]
-            for part, name in names:
-                node: object = manifest.parts.get(part)
-                value = node.get(name) if is_plain_dict(node) else None
-                if not isinstance(value, str | int):
-                    raise MismatchError(f"the checkpoint of step {step} has no {part}.{name}")
-                values.append(value)
-        return text_of_coordinator(groups, json.dumps(values), phase="read values")
-
-    values: list[Any] = json.loads(Guard[str](groups.control, "read values").run(read))
-    return values
 
 
 def newest_step(root: Path) -> int | None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from holdfast import Checkpointer, ConfigError, CorruptionError, OptimizerState, StorageError
+from holdfast import (
+    Checkpointer,
+    ConfigError,
+    CorruptionError,
+    OptimizerState,
+    ProcessGroups,
+    StorageError,
+)
 from holdfast.integrations import dcp as own
 from holdfast.integrations.dcp import HoldfastReader, HoldfastWriter
 from holdfast.state.tensor_elements import equal_bits, local_of
@@ -147,6 +156,60 @@ def test_two_saves_at_a_time_keep_their_own_places(tmp_path: Path) -> None:
         loaded = {"weight": torch.zeros(1 << 20)}
         dcp.load(loaded, storage_reader=HoldfastReader(f"{tmp_path}/step-{step}"))
         assert loaded["weight"].unique().tolist() == [step]
+
+
+class _OneByOne(HoldfastReader):
+    """Lets the second rank open a checkpoint when the first one has, and something has changed."""
+
+    def __init__(self, root: str, change: Callable[[], object]) -> None:
+        super().__init__(root)
+        self._change = change
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """The metadata of what is there by then."""
+        if dist.get_rank() == 1:
+            dist.barrier()
+            self._change()
+        metadata = super().read_metadata(*args, **kwargs)
+        if dist.get_rank() == 0:
+            dist.barrier()
+        return metadata
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Makes the plans of all ranks anew."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """The same items."""
+        return [LoadPlan(plan.items) for plan in global_plan]
+
+
+def refusals_of_two_versions(context: RankContext, root: str) -> list[str]:
+    """What loads are refused with while a step is saved, and then saved again."""
+
+    def load(change: Callable[[], object], planner: LoadPlanner | None = None) -> str:
+        target = {"v": {"weight": torch.zeros(3)}}
+        with pytest.raises(dcp.api.CheckpointException) as refused:
+            dcp.load(target, storage_reader=_OneByOne(root, change), planner=planner)
+        assert target["v"]["weight"].tolist() == [0.0] * 3
+        return str(refused.value)
+
+    with Checkpointer(root, groups=ProcessGroups.single("saver")) as saver:
+        state = {"v": {"weight": torch.ones(3)}}
+        if context.rank == 0:
+            saver.save(1, state)
+        newer = load(partial(saver.save, 2, state))
+        again = load(partial(saver.save, 2, state, overwrite=True))
+    return [newer, again, load(lambda: None, _Planner())]
+
+
+def test_ranks_that_open_different_versions_are_refused(tmp_path: Path) -> None:
+    """O9. Each rank opens the newest step for itself; a planner that hides it is refused, too."""
+    for newer, again, hidden in run_ranks(2, refusals_of_two_versions, str(tmp_path)).results:
+        assert "iter_0000001 (" in newer
+        assert "iter_0000002 (" in newer
+        assert "the ranks disagree on the checkpoint: iter_0000002 (" in again
+        assert "create_global_plan of the planner drops storage_data" in hidden
 
 
 def test_two_ranks_and_then_one(tmp_path: Path) -> None:
