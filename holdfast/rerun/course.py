@@ -377,7 +377,9 @@ class Course:
         self.learned.discard()
         self._num_reruns += 1
         self._replayed.restore()
-        self._replayed.watch()
+        if self._mode is Mode.VALIDATE_RESULTS or not self._was_watched:  # others rerun every step
+            self._replayed.watch()
+            self._was_watched = True
         if isinstance(self.batches, ReplayableBatches):
             self.batches.rewind()
         self._start_run(suspects)

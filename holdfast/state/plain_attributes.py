@@ -13,7 +13,7 @@ import math
 import weakref
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import is_dataclass
 from itertools import islice
 from types import SimpleNamespace
@@ -60,9 +60,14 @@ class PlainAttributes:
 
     Keeps what it saw by object, weakly: modules made again for each save are never compared.
     By identity, because the hash of a module may change with its state (torchmetrics).
+
+    Args:
+        kinds: types of values that an attribute must hold to be named.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, kinds: Any = _KINDS) -> None:
+        """See nothing yet."""
+        self._kinds = kinds
         self._seen: dict[str, dict[int, tuple[weakref.ref[Any], dict[str, object]]]] = {}
         """The last look at each part: by `id`, the object and its attributes."""
         self._settled: set[str] = set()
@@ -120,6 +125,29 @@ class PlainAttributes:
         }
         return self._named(paths, lambda optimizer: _shown_by_optimizer(optimizer, form_of))
 
+    def look_at_modules(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        made: Mapping[str, object],
+        *,
+        memory: Collection[int] = (),
+    ) -> list[str]:
+        """Compare modules of any trees with the look before, as `look` does with those of one.
+
+        Args:
+            modules: each with the start of its attributes' paths; those inside are not looked at.
+            made: what is shown elsewhere, by name.
+            memory: storages of tensors that are shown elsewhere.
+        """
+        changed = self._changed("", (module for _, module in modules), own=_OWN)
+        paths = {
+            f"{start}{name}": (module, name)
+            for start, module in modules
+            for name in changed.get(id(module), ())
+        }
+        shown = _Shown(made, memory=memory) if paths else None
+        return self._named(paths, lambda _: cast(_Shown, shown))
+
     def _changed(
         self, part: str, owners: Iterable[Any], *, own: frozenset[str]
     ) -> dict[int, list[str]]:
@@ -150,7 +178,7 @@ class PlainAttributes:
         undecided = {
             path: (owner, name)
             for path, (owner, name) in paths.items()
-            if path not in self._settled and _holds_any(vars(owner)[name])
+            if path not in self._settled and _holds_any(vars(owner)[name], self._kinds)
         }
         self._settled |= undecided.keys()
         return [
@@ -225,7 +253,7 @@ def _is_users(kind: type) -> bool:
 class _Shown:
     """What a state dict makes, and the memory of the tensors that are stored as they are."""
 
-    def __init__(self, made: Mapping[Any, object], *, memory: set[Any]) -> None:
+    def __init__(self, made: Mapping[Any, object], *, memory: Collection[Any]) -> None:
         self._values: dict[str, set[tuple[type, object]]] = {}
         """Numbers and texts that are shown, by the name nearest to them."""
         for key, value in _leaves(made, _KINDS):
@@ -299,8 +327,8 @@ def _bare(name: str) -> str:
     return name.rsplit(".", 1)[-1].strip("_")
 
 
-def _holds_any(value: object) -> bool:
-    return any(True for _ in _leaves(value, _KINDS))
+def _holds_any(value: object, kinds: Any) -> bool:
+    return any(True for _ in _leaves(value, kinds))
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

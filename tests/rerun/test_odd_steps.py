@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
 import random
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -60,10 +63,6 @@ def shuffled() -> Iterator[torch.Tensor]:
 def numbered(first: int = 0) -> Iterator[torch.Tensor]:
     for number in itertools.count(first):
         yield torch.full((2, 4), float(number))
-
-
-def parameters(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters())
 
 
 def adam(model: nn.Module, groups: ProcessGroups) -> torch.optim.Optimizer:
@@ -122,8 +121,8 @@ class Loop(SavedLoop):
         if layer is not None:
             self.model.append(layer)
         self.optimizer = (make or adam)(self.model, groups)
-        self.average: nn.Module | None = None
-        """Of the parameters, updated at the end of each run."""
+        self.at_end: Callable[[], object] = lambda: None
+        """Called at the end of each run."""
         if is_given:
             options["optimizers"] = [self.optimizer]
         self.lines: list[str] = []
@@ -182,13 +181,7 @@ class Loop(SavedLoop):
                         is_bad = (self.step, microbatch) == bad and number < num_bad
                         value = math.nan if is_bad else loss.item()
                         self.machine.validate("loss", value, NotFinite(), fatal=False)
-                    if isinstance(self.average, AveragedModel):
-                        self.average.update_parameters(self.model)
-                    elif self.average is not None:
-                        for mean, now in zip(
-                            *map(parameters, (self.average, self.model)), strict=True
-                        ):
-                            mean.data.mul_(0.5).add_(now.data)
+                    self.at_end()
             except MemoryError:
                 left_in, was_left = None, True
                 continue
@@ -355,34 +348,114 @@ def test_gradients_in_buckets_of_an_unknown_optimizer_are_not_added_to(
             loop.run(3, batches, bad=(1, 0), drops_before=True)
 
 
-@pytest.mark.parametrize("kind", ["averaged", "by hand"])
+class ByHand(nn.Module):
+    """An average of a weight, written past autograd's counter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(model.get_parameter("0.weight").detach().clone())
+
+    def update_parameters(self, model: nn.Module) -> None:
+        self.mean.data.mul_(0.5).add_(model.get_parameter("0.weight").data)
+
+
+class Replaces(nn.Module):
+    """An average in a buffer that is another tensor after each update."""
+
+    mean: torch.Tensor
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+
+    def update_parameters(self, model: nn.Module) -> None:
+        self.mean = self.mean * 0.5 + model.get_parameter("3.bias").detach()
+
+
+class InAttributes(nn.Module):
+    """A metric whose states no table of modules has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.mean = torch.zeros(1)
+
+    def update_parameters(self, model: nn.Module) -> None:
+        self.mean = self.mean * 0.5 + model.get_parameter("3.bias").detach()
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.mean
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.mean = state
+
+
+@pytest.mark.parametrize("saved", ["", "live", "copied"])
+@pytest.mark.parametrize("kind", [AveragedModel, ByHand, Replaces, InAttributes])
 def test_a_module_that_is_not_known_and_that_a_run_changes_is_named(
-    groups: ProcessGroups, tmp_path: Path, kind: str
+    groups: ProcessGroups, tmp_path: Path, kind: Any, saved: str
 ) -> None:
     """D7: once, in the second step, without a fault; not if a hook brings it back."""
 
-    def run(name: str, *, is_saved: bool, **fault: Any) -> Loop:
+    def run(name: str, **fault: Any) -> tuple[Loop, dict[str, torch.Tensor]]:
         average: nn.Module
-        hooks = [(lambda: average.state_dict(), lambda state: average.load_state_dict(state))]
-        loop = Loop(groups, tmp_path / name, hooks=hooks if is_saved else [])
-        average = AveragedModel(loop.model) if kind == "averaged" else copy.deepcopy(loop.model)
-        loop.average = average
-        loop.run(5, loop.machine.replayable(numbered()), **fault)
-        return loop
 
-    def means(loop: Loop) -> list[torch.Tensor]:
-        assert loop.average is not None
-        return list(loop.average.state_dict().values())
-
-    for is_saved in (True, False):
-        good = run(f"good {is_saved}", is_saved=is_saved)
-        transient = run(f"transient {is_saved}", is_saved=is_saved, bad=(3, 1))
-        assert all(map(torch.equal, means(good), means(transient))) == is_saved
-        for loop in (good, transient):
-            named = [line for line in loop.lines if "that the machine does not know" in line]
-            assert ["step 1" in line and "0.weight" in line for line in named] == (
-                [] if is_saved else [True]
+        def save() -> dict[str, torch.Tensor]:
+            return (
+                copy.deepcopy(average.state_dict()) if saved == "copied" else average.state_dict()
             )
+
+        hooks = [(save, lambda state: average.load_state_dict(state))]
+        loop = Loop(groups, tmp_path / name, hooks=hooks if saved else [])
+        average = kind(loop.model)
+        loop.at_end = lambda: average.update_parameters(loop.model)  # type: ignore[operator]
+        loop.run(5, loop.machine.replayable(numbered()), **fault)
+        return loop, average.state_dict()
+
+    (good, means), (transient, others) = run("good"), run("transient", bad=(3, 1))
+    pairs = [(means[name], others[name]) for name in means]
+    assert all(torch.equal(one, other) for one, other in pairs) == bool(saved)
+    for loop in (good, transient):
+        named = [line for line in loop.lines if "that the machine does not know" in line]
+        assert len(named) == (not saved)
+        assert all("step 1" in line and f"({kind.__name__}: " in line for line in named)
+
+
+class Guarded(nn.Linear):
+    """A module whose own way to its parameters is not for everyone, at any time."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a look at the modules of the process runs code of theirs")
+
+    named_buffers = named_parameters
+
+
+@pytest.mark.parametrize("mode", ["validate_results", "report_determinism_stats"])
+def test_modules_that_a_run_frees_or_makes_are_left_alone(
+    groups: ProcessGroups, tmp_path: Path, mode: str
+) -> None:
+    """D7: the look keeps nothing alive, runs no code of modules, and reads no memory that is gone.
+
+    It is made once where each step runs twice.
+    """
+    loop = Loop(groups, tmp_path, mode=mode)
+    guarded, freed = Guarded(2, 2), nn.Linear(80, 80)
+    deleted = [nn.Linear(2, 2) for _ in range(6)]
+    alive: list[bool] = []
+    made: list[nn.Module] = []
+
+    def at_end() -> None:
+        freed.weight.untyped_storage().resize_(0)
+        ref = weakref.ref(deleted.pop().weight)
+        alive.append(ref() is not None)
+        made.append(nn.Linear(2, 2))
+
+    loop.at_end = at_end
+    with mock.patch.object(gc, "get_objects", wraps=gc.get_objects) as walk:
+        loop.run(3, loop.machine.replayable(numbered()))
+    assert guarded.weight.numel() == 4
+    assert not any("that the machine does not know" in line for line in loop.lines), loop.lines
+    assert set(alive) == {False}
+    assert walk.call_count == 1
 
 
 @pytest.mark.parametrize("left_in", [0, 1])
