@@ -291,7 +291,7 @@ def test_attributes_that_a_rerun_does_not_bring_back_are_named(
     assert same(good, transient) == (not missing)
 
 
-def test_data_that_is_bad_is_given_from_a_device_under_random_draws(
+def test_data_that_is_bad_is_told_from_a_device_under_random_draws(
     groups: ProcessGroups, tmp_path: Path
 ) -> None:
     """D8: with other masks the value would be another one, and device A would be convicted."""

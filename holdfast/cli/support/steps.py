@@ -161,12 +161,12 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
     Raises:
         ConfigError: there is none; the message says what was looked for.
     """
+    # By `os.path`, for which a path that may not be examined is none: the root's error names it.
+    is_directory = not (is_url(path) or os.path.isfile(path))
+    storage = open_root(path) if is_directory else None
     own = find_own(path, step)
     if own is not None:
         return StoredCheckpoint(storage=own.storage, directory=own.directory, label=own.label)
-    # By `os.path`, for which a path that may not be examined is none.
-    is_directory = not (is_url(path) or os.path.isfile(path))
-    storage = open_root(path) if is_directory else None
     place = as_url(path).rstrip("/") if is_url(path) else path
     if foreign := _find_foreign(place, step=step):
         return foreign
