@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from holdfast.errors import ConfigError, StorageError
+from holdfast.errors import ConfigError, StorageError, counted
 from holdfast.storage import Storage
 from holdfast.storage.reading import read_tail
 
@@ -215,7 +215,9 @@ def committed_step(steps: Sequence[int], step: int | None, *, place: str) -> int
     if step is None or step in steps:
         return steps[-1] if step is None else step
     known = ", ".join(map(str, steps[-_MAX_NAMED:])) or "none"
-    raise ConfigError(f"{place} has no committed step {step}; it has {known}")
+    older = len(steps) - _MAX_NAMED
+    more = f", and {counted(older, 'older one')}" if older > 0 else ""
+    raise ConfigError(f"{place} has no committed step {step}; it has {known}{more}")
 
 
 def newest_step_dir(names: Iterable[str]) -> int | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -21,6 +24,39 @@ def greet(words):
         import greetings_that_nobody_has.polite
     return 7
 """
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def _without(option: str) -> set[str]:
+    """Return the commands that lack this option."""
+    modules = {verb: import_module(f"holdfast.cli.commands.{verb}") for verb in VERBS}
+    return {
+        verb
+        for verb, module in modules.items()
+        if option not in {field.name for field in dataclasses.fields(module.Args)}
+    }
+
+
+def test_the_documents_name_every_command_and_those_without_an_option() -> None:
+    """Prevents a command that no page lists, and a script that counts on a missing `--json`."""
+    readme, operations, guide = (
+        (ROOT / page).read_text() for page in ("README.md", "docs/operations.md", "docs/guide.md")
+    )
+    block = readme.split("## The command\n")[1].split("```")[1]
+    listed = set(re.findall(r"^holdfast (\w+)", block, re.MULTILINE))
+    assert listed | set(re.findall(r"also: (\w+)", block)) == {*VERBS, "train"}
+
+    def named(page: str, sentence: str) -> set[str]:
+        (found,) = re.findall(sentence, page)
+        return set(re.findall(r"`(\w+)`", found))
+
+    assert named(readme, r"All but ([^.;]*) take `--json`") == _without("json") | {"train"}
+    assert named(operations, r"all but ([^.;]*) take `--json`") == _without("json")
+    assert named(operations, r"([^.;]*) have `--dry-run`") == set(VERBS) - _without("dry_run")
+    offline = named(guide.replace("`holdfast ls`", "`ls`"), r"([^.]*) work in one process, without")
+    assert offline == set(VERBS) - {"view"}
 
 
 @pytest.fixture

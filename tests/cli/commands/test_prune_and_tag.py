@@ -12,7 +12,8 @@ import pytest
 
 from holdfast.format.versions import read_lease
 from holdfast.storage import PosixStorage
-from tests.cli.conftest import Holdfast
+from tests.cli.conftest import Holdfast, at_step
+from tests.format.making import make, sample_tensors, write
 from tests.retention.common import damage, fill, put, steps_of
 
 
@@ -189,6 +190,27 @@ def test_mistakes_are_one_line_and_code_2(holdfast: Holdfast, root: Path) -> Non
         assert result.err.count("\n") == 1
         assert result.out == ""
     assert steps(root) == [10, 20, 30, 40]
+
+
+def test_a_step_that_is_not_there_hides_no_older_ones(holdfast: Holdfast, tmp_path: Path) -> None:
+    """Of many steps a refusal names the newest; it read as if there were no others."""
+    for step in range(1, 11):
+        write(PosixStorage(tmp_path), at_step(make(sample_tensors()), step))
+    result = holdfast("tag", tmp_path, 77, "x")
+    assert result.code == 2
+    assert "it has 3, 4, 5, 6, 7, 8, 9, 10, and 2 older ones" in result.err
+
+
+def test_a_damaged_checkpoint_is_copied_by_no_command(
+    holdfast: Holdfast, root: Path, tmp_path: Path
+) -> None:
+    """With the exit code of damage, by which a script calls for another copy."""
+    data = next((root / "iter_0000040/data").iterdir())
+    data.write_bytes(data.read_bytes()[:-1] + b"\x77")
+    result = holdfast("copy", root, tmp_path / "copy")
+    assert result.code == 1, result.err
+    assert "damaged" in result.err
+    assert not list(tmp_path.glob("copy/iter_*"))
 
 
 def test_the_verbs_never_import_torch(root: Path, tmp_path: Path) -> None:
