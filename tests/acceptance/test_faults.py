@@ -207,7 +207,7 @@ def test_what_one_rank_is_short_of_stops_all_before_a_byte(tmp_path: Path) -> No
     """P10: disk, memory of one rank, descriptors of another; by how much."""
     for said in run_ranks(4, short_of, str(tmp_path)).results:
         for asynchronous in (False, True):
-            assert "only 1.0 kB are free: " in said[f"disk {asynchronous}"]
+            assert "only 1 kB are free: " in said[f"disk {asynchronous}"]
             assert "rank 3" in said[f"memory {asynchronous}"]
             assert "only 7 B are available: " in said[f"memory {asynchronous}"]
             assert "rank 1" in said[f"descriptors {asynchronous}"]
