@@ -230,7 +230,7 @@ class Names:
                 continue
             entry = self._get(name)
             if entry is not None and entry.record is not None:
-                self._tidy(name, entry)
+                self._tidy_if_made(name, entry)
             elif self._swap(name, entry, record) is not None:
                 return record
         raise _busy(name)
@@ -274,7 +274,7 @@ class Names:
             if there is not None and there.record is not None:
                 if self.look(target) is not None:
                     raise FileExistsError(target)
-                self._tidy(target, there)
+                self._tidy_if_made(target, there)
                 continue
             if self._make_move(source, own, target, there, None):
                 return
@@ -372,12 +372,8 @@ class Names:
             if known is not None and known.move is None:
                 continue
             entry = self._get(name)
-            move = entry.record.move if entry is not None and entry.record is not None else None
-            if entry is not None and move is not None:
-                there = self._get(move.to)
-                if _is_made(move, there):
-                    self._tidy(name, entry, there)
-                    done.append(name)
+            if entry is not None and self._tidy_if_made(name, entry):
+                done.append(name)
         return done
 
     def nameless(self, prefixes: Collection[str]) -> set[str]:
@@ -545,6 +541,20 @@ class Names:
             return
         if entry.record.move.id == came.id:
             self._tidy(came.source, entry)
+
+    def _tidy_if_made(self, name: str, entry: NameEntry) -> bool:
+        """Tidy a name if it states a move that was made; return whether it does.
+
+        It may state anything by now: other processes change it between two requests of this one.
+        """
+        move = entry.record.move if entry.record is not None else None
+        if move is None:
+            return False
+        there = self._get(move.to)
+        is_made = _is_made(move, there)
+        if is_made:
+            self._tidy(name, entry, there)
+        return is_made
 
     def _tidy(
         self,
