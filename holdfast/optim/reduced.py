@@ -228,7 +228,7 @@ class ReducedOptimizer(PlainStepper):
 
     def num_new(self) -> int:
         members = self.parameters()
-        if self._is_compared(members):
+        if _are_same(members, self._compared):
             return 0
         known = {*map(id, self._compared)}
         return sum(id(each) not in known for each in members)
@@ -244,10 +244,6 @@ class ReducedOptimizer(PlainStepper):
     def _note_compared(self) -> None:
         self._compared = self.parameters()
         self._num_compared = [len(group["params"]) for group in self.optimizer.param_groups]
-
-    def _is_compared(self, members: Sequence[nn.Parameter]) -> bool:
-        """Return True if the optimizer has the parameters that it had when ranks compared them."""
-        return len(members) == len(self._compared) and all(map(is_, members, self._compared))
 
     def _entries(self) -> list[Compared]:
         """Return what ranks compare of each plain parameter."""
@@ -332,7 +328,7 @@ class ReducedOptimizer(PlainStepper):
         """
         what = "the exchange of used parameters"
         before = self._reduced_before
-        is_same = len(members) == len(before) and all(map(is_, members, before))
+        is_same = _are_same(members, before)
         flags = [p.grad is not None for p in before]
         changes = _NO_CHANGE if is_same or group is None else _change(members)
         counts = collectives.count_ranks([*flags, *changes], group, what=what)
@@ -456,6 +452,11 @@ class _Reduction:
         around = self._around()
         if around is not None:
             around.check_reduced()
+
+
+def _are_same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
+    """Return True if these are the same parameters, in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 _NO_CHANGE = (False,) * 32
