@@ -119,6 +119,8 @@ def readings_of_error_texts(tree: ast.Module) -> list[int]:
             for name in names_of_errors(scope)
             for form in (f"str({name})", f"repr({name})", f"{name}.args", f"{name}.message")
         }
+        if not forms:
+            continue
 
         def is_text(node: ast.AST, forms: set[str] = forms) -> bool:
             return any(isinstance(n, ast.expr) and ast.unparse(n) in forms for n in ast.walk(node))
