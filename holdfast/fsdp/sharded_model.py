@@ -228,6 +228,7 @@ class ShardedModel(MicrobatchTaker):
         self._microbatches = Microbatches({ALONE: self}, groups)
         self._stepper: ShardedModelStepper | None = None
         """Stepper with the optimizer of the last `step`."""
+        self.number = groups.next_number()
         # On each module: a part of a state may be one of them, or have the model inside.
         for module in model.modules():
             set_worker(self, on=module)
@@ -699,6 +700,7 @@ class ShardedModelStepper(PlainStepper):
             optimizer = JoinedOptimizer(optimizer, where="ShardedModel")
         super().__init__(optimizer, sharded.groups)
         self._sharded = sharded
+        self.number = sharded.number
         self._is_tried = False
 
     @property

@@ -216,6 +216,7 @@ class ReducedOptimizer(PlainStepper):
         # What is saved is the torch optimizer, which does not know of this one.
         set_worker(self, on=optimizer)
         optimizer.register_step_pre_hook(_Reduction(self))
+        self.number = groups.next_number()
 
     def check_reduced(self) -> None:
         """Raise ConfigError if gradients that `reduce` makes equal are those of this rank alone."""
