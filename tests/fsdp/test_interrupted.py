@@ -782,11 +782,12 @@ def in_other_orders(context: RankContext) -> None:
                     branch(sharded, x, each[context.rank])
                 sharded.drop_gradients()
             if strategy != "no_shard":  # which gathers nothing
-                with torch.no_grad():
-                    net(x, *ORDERS[1][context.rank])
-                with pytest.raises(PlanError, match=r"what comes next: .*'layers\.\d' .*rank 1"):
-                    branch(sharded, x, ((0, 1),))
-                sharded.drop_gradients()
+                for follows in (partial(branch, sharded, x, ((0, 1),)), sharded.compare_launches):
+                    with torch.no_grad():
+                        net(x, *ORDERS[1][context.rank])
+                    with pytest.raises(PlanError, match=r"comes next: .*'layers\.\d' .*rank 1"):
+                        follows()
+                    sharded.drop_gradients()
                 net(x, *ORDERS[1][context.rank]).sum().backward()
                 before = {name: full(p) for name, p in net.named_parameters()}
                 with pytest.raises(PlanError, match=r"what comes next: .*'layers\.\d' .*rank 1"):
@@ -794,6 +795,7 @@ def in_other_orders(context: RankContext) -> None:
                 assert all(torch.equal(full(p), before[n]) for n, p in net.named_parameters())
             with torch.no_grad():
                 net(x, (1, 0))
+            sharded.compare_launches()
             branch(sharded, x, ((0, 1),))
             sharded.step(optimizer)
             losses = [single(row, (0, 1)).sum() / 2 for row in rows]
