@@ -46,14 +46,13 @@ from torch.futures import Future
 
 from holdfast.arrays.boxes import Box
 from holdfast.checkpoint import Checkpointer, LoadReport, SaveReport
-from holdfast.errors import ConfigError, StorageError
+from holdfast.errors import ConfigError, StorageError, disagreement
 from holdfast.format.names import list_steps, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import decode_tree, is_plain_dict
 from holdfast.integrations.names import member_of, part_of
 from holdfast.integrations.world import agreed_newest_step, groups_of_world, text_of_coordinator
 from holdfast.parallel import ProcessGroups
-from holdfast.parallel.ranks import disagreement
 from holdfast.state import Pieces, Sharded, Union
 from holdfast.state.tensor_elements import torch_dtype
 from holdfast.storage import PosixStorage

@@ -130,14 +130,6 @@ class UnshardedOptimizer(PartitionedOptimizer):
         """Nothing to follow up."""
 
 
-def parameter_facts(
-    param: OptimizerParameter, padding: tuple[int, ...] | None
-) -> dict[str, object]:
-    """Return what a load must know of a parameter: its real shape, and whether it was frozen."""
-    shape = [int(n) for n in (param.parameter.shape if padding is None else padding)]
-    return {"shape": shape} if param.parameter.requires_grad else {"shape": shape, "frozen": True}
-
-
 def stored_form(param: OptimizerParameter, entry: str, value: object) -> object:
     """Return what is saved for an entry of a parameter's state.
 

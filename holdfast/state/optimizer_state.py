@@ -31,7 +31,6 @@ from holdfast.state.optimizer_protocol import (
     PartitionedOptimizer,
     UnshardedOptimizer,
     inner_optimizers,
-    parameter_facts,
     stored_form,
     unwrapped_optimizer,
     with_padding,
@@ -166,7 +165,7 @@ class OptimizerState:
         for name, param in self._named():
             padding = paddings.get(id(param.parameter))
             membership[name] = param.group
-            parameters[name] = parameter_facts(param, padding)
+            parameters[name] = _parameter_facts(param, padding)
             if param.updated is None:
                 continue
             stepped.add(id(param.updated))
@@ -597,7 +596,7 @@ class OptimizerState:
         """Return what a load must know of each parameter that is the module's."""
         names, paddings = self._names(), self._paddings()
         return {
-            names[param.parameter]: parameter_facts(param, paddings.get(id(param.parameter)))
+            names[param.parameter]: _parameter_facts(param, paddings.get(id(param.parameter)))
             for param in self._optimizer.optimizer_parameters()
             if param.parameter in names
         }
@@ -681,3 +680,11 @@ def refuse_flat_shards(module: nn.Module) -> None:
                 f"parameter; shard with fully_shard (FSDP2), whose parameters are DTensors, or "
                 f"use NO_SHARD. The module itself can be saved as it is"
             )
+
+
+def _parameter_facts(
+    param: OptimizerParameter, padding: tuple[int, ...] | None
+) -> dict[str, object]:
+    """Return what a load must know of a parameter: its real shape, and whether it was frozen."""
+    shape = [int(n) for n in (param.parameter.shape if padding is None else padding)]
+    return {"shape": shape} if param.parameter.requires_grad else {"shape": shape, "frozen": True}

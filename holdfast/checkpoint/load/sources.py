@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from holdfast.checkpoint.options import OnDrift
-from holdfast.errors import ConfigError, CorruptionError
+from holdfast.errors import ConfigError, CorruptionError, disagreement
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.convert import open_any
 from holdfast.foreign.formats import location_of_step, open_catalog
@@ -23,7 +23,6 @@ from holdfast.foreign.shared_opening import Answers
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import parse_step_dir
 from holdfast.parallel import Control
-from holdfast.parallel.ranks import disagreement
 from holdfast.storage import Storage, is_url, open_storage
 from holdfast.storage.places import as_url
 

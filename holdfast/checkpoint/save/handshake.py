@@ -20,13 +20,12 @@ from holdfast.checkpoint.save.pending import (
     shortened,
 )
 from holdfast.checkpoint.save.staging import StagingBuffer
-from holdfast.errors import ConfigError, ErrorRecord, PlanError, StorageError, some_of
+from holdfast.errors import ConfigError, ErrorRecord, PlanError, StorageError, disagreement, some_of
 from holdfast.format.digest import digest128
 from holdfast.format.names import list_steps, saving_dir, step_dir
 from holdfast.format.root_identity import RootIdentity, new_root_id
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
-from holdfast.parallel.ranks import disagreement
 from holdfast.storage import Storage
 from holdfast.storage.reading import pause_of
 from holdfast.writer.leftovers import repair
