@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.errors import ConfigError, MismatchError
-from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles
+from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles, require_tilings
 from holdfast.foreign.computed_chunks import chunks_of
 from holdfast.foreign.matching import RuleUse, require_equal, uses_of
 from holdfast.foreign.optimizer_records import OptimizerRecords
@@ -219,6 +219,7 @@ class NameMap:
             MismatchError: A rule matches nothing, no rule matches a name, some of the tensors of a
                 rule are missing, or shapes, types or values do not fit.
             ConfigError: Two rules take or make one name; a variable is unknown or has no value.
+            CorruptionError: The chunks of a tensor do not cover each of its elements once.
             StorageError: A file cannot be read, where values must be compared.
 
         Cost: linear in names times rules, and in chunks. Of tensors only those are read that are
@@ -227,6 +228,7 @@ class NameMap:
         unknown = set(variables or {}) - set(self.variables)
         if unknown:
             raise ConfigError(f"{self.name} has no variables {sorted(unknown)}")
+        require_tilings(catalog)
         with OpenFiles(catalog.storage) as files:
             return _Application(self, catalog, {**self.variables, **(variables or {})}, files).run()
 

@@ -642,6 +642,8 @@ class ShardedModel(MicrobatchTaker):
                     "no values; call materialize() of the sharded model, and load a checkpoint, "
                     "before the first forward"
                 )
+            for guard in self._guards:  # FSDP2 takes for good what is there in the first forward
+                guard.check_places()
             self._is_ready = True
         if not self._is_ready_for_inference and torch.is_inference_mode_enabled():
             # Also after training: some units may not have run in it.

@@ -294,7 +294,8 @@ def sums_of_shares(
         padding: elements of each share that belong to no parameter, and are zero.
         count_zeros: if not, they are taken for 0.
     """
-    wide = shares.double() if not shares.is_complex() else _as_real(shares).double()
+    parts = _as_real(shares) if shares.is_complex() else shares
+    wide = parts.to(torch.float64, copy=True)  # `double()` of float64 is the tensor itself
     wide.mul_(wide)
     while (width := wide.shape[1]) > _FEW:
         half = width // 2

@@ -737,13 +737,23 @@ def in_other_orders(context: RankContext) -> None:
             assert difference(net, single) < 1e-4, strategy
 
 
-def two_models_in_other_orders(context: RankContext) -> None:
+def two_models_in_other_orders(context: RankContext, is_adopted: bool) -> None:
     rows = [torch.full((1, 4), rank + 1.0) for rank in range(2)]
     x = rows[context.rank]
-    with ProcessGroups.create(Layout(dp=2), data_timeout_s=20) as groups:
+    with (
+        ProcessGroups.create(Layout(dp=2), data_timeout_s=20) as groups,
+        ProcessGroups.adopt(
+            Layout(dp=2, name="adopted"),
+            {name: groups.group(name) for name in groups.held()},
+            data_timeout_s=20,
+        ) as others,
+    ):
         nets = [Branching(), Branching()]
         alone = copy.deepcopy(nets)
-        models = [fully_shard_model(n, groups, experts=(), units=n.layers) for n in nets]
+        models = [
+            fully_shard_model(net, each, experts=(), units=net.layers)
+            for net, each in zip(nets, (groups, others if is_adopted else groups), strict=True)
+        ]
         optimizers = [sgd(net.parameters()) for net in nets]
 
         def train(marked: Sequence[ShardedModel], order: tuple[int, ...] = (0, 1)) -> None:
@@ -835,9 +845,13 @@ def test_ranks_that_run_other_units_do_not_get_each_others_weights() -> None:
     run_ranks(2, in_other_orders)
 
 
-def test_two_models_in_another_order_do_not_get_each_others_weights() -> None:
-    """I1: each model saw its own launches alone, and without `microbatch` nothing failed."""
-    run_ranks(2, two_models_in_other_orders)
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_two_models_in_another_order_do_not_get_each_others_weights(is_adopted: bool) -> None:
+    """I1: each model saw its own launches alone, and without `microbatch` nothing failed.
+
+    Nor does it matter that one has groups that have adopted the communicators of the other's.
+    """
+    run_ranks(2, two_models_in_other_orders, is_adopted)
 
 
 def test_ranks_of_other_experts_need_not_run_them() -> None:

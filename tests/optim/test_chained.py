@@ -239,8 +239,17 @@ class Nested:
 def in_any_order(
     context: RankContext, join: Callable[[dict[str, ShardedOptimizer]], Any], stage: Literal[1, 2]
 ) -> None:
-    """Each rank makes gradients in another order, and one leaves an error in the middle."""
-    with ProcessGroups.create(Layout(dp=2)) as groups:
+    """Each rank makes gradients in another order, and one leaves an error in the middle.
+
+    Those of a chain have the same groups; else one has groups that have adopted communicators.
+    """
+    with contextlib.ExitStack() as stack:
+        groups = others = stack.enter_context(ProcessGroups.create(Layout(dp=2)))
+        if join is Nested:
+            held = {name: groups.group(name) for name in groups.held()}
+            others = stack.enter_context(
+                ProcessGroups.adopt(Layout(dp=2, name="adopted"), held, data_timeout_s=20)
+            )
         torch.manual_seed(3)
         # Of other sizes, gloo ends the process where a sum meets another one.
         widths = [4, 4 if stage == 1 else 8] * 2
@@ -252,7 +261,7 @@ def in_any_order(
                     net,
                     members[start::2],
                     make=sgd,
-                    groups=groups,
+                    groups=others if start else groups,
                     over="dp_cp",
                     divisor=2,
                     stage=stage,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from holdfast.arguments import check_number
 from holdfast.errors import GroupError, HoldfastError, LayoutError
@@ -110,10 +111,13 @@ class ProcessGroups:
         """Starts the names of the communicators made here; unique to this meeting of the ranks."""
         self._direct: Direct | None = None
         self._has_meshes = False
-        self.reducing: list[Any] = []
-        """What reduces gradients on these communicators during a backward, while it does. Gradients
-        come in another order on each rank, so of two on one communicator only one may."""
-        self._orders: dict[ProcessGroup, LaunchOrder] = {}
+        # Of the process: other groups may hold the same communicators, as adopted ones do.
+        self.reducing: list[Any] = _torch.kept_in_process("reducing", list)
+        """What reduces gradients on communicators during a backward, while it does. Gradients come
+        in another order on each rank, so of two on one communicator only one may."""
+        self._orders: MutableMapping[ProcessGroup, LaunchOrder] = _torch.kept_in_process(
+            "orders", WeakKeyDictionary
+        )
         self._is_closed = False
         self._is_complete = False
 
@@ -403,7 +407,10 @@ class ProcessGroups:
             _CURRENT.reset(token)
 
     def launch_order(self, communicator: ProcessGroup) -> LaunchOrder:
-        """Return the order of launches on a communicator: one for all that note theirs."""
+        """Return the order of launches on a communicator: one for all that note theirs.
+
+        Also for those of other `ProcessGroups` that hold it.
+        """
         if communicator not in self._orders:
             self._orders[communicator] = LaunchOrder(is_shared=communicator.size() > 1)
         return self._orders[communicator]
