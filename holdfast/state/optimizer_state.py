@@ -31,7 +31,6 @@ from holdfast.state.optimizer_protocol import (
     OptimizerParameter,
     OptimizersByModule,
     PartitionedOptimizer,
-    UnshardedOptimizer,
     inner_optimizers,
     stored_form,
     unwrapped_optimizer,
@@ -66,6 +65,36 @@ class GroupLoaded(NamedTuple):
     """The numbers of the stored groups; empty if it stayed as it was built."""
     first: int
     """The number of the first stored group of its optimizer, of several inside of one."""
+class UnshardedOptimizer(PartitionedOptimizer):
+    """A `torch.optim.Optimizer` seen as a `PartitionedOptimizer` that partitions nothing.
+
+    Also for whatever has its `param_groups`, `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own groups."""
+        return self._optimizer.param_groups
+
+    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
+        """Return each parameter, held whole."""
+        return [
+            OptimizerParameter(parameter=p, group=i, optimizer=self._optimizer, updated=p)
+            for i, group in enumerate(self._optimizer.param_groups)
+            for p in group["params"]
+        ]
+
+    def synchronize(self) -> None:
+        """Nothing is in flight."""
+
+    def begin_load(self, *, with_main: bool) -> None:
+        """Nothing to prepare."""
+
+    def finish_load(self, *, with_main: bool) -> None:
+        """Nothing to follow up."""
 
 
 class OptimizerState:
