@@ -65,6 +65,8 @@ class GroupLoaded(NamedTuple):
     """The numbers of the stored groups; empty if it stayed as it was built."""
     first: int
     """The number of the first stored group of its optimizer, of several inside of one."""
+
+
 class UnshardedOptimizer(PartitionedOptimizer):
     """A `torch.optim.Optimizer` seen as a `PartitionedOptimizer` that partitions nothing.
 
