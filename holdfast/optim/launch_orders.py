@@ -15,9 +15,8 @@ from itertools import zip_longest
 
 import msgspec
 
-from holdfast.errors import PlanError
+from holdfast.errors import PlanError, disagreement
 from holdfast.parallel.control.control import Control
-from holdfast.parallel.ranks import disagreement
 
 
 def pack_orders(orders: Mapping[str, int]) -> bytes:

@@ -30,7 +30,8 @@ from holdfast.optim.plain_shards import HINTS, PlainShards, Shards
 from holdfast.optim.shard_groups import mesh_lines
 from holdfast.optim.torch_interface import TorchInterface, refuse_closure
 from holdfast.parallel import ProcessGroups
-from holdfast.state.optimizer_protocol import OptimizerParameter, UnshardedOptimizer
+from holdfast.state.optimizer_protocol import OptimizerParameter
+from holdfast.state.optimizer_state import UnshardedOptimizer
 from holdfast.state.tensor_elements import local_of
 from holdfast.state.unfinished import set_worker
 
