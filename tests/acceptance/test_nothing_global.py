@@ -27,6 +27,7 @@ from holdfast import (
     ShardedOptimizer,
     current_groups,
 )
+from holdfast.collector import collector_paused
 from holdfast.optim import gradient_norm
 
 ROOT = Path(holdfast.__file__).parent
@@ -64,7 +65,8 @@ def kept_by(tree: ast.Module) -> set[str]:
 
 def state_in(source: str) -> Iterator[str]:
     """What a module would keep between two calls, in words."""
-    tree = ast.parse(source)
+    with collector_paused():
+        tree = ast.parse(source)
     kept = kept_by(tree)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda)]
     for node in (node for function in functions for node in ast.walk(function)):
