@@ -429,7 +429,7 @@ def test_shards_that_part_are_named_at_the_step_in_which_they_do() -> None:
     assert first == second
     (_, prodigy), (step, tensor), *honest = first
     assert "ranks differ in 'top' of parameter group 0 after the update" in prodigy
-    assert "on ranks 0; " in prodigy
+    assert "on rank 0; " in prodigy
     assert step == 3
     assert "ranks differ in 'scale' of the state of weight after the update" in tensor
     assert "keep its parameters whole" in tensor

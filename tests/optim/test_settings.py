@@ -82,14 +82,14 @@ def stepped_once(kind: str) -> Iterator[Alone]:
 def cases(odd: bool) -> dict[str, dict[str, Any]]:
     """By what the message says, the options of one rank; `odd` on rank 1."""
     return {
-        r"differ in max_norm: 1 on ranks 0; 0\.01 on ranks 1;": {"max_norm": 0.01 if odd else 1.0},
-        r"differ in loss scale: 4 on ranks 0; 2 on ranks 1;": {
+        r"differ in max_norm: 1 on rank 0; 0\.01 on rank 1;": {"max_norm": 0.01 if odd else 1.0},
+        r"differ in loss scale: 4 on rank 0; 2 on rank 1;": {
             "scaler": LossScaler(initial=2.0 if odd else 4.0)
         },
-        r"differ in loss scale: 1 on ranks 0; None on ranks 1;": {
+        r"differ in loss scale: 1 on rank 0; None on rank 1;": {
             "scaler": None if odd else LossScaler(initial=1.0)
         },
-        r"differ in count_zeros: False on ranks 0; True on ranks 1;": {"count_zeros": odd},
+        r"differ in count_zeros: False on rank 0; True on rank 1;": {"count_zeros": odd},
         r"1 of 2 ranks failed .*\s.*rank 1: .*max_norm must be .*, got -1": {
             "max_norm": -1 if odd else 0.0
         },
@@ -123,7 +123,7 @@ def refused(context: RankContext, kind: str) -> list[str]:
                 group[key] = other
             shown = f"{was:g}" if isinstance(was, float) else str(was)
             refuse(
-                rf"differ in {key} of parameter group 0: {shown} on ranks 0; {other} on ranks 1;"
+                rf"differ in {key} of parameter group 0: {shown} on rank 0; {other} on rank 1;"
             )
             group[key] = was
         group["lr"] = 0.2  # on all
@@ -167,7 +167,7 @@ def in_other_orders(context: RankContext) -> None:
                 each.backward(1)
             for place in order:
                 with pytest.raises(
-                    ConfigError, match=r"number of the optimizer: \d on ranks 0; \d"
+                    ConfigError, match=r"number of the optimizer: \d on rank 0; \d"
                 ):
                     both[place].call(max_norm=1.0)
             with pytest.raises(PlanError, match=r"what comes next: .* on rank 0; .* on rank 1"):

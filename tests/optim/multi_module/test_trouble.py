@@ -252,7 +252,7 @@ def scalers(context: RankContext) -> list[Any]:
                     run.step(3, scaler=given)
                 report.append(str(caught.value))
             one = LossScaler(initial=2.0 if context.rank == 1 else 4.0)
-            with pytest.raises(ConfigError, match=r"4 on ranks 0, ?2.*; 2 on ranks 1"):
+            with pytest.raises(ConfigError, match=r"4 on ranks 0, ?2.*; 2 on rank 1"):
                 run.step(3, scaler=one)
             assert one.scale in (2.0, 4.0)
             assert all(each.scale == 64.0 for each in own.values())
