@@ -403,6 +403,11 @@ request.execute_sync()
 dist.barrier()
 assert [each.name for each in sorted(root.glob("iter_*"))] == ["iter_0000004"]
 check(dc.load(state(7), path_of(4), **both), 4)
+queue = AsyncCallsQueue()
+for value in (5, 6, 7):  # one step, of which an earlier save replaces the directory meanwhile
+    queue.schedule_async_request(save(5, state(value), keeping, async_sharded_save=True))
+queue.close()
+check(dc.load(state(1), path_of(5), **both), 7)
 keeping.close()
 """)  # fmt: skip
 
