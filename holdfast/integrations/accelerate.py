@@ -34,6 +34,7 @@ from holdfast.integrations.fetches import (
     Streams,
     generators_of,
     has_workers,
+    own_states,
     samplers_of,
     set_streams,
     start_workers,
@@ -397,7 +398,8 @@ class _Place:
         first = 1 if self._is_dispatched else 0
         pass_over = range(first, batches) if self._watch.is_watching else range(0)
         self.loader.skip_batches = batches - len(pass_over)
-        self._watch.replay(batches, fetch=moved.get("fetch"), after=now, pass_over=pass_over)
+        after = {**now, **moved.get("own", {})}
+        self._watch.replay(batches, fetch=moved.get("fetch"), after=after, pass_over=pass_over)
 
     def _put_in_order(self) -> None:
         """Let passes in progress be in the order in which they began before the save.
@@ -439,6 +441,7 @@ class _Place:
         start = self._start if self._start is not None and is_inside else Streams(self._generators)
         return {
             "start": start.states(),
+            "own": own_states(self._generators),
             "fetch": self._watch.before(self._batches) if is_inside else None,
             "had_workers": self._had_workers if is_inside else has_workers(self._base),
         }
