@@ -409,6 +409,17 @@ for value in (5, 6, 7):  # one step, of which an earlier save replaces the direc
 queue.close()
 check(dc.load(state(1), path_of(5), **both), 7)
 keeping.close()
+
+class Replaced(HoldfastSave):  # right after Megatron has written its file
+    def save(self, sharded, directory):
+        if rank == 0:
+            (Path(directory) / "common.pt").unlink()
+        super().save(sharded, directory)
+
+replaced = Replaced(groups)
+save(6, state(6), replaced)
+check(dc.load(state(1), path_of(6), **both), 6)
+replaced.close()
 """)  # fmt: skip
 
 
