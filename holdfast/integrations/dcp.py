@@ -202,6 +202,13 @@ class HoldfastWriter(StorageWriter):
             self._groups.close()
         self._opened = self._groups = None
 
+    def __reduce__(self) -> Any:
+        """Raise ConfigError: another process has none of this one's communicators."""
+        raise ConfigError(
+            "HoldfastWriter does not support async_checkpointer_type=PROCESS; leave it out: what "
+            "dcp.async_save does in a thread ends soon, the process that writes is Holdfast's own"
+        )
+
     def storage_meta(self) -> StorageMeta | None:
         """Return where it saves."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)

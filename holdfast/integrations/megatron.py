@@ -196,7 +196,8 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
         self._options = options
         self._main_replica_only = tuple(main_replica_only)
         self._preprocess = common
-        self._common: dict[str, Any] | None = None
+        self._common: tuple[Any, Any] | None = None
+        """Of this rank: the common state, and what of it is compared."""
         self._opened: tuple[Path, Checkpointer] | None = None
 
     @property
@@ -210,8 +211,9 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
         Megatron writes the first rank's alone. The save compares all of them, and is refused with
         the paths of what differs.
         """
-        self._common = self._preprocess(state) if self._preprocess is not None else state
-        return self._common
+        compared = self._preprocess(state) if self._preprocess is not None else state
+        self._common = (state, compared)
+        return compared
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Save and commit.
@@ -275,10 +277,11 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
             for each in values
             if isinstance(each, ShardedObject)
         }
-        own = {"objects": Union(objects), "common": _comparable(common)}
+        whole, compared = common if common is not None else (None, None)
+        own = {"objects": Union(objects), "common": _comparable(compared)}
         state: dict[str, object] = {
             **_tensor_parts(each for each in values if isinstance(each, ShardedTensor)),
-            _OWN: _OwnPart(own, directory),
+            _OWN: _OwnPart(own, directory / _COMMON, common=whole),
         }
         return self._checkpointer(directory.parent), _step_of(directory), state
 
@@ -594,14 +597,14 @@ class _SavesCommon(SaveCommonStrategy):  # type: ignore[misc]
 class _OwnPart:
     """What a save keeps besides tensors: objects, and the common state as values and as a file."""
 
-    def __init__(self, tree: Mapping[str, object], directory: Path) -> None:
-        self._tree, self._directory = tree, directory
+    def __init__(self, tree: Mapping[str, object], path: Path, *, common: Any) -> None:
+        self._tree, self._path, self._common = tree, path, common
 
     def tree(self) -> object:
-        """Return it; the first rank reads the file that Megatron has just written."""
+        """Return it; of the first rank, with the bytes of the common state."""
         files = {}
         if dist.get_rank() == 0:
-            content = (self._directory / _COMMON).read_bytes()
+            content = _written(self._path, self._common)
             _refuse_unloadable(content)
             files["common"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         return {**self._tree, "files": Union(files)}
@@ -840,6 +843,30 @@ def _version_and_common(directory: Path) -> tuple[str, bytes]:
         data = bytearray(shape[0])
         snapshot.read_box(key, Box((0,), shape), memoryview(data))
         return snapshot.manifest.save_id, bytes(data)
+
+
+def _written(path: Path, common: Any) -> bytes:
+    """Return the bytes of `common.pt`, which Megatron has just written.
+
+    Args:
+        path: of the file. It is gone if an earlier save of the step was committed since.
+        common: the common state; None if it was not passed.
+
+    Raises:
+        StorageError: it is gone, and was not passed.
+    """
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        if common is None:
+            raise StorageError(
+                f"HoldfastSave: an earlier save of the step has replaced {path}, which Megatron "
+                f"had written; save again, or pass "
+                f"preprocess_common_before_consistancy_check=saving.common"
+            ) from error
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    return buffer.getvalue()
 
 
 def _unpickled(content: bytes) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -358,3 +359,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         own.load({"a": 1}, checkpoint_id=tmp_path / "1")
     assert own.latest(tmp_path) is None
+    writer = HoldfastWriter()
+    with pytest.raises(ConfigError, match="does not support async_checkpointer_type=PROCESS"):
+        pickle.dumps(writer)  # which DCP does in a thread, for the result of the save
+    writer.close()

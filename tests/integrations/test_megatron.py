@@ -403,7 +403,23 @@ request.execute_sync()
 dist.barrier()
 assert [each.name for each in sorted(root.glob("iter_*"))] == ["iter_0000004"]
 check(dc.load(state(7), path_of(4), **both), 4)
+queue = AsyncCallsQueue()
+for value in (5, 6, 7):  # one step, of which an earlier save replaces the directory meanwhile
+    queue.schedule_async_request(save(5, state(value), keeping, async_sharded_save=True))
+queue.close()
+check(dc.load(state(1), path_of(5), **both), 7)
 keeping.close()
+
+class Replaced(HoldfastSave):  # right after Megatron has written its file
+    def save(self, sharded, directory):
+        if rank == 0:
+            (Path(directory) / "common.pt").unlink()
+        super().save(sharded, directory)
+
+replaced = Replaced(groups)
+save(6, state(6), replaced)
+check(dc.load(state(1), path_of(6), **both), 6)
+replaced.close()
 """)  # fmt: skip
 
 
