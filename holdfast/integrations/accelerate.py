@@ -43,8 +43,12 @@ from holdfast.integrations.fetches import (
 )
 from holdfast.integrations.owners import owners_of
 from holdfast.integrations.turns import Turns
-from holdfast.integrations.world import CheckpointsOfWorld, of_each_rank, of_each_rank_or_first
-from holdfast.policies.keep import KeepLast
+from holdfast.integrations.world import (
+    CheckpointsOfWorld,
+    keep_newest,
+    of_each_rank,
+    of_each_rank_or_first,
+)
 from holdfast.state import RNG, OptimizerState, Stored
 
 _PLACE = "_holdfast_place"
@@ -87,7 +91,7 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         self._ignores_hooks = ignore_hooks
         project = accelerator.project_configuration
         if project.automatic_checkpoint_naming and project.total_limit:
-            options = {"retention": KeepLast(project.total_limit), **options}
+            options = {"retention": keep_newest(project.total_limit), **options}
         self._accelerator: Any = accelerator
         self._every = every
         self._places = [_Place.of(loader) for loader in self._accelerator._dataloaders]

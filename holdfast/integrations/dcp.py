@@ -47,7 +47,7 @@ from torch.futures import Future
 
 from holdfast.arrays.boxes import Box
 from holdfast.checkpoint import Checkpointer, LoadReport, SaveReport
-from holdfast.errors import ConfigError, MismatchError, StorageError
+from holdfast.errors import ConfigError, MismatchError, StorageError, disagreement
 from holdfast.format.names import list_steps, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import (
@@ -71,7 +71,6 @@ from holdfast.integrations.world import (
     text_of_coordinator,
 )
 from holdfast.parallel import ProcessGroups
-from holdfast.parallel.ranks import disagreement
 from holdfast.state import Pieces, Sharded, Union
 from holdfast.state.tensor_elements import torch_dtype
 from holdfast.storage import PosixStorage

@@ -37,12 +37,13 @@ from holdfast.integrations.fetches import (
 )
 from holdfast.integrations.world import (
     groups_of_world,
+    keep_newest,
     newest_step,
     of_each_rank,
     text_of_coordinator,
 )
 from holdfast.parallel import ProcessGroups
-from holdfast.policies.keep import KeepLast, KeepPolicy
+from holdfast.policies.keep import KeepPolicy
 from holdfast.state import RNG, ModuleState, OptimizerState, Stored
 from holdfast.storage import PosixStorage
 
@@ -122,7 +123,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         _refuse_unsupported(trainer)
         limit = trainer.args.save_total_limit
         if retention is None and limit is not None and limit > 0:
-            retention = KeepLast(limit)
+            retention = keep_newest(limit)
         chosen = Path(root) if root is not None else Path(trainer.args.output_dir, "holdfast")
         callback = cls(trainer, chosen, {**options, "retention": retention})
         trainer.args.save_only_model = True

@@ -14,6 +14,7 @@ from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
 from holdfast.errors import GroupError
 from holdfast.format.names import list_steps
 from holdfast.parallel import Layout, ProcessGroups
+from holdfast.policies.keep import KeepLast, KeepPolicy, KeepTagged
 from holdfast.state import PerRank
 from holdfast.storage import PosixStorage
 from holdfast.writer.leftovers import wait_for_writers
@@ -124,6 +125,11 @@ def agreed_newest_step(groups: ProcessGroups, root: Path) -> int | None:
     newest = newest_step(root) if groups.control.is_coordinator else None
     text = text_of_coordinator(groups, "" if newest is None else str(newest), phase="newest step")
     return int(text) if text else None
+
+
+def keep_newest(limit: int) -> KeepPolicy:
+    """Return the policy that a framework's own limit stands for; a step that is tagged stays."""
+    return KeepLast(limit) | KeepTagged()
 
 
 def put_values(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
