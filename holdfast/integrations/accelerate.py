@@ -32,8 +32,10 @@ from holdfast.integrations.fetches import (
     LoadedStreams,
     States,
     Streams,
+    compare_rows,
     generators_of,
     has_workers,
+    num_rows,
     own_states,
     samplers_of,
     set_streams,
@@ -420,6 +422,7 @@ class _Place:
             "batches": self._batches,
             "is_whole": self._is_at_end(),
             "total_batch_size": self._num_samples,
+            "rows": of_each_rank_or_first(num_rows(self._base)),
             "seeds": of_each_rank_or_first([each.initial_seed for each in self._seeded()]),
             "streams": of_each_rank(self._streams()),
         }
@@ -451,8 +454,8 @@ class _Place:
         whole: dict[str, object] = dict.fromkeys(
             ("epoch", "left", "batches", "is_whole", "total_batch_size"), Stored()
         )
-        seeds = of_each_rank_or_first(Stored())
-        return {**whole, "seeds": seeds, "streams": of_each_rank(Stored())}
+        own = {name: of_each_rank_or_first(Stored()) for name in ("rows", "seeds")}
+        return {**whole, **own, "streams": of_each_rank(Stored())}
 
     def move(self, tree: Mapping[str, Any], loaded: LoadedStreams) -> None:
         """Go to where a checkpoint was, and continue with the streams of its load."""
@@ -462,6 +465,8 @@ class _Place:
                 f"a loader was at sample {samples} of epoch {tree['epoch']}, which is not a "
                 f"multiple of its {size} samples a step now; choose a batch size that divides it"
             )
+        if samples and not tree["is_whole"]:
+            compare_rows(tree["rows"], num_rows(self._base))
         self.loader.iteration, self._batches = tree["epoch"], samples // size
         self._is_whole, self._num_left = tree["is_whole"], tree["left"]
         for sampler, seed in zip(self._seeded(), tree["seeds"], strict=True):

@@ -9,6 +9,7 @@ streams are brought back for the one fetch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -87,6 +88,27 @@ def generators_of(loader: Any) -> dict[str, Generator]:
 def own_states(generators: Generators) -> States:
     """Return the states of a loader's own generators alone."""
     return {name: accessors(each).get() for name, each in generators.items()}
+
+
+def num_rows(loader: Any) -> int | None:
+    """Return the length of a loader's dataset; None of a stream."""
+    from torch.utils.data import IterableDataset
+
+    dataset: Any = getattr(loader, "dataset", None)
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+    return None if is_stream else len(dataset)
+
+
+def compare_rows(saved: int | None, now: int | None) -> None:
+    """Say that the rest of a pass is not the one that was saved, if the data has another length."""
+    if saved is not None and now is not None and saved != now:
+        logging.getLogger("holdfast").warning(
+            "a loader was within a pass over %d rows when the checkpoint was saved, and its "
+            "dataset has %d now: the rest of the pass has another order, in which rows are trained "
+            "twice or not at all; give the loader the data that it had, until the pass ends",
+            saved,
+            now,
+        )
 
 
 def _sources_of(loader: Any) -> list[Any]:

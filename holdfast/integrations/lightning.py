@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -47,7 +48,12 @@ from holdfast.integrations.lightning_callbacks import (
 )
 from holdfast.integrations.lightning_loops import Boundaries, stateful_loaders
 from holdfast.integrations.loaders import LoaderPlace, has_place, place_of, shares_of_data
-from holdfast.integrations.world import groups_of_world, newest_step, of_each_rank_or_first
+from holdfast.integrations.world import (
+    groups_of_world,
+    newest_step,
+    of_each_rank_or_first,
+    text_of_coordinator,
+)
 from holdfast.parallel import ProcessGroups
 from holdfast.policies.keep import KeepPolicy
 from holdfast.state import RNG, OptimizerState, Stored
@@ -80,7 +86,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
 
     Args:
         root: directory of the checkpoints.
-        retention: which checkpoints to keep; None keeps all.
+        retention: which checkpoints to keep; None keeps all. Those that are best by a value of
+            `self.log("loss", ...)` are kept by `KeepBest("lightning.metrics.loss")`.
         options: further arguments of `Checkpointer`.
         when: when to save, as of `ModelCheckpoint`: `every_n_train_steps`, `every_n_epochs`,
             `train_time_interval`, `save_on_train_epoch_end`, `monitor`, `mode`.
@@ -98,7 +105,9 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         options: Mapping[str, Any] | None = None,
         **when: Any,
     ) -> None:
-        refused = [name for name in _REFUSED if name in when]
+        # A command line (`LightningCLI`) passes each argument that nobody has set, too.
+        own = {name: when.pop(name) for name in _REFUSED if name in when}
+        refused = [name for name, each in own.items() if each is not None and each is not False]
         if refused:
             raise ConfigError(
                 f"HoldfastCheckpoint: {', '.join(refused)} have no meaning here: checkpoints are "
@@ -262,9 +271,22 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             "lightning": {
                 "checkpoint": of_each_rank_or_first(rest),
                 "callbacks": of_each_rank_or_first(kept),
+                "metrics": self._metrics(trainer),
             },
         }
         self.last_save = self._running().save_async(trainer.global_step, parts, overwrite=True)
+
+    def _metrics(self, trainer: Trainer) -> dict[str, float]:
+        """Return what was logged last, by the first rank, as numbers that `KeepBest` can compare.
+
+        Cost: one small collective.
+        """
+        assert self._groups is not None
+        own = {name: float(each) for name, each in trainer.callback_metrics.items()}
+        metrics: dict[str, float] = json.loads(
+            text_of_coordinator(self._groups, json.dumps(own), phase="metrics")
+        )
+        return metrics
 
     def step_at(self, path: Any) -> int | None:
         """Return the step of a checkpoint below the root by its path; None for any other path."""
@@ -279,13 +301,17 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             "lightning": {
                 "checkpoint": of_each_rank_or_first(Stored()),
                 "callbacks": of_each_rank_or_first(Stored()),
+                "metrics": Stored(),
             },
         }
+        # As Lightning reads it: what the module lacks is left out, and what it has besides stays.
+        other = () if trainer.lightning_module.strict_loading else ("model.*",)
         before = Streams()
         if trainer.training:  # the optimizers follow
             self._loads.close()
             self._loads.enter_context(self._running().one_version())
-        values: Any = self._running().load(parts, step=step).values
+        options: Any = {"allow_missing": other, "allow_dropped": other}
+        values: Any = self._running().load(parts, step=step, **options).values
         self._resumed, self._now = step, Streams().states()
         self._callbacks = values["lightning"]["callbacks"]
         if self._boundaries is not None:

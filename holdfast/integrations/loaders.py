@@ -12,8 +12,10 @@ from holdfast.integrations.fetches import (
     FetchWatch,
     States,
     Streams,
+    compare_rows,
     generators_of,
     has_workers,
+    num_rows,
     own_states,
     set_streams,
     start_workers,
@@ -191,6 +193,7 @@ class LoaderPlace:
         return {
             "batches": batches if is_inside else 0,
             "samples_per_batch": self._num_samples,
+            "rows": num_rows(self._loader),
             "had_workers": self._had_workers if is_inside else has_workers(self._loader),
             "start": start.states(),
             "own": own_states(self._generators),
@@ -210,6 +213,8 @@ class LoaderPlace:
                 f"a loader was at sample {samples}, which is not a multiple of its "
                 f"{self._num_samples} samples a step now; choose a batch size that divides it"
             )
+        if samples:
+            compare_rows(state["rows"], num_rows(self._loader))
         if state["had_workers"]:
             start_workers(self._loader, self._generators)
         self._batches = samples // self._num_samples

@@ -234,6 +234,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Save everything in the background."""
+        if self._batches == self._steps_in_epoch:  # of `save_strategy="best"`, by an evaluation
+            self._is_due_at_epoch_end = True
+            return
         checkpointer = self._running()
         parts = self._parts(checkpointer, state)
         self.last_save = checkpointer.save_async(state.global_step, parts, overwrite=True)

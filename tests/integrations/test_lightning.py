@@ -218,6 +218,27 @@ def test_averaged_weights_go_on_as_they_were(server: ForkServer, tmp_path: Path)
     assert resumed == straight
 
 
+BEST = """
+scores = checkpoints.best_k_models
+best = {os.path.basename(each) for each in sorted(scores, key=scores.get)[:2]}
+kept = {each for each in os.listdir(sys.argv[1]) if each.startswith("iter_")}
+print(len(scores), "made, kept are the best and the newest:", kept == best | {"iter_0000025"})
+"""
+
+
+@pytest.mark.slow
+def test_the_best_checkpoints_are_kept(server: ForkServer, tmp_path: Path) -> None:
+    """X29. By a value of which each rank has logged its own; arguments as a command line passes."""
+    best = PROGRAM.replace(
+        "every_n_train_steps=2",
+        'monitor="noise", save_last=None, every_n_epochs=1, '
+        'retention=KeepBest("lightning.metrics.noise", 2)',
+    )
+    best = "from holdfast import KeepBest\n" + best + BEST
+    lines = server.lines(best, tmp_path / "a", 5, directory=tmp_path, num_ranks=2)
+    assert lines[0] == "5 made, kept are the best and the newest: True"
+
+
 def test_a_step_saved_again_between_module_and_optimizers(
     server: ForkServer, tmp_path: Path
 ) -> None:
@@ -248,6 +269,25 @@ def test_what_is_frozen_now_is_named(server: ForkServer, tmp_path: Path) -> None
     )
     ends = server.run(frozen, tmp_path / "a", 2, directory=tmp_path)
     assert "trained when the checkpoint was saved, and frozen now: layers.0.bias" in ends[0].output
+
+
+@pytest.mark.slow
+def test_a_module_with_more_than_was_saved(server: ForkServer, tmp_path: Path) -> None:
+    """It is refused by name, unless the module asks for no strict loading."""
+    silent = PROGRAM.replace("loss {model.loss.item():.17g}, ", "")
+    saved = server.lines(silent, tmp_path / "a", 1, directory=tmp_path)
+    strict = silent.replace(
+        "trainer.fit(model, train,",
+        "model.more = torch.nn.Linear(2, 2)\n"
+        "torch.nn.init.zeros_(model.more.weight)\n"
+        "torch.nn.init.zeros_(model.more.bias)\n"
+        "trainer.validate(model,",
+    )
+    ends = server.run(strict, tmp_path / "a", 1, directory=tmp_path)
+    assert "asks for: model.more.weight, model.more.bias" in ends[0].output
+    lenient = strict.replace("model.more =", "model.strict_loading = False\nmodel.more =")
+    lines = server.lines(lenient, tmp_path / "a", 1, directory=tmp_path)
+    assert lines[0].partition("weights")[2] == saved[0].partition("weights")[2]
 
 
 def test_on_another_number_of_ranks(server: ForkServer, tmp_path: Path) -> None:

@@ -90,3 +90,20 @@ def test_generators_of_datasets_and_collators_go_on(name: str, at: int) -> None:
     rest = iter(second)
     assert next(rest).tolist() == ahead.tolist()
     assert [[batch.tolist() for batch in each] for each in (rest, second)] == expected
+
+
+def test_data_of_another_length_is_named_within_a_pass(caplog: pytest.LogCaptureFixture) -> None:
+    """The rest has another order; from the end of a pass more data is a new pass over all of it."""
+    loader = DataLoader(Rows(), batch_size=2)
+    place, equal = (place_of(each) for each in (loader, DataLoader(Rows(), batch_size=2)))
+    fewer = place_of(DataLoader(Subset(Rows(), range(10)), batch_size=2))
+    assert place is not None
+    assert equal is not None
+    assert fewer is not None
+    fewer.load_state_dict(place.state_dict())
+    next(rest := iter(loader))
+    equal.load_state_dict(place.state_dict())
+    assert not caplog.text
+    fewer.load_state_dict(place.state_dict())
+    assert "within a pass over 12 rows" in caplog.text
+    rest.close()  # type: ignore[attr-defined]

@@ -82,6 +82,23 @@ def test_a_callback_that_draws_as_an_epoch_begins(server: ForkServer, tmp_path: 
     assert server.lines_after_kill(program, root, 3, kill=kill, num_ranks=1) == straight
 
 
+@pytest.mark.slow
+def test_the_best_step_is_saved_when_its_epoch_has_ended(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """X20. An evaluation in the last step of an epoch asks for it; the logs follow at the end."""
+    program = PROGRAM.replace('eval_strategy="epoch", save_steps=2', 'eval_strategy="steps"')
+    program = program.replace(
+        "logging_steps=3",
+        'eval_steps=11, save_strategy="best", metric_for_best_model="eval_loss", '
+        'logging_strategy="epoch"',
+    )
+    straight = server.lines(program, tmp_path / "a", 3, directory=tmp_path)
+    waits = "import __main__; __main__.checkpoints.last_save.result(60); os.kill"
+    kill = KILL.format(at=24, rank=0).replace("os.kill", waits)
+    assert server.lines_after_kill(program, tmp_path / "b", 3, kill=kill, num_ranks=1) == straight
+
+
 @pytest.mark.timeout(900)
 @NUM_KILLS
 def test_killed_at_random_steps(
