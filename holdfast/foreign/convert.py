@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -112,7 +112,8 @@ class Conversion:
             on_leftover=on_leftover,
         )
         if self.is_step:
-            point_to_newest(self.above)
+            with suppress(StorageError):  # for people only; a repair corrects it
+                point_to_newest(self.above)
 
 
 def plan_conversion(
