@@ -168,6 +168,10 @@ def test_pytorchs_formats_keep_everything(
         (["dcp", "--parts", "model"], "cannot be chosen"),
         (["torch_save", "--whole-tree", "--parts", "model"], "cannot be chosen"),
         (["torch_save", "--flat-optimizer"], "no flat form"),
+        (["holdfast", "--flat-optimizer"], "no flat form"),
+        (["dcp", "--config-from", "."], "no place for the files"),
+        (["safetensors", "--max-shard-size", "1GB"], "cannot be chosen for safetensors"),
+        (["huggingface", "--max-shard-size", "0GB"], "files of 0 bytes"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
@@ -177,6 +181,15 @@ def test_options_that_do_not_fit_are_refused(
     done = holdfast("convert", tmp_path / "run", tmp_path / "out", "--to", *words)
     assert done.code == 2
     assert why in done.err
+
+
+@pytest.mark.parametrize("kind", get_args(TargetFormat))
+def test_a_model_without_tensors_is_one(tmp_path: Path, kind: TargetFormat) -> None:
+    save_file({}, tmp_path / "x.safetensors")
+    with open_any(tmp_path / "x.safetensors") as catalog:
+        plan_conversion(catalog, tmp_path / "out", ConvertOptions(to=kind)).run()
+    with open_any(tmp_path / "out") as result:
+        assert not result.tensors
 
 
 def test_a_part_that_is_not_there_is_named(holdfast: Holdfast, tmp_path: Path) -> None:
@@ -240,8 +253,9 @@ def test_bytes_that_change_on_their_way_are_noticed(
 
 def convert_small(source: Path, to: Path, kind: TargetFormat) -> None:
     """Convert a small folder into several files, and carry its config along."""
-    config = source if kind == "huggingface" else None
-    options = ConvertOptions(to=kind, max_file_nbytes=1300, config_from=config)
+    options = ConvertOptions(to=kind)
+    if kind == "huggingface":
+        options = ConvertOptions(to=kind, max_file_nbytes=1300, config_from=source)
     with open_any(source) as catalog:
         plan_conversion(catalog, to, options).run()
 
