@@ -13,7 +13,13 @@ from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.foreign import dcp_output, own_format, safetensors_files, torch_save_output
 from holdfast.foreign.catalog import Catalog, require_tilings
 from holdfast.foreign.checksums import refuse_damage
-from holdfast.foreign.formats import detect_format, open_catalog, open_step
+from holdfast.foreign.formats import (
+    detect_format,
+    find_step,
+    location_of_step,
+    open_catalog,
+    unknown,
+)
 from holdfast.foreign.location import Location
 from holdfast.foreign.output import (
     DEFAULT_MEMORY_NBYTES,
@@ -242,7 +248,11 @@ def open_any(
     """
     own = own_format.find_own(place, step)
     if own is None:
-        yield open_step(Location.of(place), step, renumber=renumber)
+        location = Location.of(place)
+        catalog = find_step(location, step, renumber=renumber)
+        if catalog is None:
+            raise ConfigError(unknown(location_of_step(location, step)))
+        yield catalog
         return
 
     def look() -> own_format.OwnCheckpoint:

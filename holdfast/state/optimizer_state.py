@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from holdfast.state.module_tree import declared_padding, parameter_names, walk_a
 from holdfast.state.optimizer_forms import (
     TorchForm,
     has_own_form,
+    homes_of,
     load_form,
     read_form,
     set_group,
@@ -29,9 +31,7 @@ from holdfast.state.optimizer_protocol import (
     OptimizerParameter,
     OptimizersByModule,
     PartitionedOptimizer,
-    UnshardedOptimizer,
     inner_optimizers,
-    parameter_facts,
     stored_form,
     unwrapped_optimizer,
     with_padding,
@@ -56,6 +56,47 @@ SHARDING = "param_state_sharding_type"
 """Key of the sharding records, which are stored for people."""
 NUM_GROUPS = "num_groups"
 """Key of the number of groups of each optimizer inside a sharded one."""
+
+
+class GroupLoaded(NamedTuple):
+    """Where a parameter group has its settings from."""
+
+    homes: list[int]
+    """The numbers of the stored groups; empty if it stayed as it was built."""
+    first: int
+    """The number of the first stored group of its optimizer, of several inside of one."""
+
+
+class UnshardedOptimizer(PartitionedOptimizer):
+    """A `torch.optim.Optimizer` seen as a `PartitionedOptimizer` that partitions nothing.
+
+    Also for whatever has its `param_groups`, `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own groups."""
+        return self._optimizer.param_groups
+
+    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
+        """Return each parameter, held whole."""
+        return [
+            OptimizerParameter(parameter=p, group=i, optimizer=self._optimizer, updated=p)
+            for i, group in enumerate(self._optimizer.param_groups)
+            for p in group["params"]
+        ]
+
+    def synchronize(self) -> None:
+        """Nothing is in flight."""
+
+    def begin_load(self, *, with_main: bool) -> None:
+        """Nothing to prepare."""
+
+    def finish_load(self, *, with_main: bool) -> None:
+        """Nothing to follow up."""
 
 
 class OptimizerState:
@@ -131,6 +172,10 @@ class OptimizerState:
         """True if the tree of the last save has the optimizer's own tensors, by parameter name."""
         self._name = "optimizer"
         """The part's name in the checkpoint last looked at, for messages."""
+        self._first_groups: dict[str, int] = {}
+        """By optimizer inside, the number of its first stored group, where there are several."""
+        self.groups_loaded: dict[int, GroupLoaded] = {}
+        """What the last load gave to each group, by `id`: none to one that stayed as built."""
 
     def unfinished_work(self) -> str | None:
         """Return what the optimizer, or the objects that train the modules, have not finished."""
@@ -166,7 +211,7 @@ class OptimizerState:
         for name, param in self._named():
             padding = paddings.get(id(param.parameter))
             membership[name] = param.group
-            parameters[name] = parameter_facts(param, padding)
+            parameters[name] = _parameter_facts(param, padding)
             if param.updated is None:
                 continue
             stepped.add(id(param.updated))
@@ -432,7 +477,23 @@ class OptimizerState:
         settings = stored_settings(tree, members, form.groups, where=self._name)
         restore = self._set_state if form.is_live else self._load_torch_form
         restore(tree, form, settings, entries)
+        self.groups_loaded = self._groups_loaded(tree, members)
         self._optimizer.finish_load(with_main=main is not None)
+
+    def _groups_loaded(
+        self, tree: Mapping[str, Any], members: Sequence[Sequence[str]]
+    ) -> dict[int, GroupLoaded]:
+        """Return which stored groups each group has its settings from."""
+        counts = self._optimizer.num_groups() or {"": len(members)}
+        firsts = [self._first_groups.get(name, 0) for name, n in counts.items() for _ in range(n)]
+        return {
+            id(group): GroupLoaded(
+                homes_of(names, tree["membership"]) if names else [position], first
+            )
+            for position, (group, names, first) in enumerate(
+                zip(self._optimizer.param_groups, members, firsts, strict=True)
+            )
+        }
 
     def _set_state(
         self,
@@ -501,6 +562,9 @@ class OptimizerState:
 
     def _check_num_groups(self, stored: StoredPart) -> None:
         """Raise MismatchError if an optimizer of the same name had another number of groups."""
+        names = stored.keys_under(NUM_GROUPS)
+        counts = [int(str(stored.value(NUM_GROUPS, name))) for name in names]
+        self._first_groups = dict(zip(names, accumulate(counts, initial=0), strict=False))
         for name, count in self._optimizer.num_groups().items():
             saved = stored.value(NUM_GROUPS, name)
             if isinstance(saved, int) and saved != count:
@@ -597,7 +661,7 @@ class OptimizerState:
         """Return what a load must know of each parameter that is the module's."""
         names, paddings = self._names(), self._paddings()
         return {
-            names[param.parameter]: parameter_facts(param, paddings.get(id(param.parameter)))
+            names[param.parameter]: _parameter_facts(param, paddings.get(id(param.parameter)))
             for param in self._optimizer.optimizer_parameters()
             if param.parameter in names
         }
@@ -681,3 +745,11 @@ def refuse_flat_shards(module: nn.Module) -> None:
                 f"parameter; shard with fully_shard (FSDP2), whose parameters are DTensors, or "
                 f"use NO_SHARD. The module itself can be saved as it is"
             )
+
+
+def _parameter_facts(
+    param: OptimizerParameter, padding: tuple[int, ...] | None
+) -> dict[str, object]:
+    """Return what a load must know of a parameter: its real shape, and whether it was frozen."""
+    shape = [int(n) for n in (param.parameter.shape if padding is None else padding)]
+    return {"shape": shape} if param.parameter.requires_grad else {"shape": shape, "frozen": True}

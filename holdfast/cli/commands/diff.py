@@ -17,7 +17,7 @@ from holdfast.cli.support.compare import (
 )
 from holdfast.cli.support.elements import refuse_drift
 from holdfast.cli.support.keys import select_keys
-from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, print_error, shape_in_words
+from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, shape_in_words
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.cli.support.tables import (
     make_console,
@@ -25,7 +25,7 @@ from holdfast.cli.support.tables import (
     print_rows,
     progress_bar,
 )
-from holdfast.errors import ConfigError, CorruptionError, clean, counted, in_bytes
+from holdfast.errors import ConfigError, clean, counted, in_bytes
 from holdfast.format.manifest import METADATA_PART, USUAL_VERSION, VERSIONS_PART, Manifest
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node, encode_tree
@@ -101,32 +101,6 @@ def run(args: Args) -> int:
     """
     if not (args.rtol >= 0 and args.atol >= 0):
         raise ConfigError(f"--rtol {args.rtol} --atol {args.atol}: a tolerance is not negative")
-    try:
-        return _compare(args)
-    except CorruptionError as error:
-        print_error(error)
-        return EXIT_DAMAGED
-
-
-def _versions(manifest: Manifest, other: Manifest) -> dict[str, Node]:
-    """Return the versions of modules as a tree, of the parts of which both checkpoints know them.
-
-    A version that one of the two has not noted is the usual one.
-    """
-    mine, others = manifest.versions or {}, other.versions or {}
-    parts: Node = {
-        part: {
-            name or "(root)": mine[part].get(name, USUAL_VERSION)
-            for name in {**mine[part], **others[part]}
-        }
-        for part in mine
-        if part in others
-    }
-    return {VERSIONS_PART: parts}
-
-
-def _compare(args: Args) -> int:
-    """Compare the two, print what differs, and return the exit code."""
     with open_checkpoint(args.a) as a, open_checkpoint(args.b) as b:
         result = Differences()
         if args.values or args.tensor is None:
@@ -149,6 +123,23 @@ def _compare(args: Args) -> int:
         else:
             _print(a, b, args, result)
     return 0 if result.is_equal else EXIT_DAMAGED
+
+
+def _versions(manifest: Manifest, other: Manifest) -> dict[str, Node]:
+    """Return the versions of modules as a tree, of the parts of which both checkpoints know them.
+
+    A version that one of the two has not noted is the usual one.
+    """
+    mine, others = manifest.versions or {}, other.versions or {}
+    parts: Node = {
+        part: {
+            name or "(root)": mine[part].get(name, USUAL_VERSION)
+            for name in {**mine[part], **others[part]}
+        }
+        for part in mine
+        if part in others
+    }
+    return {VERSIONS_PART: parts}
 
 
 def _compare_tensors(a: Snapshot, b: Snapshot, args: Args, result: Differences) -> None:
