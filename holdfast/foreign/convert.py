@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -118,7 +118,8 @@ class Conversion:
             on_leftover=on_leftover,
         )
         if self.is_step:
-            point_to_newest(self.above)
+            with suppress(StorageError):  # for people only; a repair corrects it
+                point_to_newest(self.above)
 
 
 def plan_conversion(
@@ -132,12 +133,13 @@ def plan_conversion(
         options: How.
 
     Raises:
-        ConfigError: An option does not fit, another program's format is to be in a bucket, or our
-            own in a folder of another program.
+        ConfigError: An option does not fit or would do nothing, another program's format is to be
+            in a bucket, or our own in a folder of another program.
         CorruptionError: Stored copies of a tensor differ: which one is right is not known. Or the
             chunks of a tensor do not cover each of its elements once.
         PlanError: The format cannot hold a name, a type or a value.
     """
+    _refuse_idle(options)
     if catalog.drift:
         raise CorruptionError(f"{catalog.drift}. Which copy is right is not stored")
     require_tilings(catalog)
@@ -168,6 +170,20 @@ def plan_conversion(
     )
 
 
+def _refuse_idle(options: ConvertOptions) -> None:
+    """Raise ConfigError for an option that the format has no use for: it would do nothing."""
+    to = options.to
+    if options.flat_optimizer and to != "dcp":
+        raise ConfigError(f"{to} has no flat form of an optimizer")
+    if options.config_from is not None and to != "huggingface":
+        raise ConfigError(f"{to} has no place for the files of {options.config_from}")
+    is_folder = to in ("huggingface", "dcp")
+    if options.max_file_nbytes != ConvertOptions(to=to).max_file_nbytes and not is_folder:
+        raise ConfigError(f"the size of files cannot be chosen for {to}: only of huggingface, dcp")
+    if options.max_file_nbytes < 1:
+        raise ConfigError("files of 0 bytes hold no tensor; choose a larger size")
+
+
 def _refuse_foreign_folder(to: str | os.PathLike[str]) -> None:
     """Raise ConfigError if a directory has the files of another program's checkpoint.
 
@@ -196,8 +212,6 @@ def _layout(catalog: Catalog, options: ConvertOptions) -> Output:
         raise ConfigError(f"a whole tree cannot be written as {options.to}, which holds weights")
     if takes_all and options.part is not None:
         raise ConfigError(f"all parts are written, so that {options.part!r} cannot be chosen")
-    if options.flat_optimizer and options.to != "dcp":
-        raise ConfigError(f"{options.to} has no flat form of an optimizer")
     if options.to == "dcp":
         return dcp_output.layout(
             catalog,

@@ -65,7 +65,7 @@ def choose_part(catalog: Catalog, part: str | None) -> str:
     Raises ConfigError if there is no such part.
     """
     with_tensors = [name for name, node in catalog.parts.items() if any(tensor_keys(node))]
-    if part is None and "model" in with_tensors:
+    if part is None and "model" in (with_tensors or catalog.parts):
         return "model"
     if part is None and len(with_tensors) == 1:
         return with_tensors[0]

@@ -38,7 +38,11 @@ def unnamed(storage: Storage, name: str, *, is_dir: bool) -> Iterator[str]:
             # A file keeps its name inside: a reader may go by the suffix.
             path = temporary if is_dir else f"{temporary}/{name}"
             yield path
-            storage.rename_dir(path, name)
+            try:
+                storage.rename_dir(path, name)
+            except StorageError as error:
+                _take_back(storage, path, name, error)
+                raise
     except BaseException:
         _discard(storage, temporary)
         raise
@@ -67,6 +71,22 @@ def remove_unnamed(storage: Storage, names: Collection[str]) -> list[str]:
                 storage.remove_tree(each, durable=False)
                 removed.append(storage.describe(each))
     return removed
+
+
+def _take_back(storage: Storage, path: str, name: str, cause: StorageError) -> None:
+    """Undo a rename that was made and not made durable; StorageError if it cannot be undone.
+
+    Otherwise what has failed would be there, and after a crash of the machine gone again.
+    """
+    if storage.exists(path) or not storage.exists(name):
+        return
+    with suppress(StorageError):
+        storage.rename_dir(name, path, durable=False)
+    if not storage.exists(path):
+        raise StorageError(
+            f"{storage.describe(name)} is in place and complete, but it may be lost if the machine "
+            f"stops: {cause}. Check the storage, and make it again"
+        ) from cause
 
 
 def _discard(storage: Storage, temporary: str) -> None:
