@@ -3,11 +3,14 @@
 Both train the same model with the same torch optimizer, in turns within one run. A block of steps
 is timed, parameters in flight at its end waited for. Medians over the blocks, of the slower rank;
 "fast" is what a tenth of the blocks do better than, which a machine with other work disturbs least.
+"Faults" are pages of memory that a step touches for the first time since the allocator got them
+from the kernel, which takes longer than what most of them are needed for.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import time
 from collections import Counter
@@ -114,7 +117,8 @@ def measure(context: RankContext, case: Case) -> RankSteps:
 def _block(
     case: Case, step: Callable[[], object], finish: Callable[[], object], _: int
 ) -> Measured:
-    """Seconds and seconds of CPU time of a step, from a block of them."""
+    """Seconds, seconds of CPU time and page faults of a step, from a block of them."""
+    faults = _num_faults()
     began, began_cpu = time.perf_counter(), time.process_time()
     for _ in range(case.steps_a_block):
         step()
@@ -122,7 +126,13 @@ def _block(
     return {
         "seconds": (time.perf_counter() - began) / case.steps_a_block,
         "cpu": (time.process_time() - began_cpu) / case.steps_a_block,
+        "faults": (_num_faults() - faults) / case.steps_a_block,
     }
+
+
+def _num_faults() -> int:
+    """Return how many pages the kernel has given to this process so far, without reading a disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _nothing() -> None:
@@ -190,8 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=[name.split()[1] for name in CASES])
     options = parser.parse_args(arguments)
     table = Table(
-        "parameters", "arm", "ms", "x DDP", "bar", "fast ms", "x DDP", "CPU ms", "x DDP", "launched"
-    )
+        "parameters", "arm", "ms", "x DDP", "bar", "fast ms", "x DDP", "CPU ms", "x DDP", "faults",
+        "launched",
+    )  # fmt: skip
     is_met = True
     for label, case in CASES.items():
         if options.only not in (None, label.split()[1]):
@@ -205,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             is_met &= bar is None or ratios[0] <= bar
             cells = [f"{x:.2f}" for pair in zip(ours, ratios, strict=True) for x in pair]
             cells.insert(2, f"{bar}" if bar else "")
+            cells.append(f"{median_of(series, arm, 'faults'):,.0f}")
             launched = ", ".join(f"{n} {what}" for what, n in ranks[0].launches[arm].items() if n)
             table.add_row(label.removesuffix(" parameters"), arm, *cells, launched)
     Console(width=160).print(table)

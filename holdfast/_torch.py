@@ -30,7 +30,8 @@ __all__ = [
     "TorchDispatchMode", "argument_names", "buffer_table", "copy_each", "form_check",
     "give_metadata", "hook_states", "launched_as", "local_tensor", "local_tensor_slot",
     "local_tensors", "lost_after_s", "mark_eager", "mark_launch", "mark_stepped", "module_table",
-    "module_version", "num_storage_uses", "parameter_table", "registrations", "scale_each",
+    "module_version", "num_storage_uses", "parameter_table", "registered_in",
+    "registrations", "scale_each",
     "set_local_tensor", "sparse_members", "spec_of", "storage_id", "unsaved_buffers",
     "watch_forwards", "without_torch_function", "write_counter",
 ]  # fmt: skip
@@ -86,6 +87,12 @@ def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the module's own table of buffers."""
     return module._buffers
+
+
+def registered_in(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers registered in a module itself, by attribute."""
+    result = dict(module._parameters.items()) | dict(module._buffers.items())
+    return {name: value for name, value in result.items() if value is not None}
 
 
 def module_table(module: nn.Module) -> dict[str, nn.Module | None]:

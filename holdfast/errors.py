@@ -67,6 +67,38 @@ def some_sentences(sentences: Sequence[str], *, most: int) -> str:
     return "; ".join(sentences[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
+def shorten_ranks(ranks: Iterable[int], *, most: int | None = 16) -> str:
+    """Return ranks for a message, in their order: "0-3, 7, 8"; at most so many numbers and ranges.
+
+    Of more it says how many ranks there are in all.
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown: list[str] = []
+    for run in runs:
+        shown += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    if most is None or len(shown) <= most:
+        return ", ".join(shown)
+    return f"{', '.join(shown[:most])}, ... ({sum(map(len, runs))} in all)"
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks for a sentence: "rank 3", "ranks 0-3, 7"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shorten_ranks(ranks)}"
+
+
+def values_by_rank(values: Mapping[int, object]) -> str:
+    """Return which ranks have which value: "1 on ranks 0, 2; 2 on rank 1"."""
+    ranks_by_value: dict[object, list[int]] = {}
+    for rank, value in values.items():
+        ranks_by_value.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on {named_ranks(held)}" for value, held in ranks_by_value.items())
+
+
 def in_bytes(nbytes: int) -> str:
     """Return a size for people, in powers of 1000: "1.23 GB"."""
     size = float(nbytes)
@@ -148,6 +180,14 @@ class FaultError(HoldfastError):
     """A computation produced a value that the run does not accept."""
 
 
+def disagreement(
+    operation: str, what: str, values: Sequence[object], *, ranks: Sequence[int]
+) -> PlanError:
+    """Return the error for ranks whose values must be equal and differ; it names each one's."""
+    listed = values_by_rank(dict(zip(ranks, values, strict=True)))
+    return PlanError(f"{operation}: the ranks disagree on {what}: {listed}")
+
+
 _TYPES: Mapping[str, type[HoldfastError]] = {
     value.__name__: value
     for value in list(globals().values())
@@ -222,15 +262,12 @@ def joined_error(
     ranks_by_message: dict[str, list[int]] = {}
     for rank, record in by_rank.items():
         ranks_by_message.setdefault(record.message, []).append(rank)
-    lines = [
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {message}"
-        for message, ranks in ranks_by_message.items()
-    ]
+    lines = [f"{named_ranks(ranks)}: {message}" for message, ranks in ranks_by_message.items()]
     text = "\n".join([f"{len(by_rank)} of {num_ranks} ranks failed ({phase}):", *lines])
     if missing_ranks:
-        named = ", ".join(map(str, missing_ranks))
         text += (
-            f"\nThe others waited for ranks {named}, which came after the time limit: look there."
+            f"\nThe others waited for {named_ranks(missing_ranks)}, which came after the time "
+            f"limit: look there."
         )
     first = next(iter(by_rank.values()))
     details = joined_details([record.details for record in by_rank.values()])

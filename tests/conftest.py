@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -15,6 +16,10 @@ from hypothesis import settings
 # torch's rendezvous asks for the name of every address that connects, 127.0.0.1 too. A name server
 # that loses the question costs a second, not the five that are the default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
+# As under `make test`. With more threads torch's kernels spin while they wait for each other, and
+# in a forked process without end, for threads that only its parent has.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.register_profile("random", deadline=None, print_blob=True)
@@ -29,6 +34,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Leave to the next file no objects to walk: what it costs would depend on what ran before.
+
+    The rerun machine looks at every object that the collector knows, thousands of times in some
+    files; syntax trees and imported frameworks of others made that ten times as slow.
+    """
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze() -> None:
     """Keep what stays anyway (thousands of cases, torch) out of each collection of garbage."""
     gc.collect()
     gc.freeze()

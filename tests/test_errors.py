@@ -30,6 +30,9 @@ from holdfast.errors import (
     StorageError,
     joined_details,
     joined_error,
+    named_ranks,
+    shorten_ranks,
+    values_by_rank,
 )
 
 _EXPORTED = [
@@ -127,6 +130,18 @@ def test_long_texts_are_cut_and_notes_and_broken_texts_are_kept() -> None:
     noted.add_note("part 'model'")
     assert ErrorRecord.of(noted).message == "part 'model': OSError: no space"
     assert ErrorRecord.of(NoTextError()).message == "NoTextError: (its text cannot be produced)"
+
+
+def test_ranks_are_written_in_one_way_in_every_message() -> None:
+    """Long runs as ranges, in the order given; what a limit leaves out is counted."""
+    assert [shorten_ranks(ranks) for ranks in ([0, 1, 2, 3, 7, 8], [3, 1, 2], range(5), [])] == [
+        "0-3, 7, 8", "3, 1, 2", "0-4", "",
+    ]  # fmt: skip
+    odd = range(1, 101, 2)
+    assert shorten_ranks(odd, most=3) == "1, 3, 5, ... (50 in all)"
+    assert shorten_ranks(odd, most=None).count(", ") == 49
+    assert [named_ranks([4]), named_ranks([4, 5, 6])] == ["rank 4", "ranks 4-6"]
+    assert values_by_rank({0: 1, 1: 2, 2: 1}) == "1 on ranks 0, 2; 2 on rank 1"
 
 
 def test_failures_of_ranks_are_joined_under_the_first_class() -> None:

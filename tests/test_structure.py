@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 from functools import cache
+from inspect import signature
 from pathlib import Path
+from typing import get_type_hints
 
 import holdfast
 from tests.harness import RankContext, run_ranks
@@ -194,6 +196,14 @@ def test_the_version_is_the_packages() -> None:
     from holdfast.version import __version__
 
     assert holdfast.__version__ == __version__
+
+
+def test_the_annotations_of_a_checkpointer_resolve() -> None:
+    """Tools that make command lines or documents of signatures ask for them."""
+    for name, method in vars(holdfast.Checkpointer).items():
+        if callable(method):
+            hints = get_type_hints(method)
+            assert set(signature(method).parameters) - {"self"} <= hints.keys(), name
 
 
 def imported_too_early(context: RankContext) -> list[str]:

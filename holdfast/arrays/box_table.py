@@ -337,6 +337,11 @@ class Flaw:
     rows: tuple[int, ...]
     """The rows involved; empty for a gap."""
 
+    def __str__(self) -> str:
+        """Return the defect in words, for messages."""
+        kind = self.kind.replace("_", " ")
+        return f"{kind} at {list(self.box.offset)}, size {list(self.box.shape)}"
+
 
 def check_tilings(
     boxes: BoxTable, shapes: Sequence[Sequence[int]], *, max_flaws: int = 100

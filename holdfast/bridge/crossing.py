@@ -12,9 +12,8 @@ from torch import Tensor
 from holdfast.bridge.header import DTYPES, Given
 from holdfast.bridge.parcels import Parcel
 from holdfast.bridge.route import Route
-from holdfast.errors import GroupError, HoldfastError
+from holdfast.errors import GroupError, HoldfastError, shorten_ranks
 from holdfast.parallel.groups.crossings import Crossings
-from holdfast.parallel.ranks import shorten_ranks
 
 _TOKENS_TAG, _COUNTS_TAG = 0, 1
 

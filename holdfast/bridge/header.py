@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from holdfast.bridge.bridge_plan import BridgePlan
-from holdfast.errors import ConfigError
-from holdfast.parallel.ranks import shorten_ranks
+from holdfast.errors import ConfigError, shorten_ranks, values_by_rank
 
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -173,12 +172,6 @@ def _check_equal(
     given: Mapping[int, Given], value_of: Callable[[Given], object], what: str, where: str
 ) -> None:
     """Raise a ConfigError that names the ranks of each value, unless all ranks have the same."""
-    ranks_by_value: dict[object, list[int]] = {}
-    for rank, each in given.items():
-        ranks_by_value.setdefault(value_of(each), []).append(rank)
-    if len(ranks_by_value) > 1:
-        listed = "; ".join(
-            f"{value} on rank{'s' if len(ranks) > 1 else ''} {shorten_ranks(ranks)}"
-            for value, ranks in ranks_by_value.items()
-        )
-        raise ConfigError(f"{where}: {what}: {listed}.")
+    values = {rank: value_of(each) for rank, each in given.items()}
+    if len({*values.values()}) > 1:
+        raise ConfigError(f"{where}: {what}: {values_by_rank(values)}.")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
@@ -16,6 +16,8 @@ from holdfast.checkpoint.load.loader import Loader
 from holdfast.checkpoint.options import (
     CkptFormat,
     LoadOptions,
+    LoadSource,
+    NameSource,
     OnDrift,
     SaveRequest,
     SaverOptions,
@@ -37,9 +39,6 @@ from holdfast.policies.keep import KeepPolicy
 from holdfast.policies.save import SavePolicy
 from holdfast.policies.schedule import SaveSchedule
 from holdfast.storage import Storage, open_storage
-
-if TYPE_CHECKING:
-    from holdfast.checkpoint.load.sources import LoadSource, NameSource
 
 
 class Checkpointer:

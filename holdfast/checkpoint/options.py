@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from holdfast.arguments import check_choice, check_flag, check_int, check_number
 from holdfast.errors import ConfigError
@@ -14,6 +15,7 @@ from holdfast.format.manifest import Envelope, encode_metadata
 from holdfast.format.stored_copies import CopyPolicy
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
 from holdfast.policies.keep import KeepPolicy
+from holdfast.storage import Storage
 
 WhenBusy = Literal["wait", "skip"]
 """The choice of `save_async` while no staging buffer is free: wait for one, or skip the save."""
@@ -27,6 +29,35 @@ OnDrift = Literal["raise", "warn"]
 CkptFormat = Literal["holdfast", "torch_dist"]
 """The form of the data files: safetensors, or items of PyTorch DCP with its metadata next to them,
 so that PyTorch and Megatron open the directory as their own."""
+
+
+class ForeignSource(Protocol):
+    """The description of a foreign checkpoint, as `holdfast.foreign.open_catalog` returns it.
+
+    A protocol, as is `NameRules`: most runs never import the room of the classes.
+    """
+
+    @property
+    def label(self) -> str:
+        """Its path or URL."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """What it holds, by key."""
+
+
+class NameRules(Protocol):
+    """A map of names, such as a `holdfast.foreign.NameMap`."""
+
+    def apply(self, catalog: Any) -> Any:
+        """Return the description of a foreign checkpoint under other names, and what was done."""
+
+
+LoadSource: TypeAlias = str | os.PathLike[str] | Storage | ForeignSource
+"""A path, a root of checkpoints as a `Storage`, or the description of a foreign checkpoint."""
+
+NameSource: TypeAlias = NameRules | str | os.PathLike[str]
+"""A map of names, the name of a preset, or the path of a TOML file."""
 
 NUM_STEPS = 10**18
 """Steps are below this: a directory's name has at most eighteen digits."""

@@ -13,8 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from holdfast.cli.support.arguments import parse_arguments
+from holdfast.cli.support.messages import EXIT_DAMAGED, EXIT_MISTAKE, print_error
 from holdfast.cli.support.running import run_command, stopping_cleanly
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, CorruptionError, HoldfastError
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ VERBS = {
 }
 """Each command and what it is for."""
 
+_ABOUT_THE_RUN = {"faults"}
+"""Commands whose own exit codes are about a run, not about what is stored."""
+
 COMMANDS_GROUP = "holdfast.commands"
 """Entry points of other distributions: `run(words) -> int`, the words after the command's name."""
 
@@ -53,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `holdfast`; default those of this process.
 
     Returns:
-        The exit code: 0; 2 for a mistake or failure, explained on standard error; or the
-        command's own.
+        The exit code: 0; 1 after a CorruptionError and 2 for another mistake or failure, explained
+        on standard error; or the command's own.
     """
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
@@ -77,7 +81,11 @@ def _dispatch(verb: str, words: list[str]) -> int:
     module = import_module(f"holdfast.cli.commands.{verb}")
     args = parse_arguments(module.Args, words, prog=f"holdfast {verb}", about=VERBS[verb])
     with stopping_cleanly():
-        return int(module.run(args))
+        try:
+            return int(module.run(args))
+        except CorruptionError as error:
+            print_error(error)
+            return EXIT_MISTAKE if verb in _ABOUT_THE_RUN else EXIT_DAMAGED
 
 
 def _dispatch_elsewhere(verb: str, words: list[str]) -> int:

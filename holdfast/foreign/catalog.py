@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from holdfast.arrays.box_table import BoxTable, check_tilings
 from holdfast.arrays.boxes import Box, contiguous_start, cover, flat_range_boxes, span_in
 from holdfast.arrays.types import AnyArray
-from holdfast.errors import CorruptionError, MismatchError, some_of
+from holdfast.errors import CorruptionError, MismatchError, PlacementError, some_of
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import Node, join_path
 from holdfast.storage import Source, Storage
@@ -324,6 +325,38 @@ class Catalog:
     def nbytes(self) -> int:
         """Bytes of all tensors, each once."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def require_tilings(catalog: Catalog) -> None:
+    """Raise CorruptionError if an element of a tensor is in no chunk, or in several that differ.
+
+    A load proves this of the index. What reads a catalog directly must call it first: a gap and an
+    overlap of one size would cancel out when elements are counted.
+
+    Cost: linear in the chunks of tensors that are cut.
+    """
+    cut = []
+    for tensor in catalog.tensors.values():
+        chunks = tensor.primaries()
+        if tensor.nbytes and [chunk.box for chunk in chunks] != [tensor.whole]:
+            cut.append((tensor, chunks))
+    shapes = [tensor.shape for tensor, _ in cut]
+    try:
+        boxes = BoxTable.from_boxes(
+            [number for number, (_, chunks) in enumerate(cut) for _ in chunks],
+            [chunk.box for _, chunks in cut for chunk in chunks],
+            num_dims=max(map(len, shapes), default=0),
+        )
+        flaws = check_tilings(boxes, shapes, max_flaws=1)
+    except (PlacementError, ValueError, OverflowError) as error:
+        raise CorruptionError(f"{catalog.label}: a chunk has an impossible box: {error}") from None
+    for number, flaw in flaws:
+        tensor, chunks = cut[number]
+        files = some_of(sorted({chunks[row].payload.file for row in flaw.rows}))
+        raise CorruptionError(
+            f"{catalog.label}: the chunks of tensor {tensor.key!r} do not tile its shape "
+            f"{list(tensor.shape)}: {flaw}" + (f" ({files})" if files else "")
+        )
 
 
 _STRIDED_NBYTES = 8 << 20

@@ -11,9 +11,15 @@ from typing import Literal, get_args
 
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.foreign import dcp_output, own_format, safetensors_files, torch_save_output
-from holdfast.foreign.catalog import Catalog
+from holdfast.foreign.catalog import Catalog, require_tilings
 from holdfast.foreign.checksums import refuse_damage
-from holdfast.foreign.formats import detect_format, open_catalog, open_step
+from holdfast.foreign.formats import (
+    detect_format,
+    find_step,
+    location_of_step,
+    open_catalog,
+    unknown,
+)
 from holdfast.foreign.location import Location
 from holdfast.foreign.output import (
     DEFAULT_MEMORY_NBYTES,
@@ -128,11 +134,13 @@ def plan_conversion(
     Raises:
         ConfigError: An option does not fit, another program's format is to be in a bucket, or our
             own in a folder of another program.
-        CorruptionError: Stored copies of a tensor differ: which one is right is not known.
+        CorruptionError: Stored copies of a tensor differ: which one is right is not known. Or the
+            chunks of a tensor do not cover each of its elements once.
         PlanError: The format cannot hold a name, a type or a value.
     """
     if catalog.drift:
         raise CorruptionError(f"{catalog.drift}. Which copy is right is not stored")
+    require_tilings(catalog)
     if options.to == "holdfast":
         step = catalog.step if options.step is None else options.step
         _refuse_foreign_folder(to)
@@ -226,7 +234,11 @@ def open_any(
     """
     own = own_format.find_own(place, step)
     if own is None:
-        yield open_step(Location.of(place), step, renumber=renumber)
+        location = Location.of(place)
+        catalog = find_step(location, step, renumber=renumber)
+        if catalog is None:
+            raise ConfigError(unknown(location_of_step(location, step)))
+        yield catalog
         return
 
     def look() -> own_format.OwnCheckpoint:

@@ -30,6 +30,12 @@ class Format:
     detect: Callable[[Location], bool]
     open: Callable[[Location], Catalog]
 
+    def describe(self, location: Location) -> Catalog:
+        """Describe the checkpoint at a location of this format; errors as of `open`."""
+        catalog = self.open(location)
+        step = catalog.step or (0 if location.file else location.step)
+        return replace(catalog, storage=behind(catalog.storage), step=step)
+
 
 FORMATS: tuple[Format, ...] = (
     # Before DCP: its checkpoints are DCP directories, too.
@@ -98,13 +104,13 @@ def open_catalog(path: str | os.PathLike[str] | Location) -> Catalog:
     chosen = detect_format(location)
     if chosen is None:
         raise ConfigError(unknown(location))
-    catalog = chosen.open(location)
-    step = catalog.step or (0 if location.file else location.step)
-    return replace(catalog, storage=behind(catalog.storage), step=step)
+    return chosen.describe(location)
 
 
-def open_step(location: Location, step: int | None, *, renumber: bool = False) -> Catalog:
+def find_step(location: Location, step: int | None, *, renumber: bool = False) -> Catalog | None:
     """Describe the checkpoint of a step: of a run of another program, or the one checkpoint there.
+
+    None if nothing in a known format is there.
 
     Args:
         location: A run, or a checkpoint.
@@ -112,11 +118,14 @@ def open_step(location: Location, step: int | None, *, renumber: bool = False) -
         renumber: The caller gives this number to the one checkpoint there, of whatever step it is.
 
     Raises:
-        ConfigError: There is no checkpoint in a known format, or it is of another step.
+        ConfigError: The checkpoint is of another step.
         CorruptionError, StorageError: As `open_catalog`.
     """
     chosen = location_of_step(location, step)
-    catalog = open_catalog(chosen)
+    known = detect_format(chosen)
+    if known is None:
+        return None
+    catalog = known.describe(chosen)
     is_of_run = chosen is not location or location.has(LATEST)
     if step not in (None, catalog.step) and (is_of_run or not renumber):
         raise ConfigError(f"{chosen.label} has step {catalog.step}, not {step}")

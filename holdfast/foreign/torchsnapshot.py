@@ -36,7 +36,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.envelopes.torch_types import TORCH_DTYPES
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES
 from holdfast.format.values import Node
-from holdfast.storage.paths import split_path
+from holdfast.storage.storage_protocol import split_path
 
 FORMAT = "torchsnapshot"
 METADATA = ".snapshot_metadata"

@@ -487,8 +487,7 @@ def _check_boxes(index: ChunkIndex, manifest: Manifest) -> None:
         at = "; ".join(describe_row(index, manifest, row) for row in rows[:4])
         raise CorruptionError(
             f"the chunks of tensor {manifest.tensors[owner].key!r} do not tile its shape "
-            f"{shapes[owner]}: {flaw.kind.replace('_', ' ')} at {list(flaw.box.offset)}, "
-            f"size {list(flaw.box.shape)}" + (f" ({at})" if at else "")
+            f"{shapes[owner]}: {flaw}" + (f" ({at})" if at else "")
         )
 
 

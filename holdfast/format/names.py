@@ -115,7 +115,12 @@ def rank_log_file(rank: int) -> str:
 
 
 def list_steps(storage: Storage) -> list[int]:
-    """Return the committed steps, ascending; links are not followed.
+    """Return the committed steps, ascending; links are not followed. Errors of `survey_steps`."""
+    return survey_steps(storage)[0]
+
+
+def survey_steps(storage: Storage) -> tuple[list[int], list[int]]:
+    """Return the committed steps, and those of names that hold no checkpoint, both ascending.
 
     Raises:
         StorageError: The storage cannot be read, or steps are removed at each of many looks.
@@ -127,7 +132,7 @@ def list_steps(storage: Storage) -> list[int]:
         # One that is listed and not there was removed in between: a newer one may have come, which
         # this listing does not show. What lacks its manifest for longer is listed again.
         if missing <= before:
-            return sorted(listed.keys() - missing)
+            return sorted(listed.keys() - missing), sorted(missing)
         before = missing
     raise StorageError(
         f"{storage.describe('')} cannot be listed: its checkpoints are removed faster than that; "
@@ -150,19 +155,16 @@ def _find_steps(storage: Storage) -> dict[int, bool]:
     }
 
 
-def linked_steps(storage: Storage, *, above: int = -1) -> str:
+def linked_steps(storage: Storage, steps: Iterable[int]) -> str:
     """Say of names of steps that are links that they are not followed; empty if there are none.
 
     Args:
-        above: Only steps after this one count.
+        storage: Of the root.
+        steps: Those whose names hold no checkpoint, see `survey_steps`.
     """
     if storage.local_path("") is None:
         return ""  # a bucket has no links
-    links = [
-        name
-        for name in storage.list("")
-        if (step := parse_step_dir(name)) is not None and step > above and not storage.is_dir(name)
-    ]
+    links = [name for name in map(step_dir, steps) if not storage.is_dir(name)]
     if not links:
         return ""
     return (

@@ -744,7 +744,9 @@ class Places:
         if not all(map(is_, there, map(_SHARD, self.held))):
             for module, key, member in self._owners:
                 now = module._parameters.get(key)
-                if now is not member.sharded_param and now is not _whole_of(member):
+                if now is None or (
+                    now is not member.sharded_param and now is not _whole_of(member)
+                ):
                     state = "is not there any more" if now is None else "is another one"
                     return f"parameter '{self._name(module, key)}' {state} since fully_shard_model"
         inner = [*map(id, map(_LOCAL, self._members))]

@@ -395,8 +395,16 @@ def plan_buckets(
     """
     kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
     order = {id(p): i for i, p in enumerate(reversed(parameters))}
+    # torch computes the ranks of a mesh again at each read.
+    meshes = {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}
+    ranks_of = {key: tuple(mesh.mesh.flatten().tolist()) for key, mesh in meshes.items()}
     for parameter in reversed(parameters):
-        kinds.setdefault((*_kind(parameter), axes(parameter)), []).append(parameter)
+        local = local_of(parameter)
+        kind: tuple[object, ...] = (local.dtype, local.device, axes(parameter))
+        if isinstance(parameter, DTensor):
+            replicated = tuple(placement.is_replicate() for placement in parameter.placements)
+            kind += (ranks_of[id(parameter.device_mesh)], replicated)
+        kinds.setdefault(kind, []).append(parameter)
     plans = []
     for members in kinds.values():
         first = local_of(members[0])
@@ -412,15 +420,6 @@ def plan_buckets(
             tied = isinstance(inside[0], DTensor) and _is_tied(inside[0])
             plans.append(BucketPlan(parameters=inside, layout=layout, is_tied=tied))
     return sorted(plans, key=lambda plan: max(order[id(p)] for p in plan.parameters))
-
-
-def _kind(parameter: nn.Parameter) -> tuple[object, ...]:
-    local = local_of(parameter)
-    kind: tuple[object, ...] = (local.dtype, local.device)
-    if isinstance(parameter, DTensor):
-        kind += tuple(parameter.device_mesh.mesh.flatten().tolist())
-        kind += tuple(placement.is_replicate() for placement in parameter.placements)
-    return kind
 
 
 def _is_tied(parameter: DTensor) -> bool:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, shorten_ranks
 from holdfast.optim.engine import StepEngine, StepOutcome, Stepper, Veto
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ModuleGroups, ModuleLayouts
-from holdfast.parallel.ranks import shorten_ranks
 from holdfast.state.unfinished import set_worker
 
 
@@ -88,6 +87,7 @@ class MultiModuleOptimizer(TorchInterface):
             groups.layouts,
             self._steppers,
             name="MultiModuleOptimizer",
+            number=groups.union.next_number(),
             loss_module=name_of_loss,
             divisors=_compare_ranks(groups.layouts, by_rank),
             edges=groups.layouts.edges,

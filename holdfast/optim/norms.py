@@ -70,7 +70,7 @@ class GradientSums:
     """Global ranks that hold an infinity or a NaN, ascending."""
 
 
-def num_copies(parameter: Tensor, *, groups: ProcessGroups, num_parts: int = 1) -> int:
+def _num_copies(parameter: Tensor, *, groups: ProcessGroups, num_parts: int = 1) -> int:
     """Return the number of ranks of the layout that hold each element of a parameter.
 
     A DTensor declares that, and is assumed to be replicated over the ranks of its pipeline stages
@@ -105,7 +105,7 @@ class CopyCounts:
 
     Args:
         groups: of the module.
-        num_parts: gives, for a plain parameter, `num_parts` of `num_copies`.
+        num_parts: gives for a plain parameter into how many parts ranks of a stage have cut it.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class CopyCounts:
                 key = num_parts = self._num_parts(parameter)
             known = self._known.get(key)
             if known is None:
-                known = num_copies(like, groups=self._groups, num_parts=num_parts), mesh
+                known = _num_copies(like, groups=self._groups, num_parts=num_parts), mesh
                 self._known[key] = known
             counts.append(known[0])
         return counts
@@ -294,7 +294,8 @@ def sums_of_shares(
         padding: elements of each share that belong to no parameter, and are zero.
         count_zeros: if not, they are taken for 0.
     """
-    wide = shares.double() if not shares.is_complex() else _as_real(shares).double()
+    parts = _as_real(shares) if shares.is_complex() else shares
+    wide = parts.to(torch.float64, copy=True)  # `double()` of float64 is the tensor itself
     wide.mul_(wide)
     while (width := wide.shape[1]) > _FEW:
         half = width // 2

@@ -16,11 +16,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, values_by_rank
 from holdfast.optim.step_sum import stages_of
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import Layout
-from holdfast.parallel.ranks import shorten_ranks
 
 Numbers = dict[str, float]
 """By their names in messages."""
@@ -194,9 +193,7 @@ def _digest(place: str, numbers: Numbers) -> int:
 def _refuse(by_rank: Mapping[int, Mapping[str, float]], where: str) -> None:
     """Raise ConfigError that names the first number that is not equal on all of some ranks."""
     for key in dict.fromkeys(key for numbers in by_rank.values() for key in numbers):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, numbers in by_rank.items():
-            ranks_of.setdefault(repr(numbers.get(key, "absent")), []).append(rank)
-        if len(ranks_of) > 1:
-            listed = "; ".join(f"{v} on ranks {shorten_ranks(r)}" for v, r in ranks_of.items())
+        values = {rank: repr(numbers.get(key, "absent")) for rank, numbers in by_rank.items()}
+        if len({*values.values()}) > 1:
+            listed = values_by_rank(values)
             raise ConfigError(f"{where}ranks differ in {key} after the update: {listed}. {_ADVICE}")

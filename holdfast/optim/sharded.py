@@ -28,7 +28,7 @@ from holdfast.optim.elementwise import check_elementwise
 from holdfast.optim.engine import Stepper
 from holdfast.optim.joint import JointSums
 from holdfast.optim.microbatches import Launched
-from holdfast.optim.norms import GradientPart, num_copies
+from holdfast.optim.norms import CopyCounts, GradientPart
 from holdfast.optim.parameter_watch import ParameterWatch
 from holdfast.optim.plain_shards import HINTS, PlainShards, Shards
 from holdfast.optim.reducer import GradientReducer, Slot, Stage
@@ -182,6 +182,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         )
         for bucket in self._buckets:
             bucket.set_own_uses()
+        self.number = groups.next_number()
 
     # ---- training ----
 
@@ -542,18 +543,17 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
 
     def _make_parts(self) -> list[GradientPart]:
         """Return this rank's shares of gradients, with the number of ranks that hold the same."""
+        first = [bucket.parameters[0] for bucket in self._buckets]
+        copies = CopyCounts(self._groups, num_parts=self._shards.num_parts)
         return [
             GradientPart(
                 local=bucket.gradient,
-                num_copies=num_copies(
-                    bucket.parameters[0],
-                    groups=self._groups,
-                    num_parts=self._shards.num_parts(bucket.parameters[0]),
-                )
-                // self._shard_groups.num_shares,
+                num_copies=count // self._shard_groups.num_shares,
                 num_padding=bucket.layout.share - sum(o.numel for _, o in bucket.all_owned()),
             )
-            for bucket in self._buckets
+            for bucket, count in zip(
+                self._buckets, copies.of(zip(first, first, strict=True)), strict=True
+            )
         ]
 
     def _make_inner(

@@ -9,14 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, shorten_ranks, values_by_rank
 from holdfast.optim.norms import GradientNorm, GradientSums, NormTerms
 from holdfast.parallel import Layout
-from holdfast.parallel.ranks import shorten_ranks
 
 _FAILED = 0.0
 """The digest of a rank that failed; a real one is at least 1."""
 _REASONS = {
+    "number of the optimizer": "all ranks step the optimizers on their groups in the same order, "
+    "which are numbered as they were built (a set of them has another order in each process)",
     "max_norm": "one limit holds for the norm of the whole gradient",
     "count_zeros": "zeros are counted on all ranks or on none",
     "veto": "a veto is asked on all ranks or on none",
@@ -29,6 +30,8 @@ _REASONS = {
 class Contribution:
     """The contribution of one rank to the sum."""
 
+    number: int = 0
+    """Of the optimizer, see `Stepper.number`."""
     has_failed: bool = False
     """True if this rank cannot continue; then nothing else of it counts."""
     is_finite: bool = True
@@ -56,6 +59,7 @@ class Contribution:
     def settings(self) -> dict[str, object]:
         """Settings that must be equal on all ranks, by their names in messages."""
         return {
+            "number of the optimizer": self.number,
             "max_norm": self.max_norm,
             "loss scale": self.scale,
             "count_zeros": self.count_zeros,
@@ -301,12 +305,12 @@ def stages_of(layout: Layout) -> Iterable[list[int]]:
 def refuse_different(by_rank: Mapping[int, Mapping[str, Any]], *, where: str) -> None:
     """Raise ConfigError that names the first entry that is not equal on all ranks, if any."""
     for key in dict.fromkeys(key for entries in by_rank.values() for key in entries):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, entries in by_rank.items():
-            shown = _shown(entries[key]) if key in entries else "absent"
-            ranks_of.setdefault(shown, []).append(rank)
-        if len(ranks_of) > 1:
-            listed = "; ".join(f"{v} on ranks {shorten_ranks(r)}" for v, r in ranks_of.items())
+        values = {
+            rank: _shown(entries[key]) if key in entries else "absent"
+            for rank, entries in by_rank.items()
+        }
+        if len({*values.values()}) > 1:
+            listed = values_by_rank(values)
             reason = _REASONS.get(key, "ranks that share parameters make the same updates")
             raise ConfigError(
                 f"{where}: ranks differ in {key}: {listed}; {reason}. Nothing was updated"

@@ -16,12 +16,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.errors import shorten_ranks
     from holdfast.parallel.control.control import Control
     from holdfast.parallel.groups.module_groups import ModuleGroups
     from holdfast.parallel.groups.process_groups import ProcessGroups, current_groups
     from holdfast.parallel.layout import Layout
     from holdfast.parallel.module_layouts import ModuleLayouts, ModuleRole
-    from holdfast.parallel.ranks import shorten_ranks
 
 __all__ = [
     "Control",
@@ -43,7 +43,7 @@ _MODULES = {
     "ModuleRole": "holdfast.parallel.module_layouts",
     "ProcessGroups": "holdfast.parallel.groups.process_groups",
     "current_groups": "holdfast.parallel.groups.process_groups",
-    "shorten_ranks": "holdfast.parallel.ranks",
+    "shorten_ranks": "holdfast.errors",
 }
 
 

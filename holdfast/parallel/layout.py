@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.arguments import check_int
-from holdfast.errors import LayoutError
+from holdfast.errors import LayoutError, shorten_ranks
 from holdfast.format.manifest import LayoutInfo
-from holdfast.parallel.ranks import shorten_ranks
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("expt_tp", "ep", "expt_dp", "pp")

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from holdfast.errors import LayoutError
+from holdfast.errors import LayoutError, shorten_ranks
 from holdfast.parallel.layout import Layout
-from holdfast.parallel.ranks import shorten_ranks
 
 _UNNAMED = "model"
 """The default name of a layout."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, disagreement
 from holdfast.parallel import Control
 from holdfast.parallel.control.guard import Guard
-from holdfast.parallel.ranks import disagreement
 from holdfast.policies.save import Moment, SavePolicy
 
 PHASE = "save when: decide"

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from holdfast._torch import module_table, storage_id, write_counter
-from holdfast.state.module_tree import children_of, registered_in
+from holdfast._torch import module_table, registered_in, storage_id, write_counter
+from holdfast.state.module_tree import children_of
 from holdfast.state.plain_attributes import PlainAttributes
 from holdfast.state.tensor_elements import equal_bits, local_of, memory_key, tensors_of
 

@@ -15,11 +15,10 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from torch import nn
 
-from holdfast.errors import ConfigError, DeadlineError, HoldfastError
+from holdfast.errors import ConfigError, DeadlineError, HoldfastError, disagreement
 from holdfast.optim.norms import LayoutSum
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.layout import DENSE_AXES
-from holdfast.parallel.ranks import disagreement
 from holdfast.rerun.attempt import Attempt, AttemptReport
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.entry import PendingFault

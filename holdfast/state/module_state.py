@@ -11,7 +11,8 @@ import inspect
 import io
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,8 +24,7 @@ from holdfast._torch import buffer_table, parameter_table, write_counter
 from holdfast.arguments import check_choice
 from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError, some_of
 from holdfast.format.values import tag_of
-from holdfast.state.arrival import ask_back, recorded
-from holdfast.state.form_trial import inverted, unrelated_to_forms
+from holdfast.state.arrival import ask_back, differences, recorded
 from holdfast.state.markers import Marked, Padded, Stored
 from holdfast.state.module_tree import (
     ModuleStateDict,
@@ -33,6 +33,7 @@ from holdfast.state.module_tree import (
     broadcast_elsewhere,
     declared_padding,
     forms_of,
+    overrides,
     plain_root,
     read_state_dict,
     refuse_empty,
@@ -50,12 +51,14 @@ from holdfast.state.module_versions import (
     unversioned_modules,
 )
 from holdfast.state.stored import PlacedTemplates, StoredPart, zeros_like_target
-from holdfast.state.tensor_elements import equal_bits, local_of, tensor_digest
+from holdfast.state.tensor_elements import element_bytes, equal_bits, local_of, tensor_digest
 from holdfast.state.unfinished import unfinished_on
 
 Selection = Literal["trainable"] | Callable[[str, object], bool] | None
 
 _BYTES_IO = "$io.BytesIO"
+_TRIED = "_holdfast_tried_forms"
+"""Attribute of a module: the tensors that were tried, with the names of the forms next to them."""
 
 
 class ModuleState:
@@ -730,3 +733,75 @@ def _set_quant_states(
             held.owner.quant_state = made
         taken |= mine
     return taken
+
+
+def inverted(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that differs from this one in every element."""
+    if tensor.dtype is torch.bool:
+        return tensor.logical_not()
+    return element_bytes(tensor).bitwise_not().view(tensor.dtype).reshape(tensor.shape)
+
+
+def unrelated_to_forms(module: nn.Module, hidden: Sequence[RegisteredTensor]) -> list[str]:
+    """Return the names of tensors that no form of the module's state dict is made from.
+
+    A hook may show a parameter in another form, or drop it and show something else. Names cannot
+    tell; the trial does: other bytes in the parameter give other bytes in a form made of it.
+
+    Each tensor has other bytes for one call of `state_dict`, and then its own again. What was tried
+    once is not tried again while the forms have the same names.
+
+    Cost: two calls of `state_dict` and a digest of the forms for each tensor, at its first save.
+    """
+    tried: set[tuple[str, tuple[str, ...]]] = vars(module).setdefault(_TRIED, set())
+    unrelated = []
+    for held in hidden:
+        scope, prefix = _scope_of(module, held.name)
+        names = tuple(sorted(each.name for each in _made_in(scope)))
+        if (held.name, names) in tried:
+            continue
+        before = _forms_in(scope)
+        with _other_bytes(held.tensor):
+            try:
+                after = _forms_in(scope)
+            except Exception:  # its code met bytes that it does not take: it reads them
+                after = None
+        if after is None or any(differences(before, after, prefix, owner="")):
+            tried.add((held.name, names))
+        else:
+            unrelated.append(held.name)
+    return unrelated
+
+
+def _scope_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the outermost module around a tensor that has code for its state dict."""
+    for prefix, _, inner, _ in walk_all(module):
+        has_code = getattr(inner, "_state_dict_hooks", None) or overrides(
+            inner, nn.Module, ("state_dict", "_save_to_state_dict")
+        )
+        if name.startswith(prefix) and has_code:
+            return inner, prefix
+    return module, ""
+
+
+def _made_in(scope: nn.Module) -> Iterable[StateDictEntry]:
+    """Return the entries that are not tensors of the module's own."""
+    return [each for each in read_state_dict(scope).entries.values() if each.backing is None]
+
+
+def _forms_in(scope: nn.Module) -> object:
+    """Return the record of the forms."""
+    return recorded({each.name: each.value for each in _made_in(scope)})
+
+
+@contextmanager
+def _other_bytes(tensor: torch.Tensor) -> Iterator[None]:
+    """Give a tensor other bytes, past autograd's counter of writes: a backward may be to come."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        local = local_of(tensor.data)
+        kept = local.clone()
+        local.copy_(inverted(kept))
+        try:
+            yield
+        finally:
+            local.copy_(kept)

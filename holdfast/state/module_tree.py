@@ -33,6 +33,7 @@ from holdfast._torch import (
     module_table,
     module_version,
     parameter_table,
+    registered_in,
     unsaved_buffers,
 )
 from holdfast.errors import ConfigError, HoldfastError, PlacementError, some_of
@@ -89,17 +90,6 @@ def declare_wrapper(wrapper: type[nn.Module], attribute: str) -> None:
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
     """Return the modules registered in a module, by attribute; script modules too."""
     return {name: child for name, child in module_table(module).items() if child is not None}
-
-
-def registered_in(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers registered in a module itself, by attribute."""
-    result = dict(parameter_table(module).items()) | dict(buffer_table(module).items())
-    return {name: value for name, value in result.items() if value is not None}
-
-
-def is_persistent(module: nn.Module, name: str) -> bool:
-    """Return True if torch puts a parameter or buffer of a module into state dicts."""
-    return name not in unsaved_buffers(module)
 
 
 def overrides(obj: object, base: type, methods: Iterable[str]) -> bool:
@@ -178,7 +168,7 @@ def _refuse_own(module: nn.Module, name: str, inner: nn.Module, actual: str) -> 
         # Fabric keeps the same model twice, once as its strategy has wrapped it.
         if other != name and child is not inner and unwrapped(child) is not unwrapped(inner)
     ]
-    own += [tensor for tensor in registered_in(module) if is_persistent(module, tensor)]
+    own += sorted(registered_in(module).keys() - unsaved_buffers(module))
     if own:
         raise PlacementError(
             f"{type(module).__name__} at '{actual or '(root)'}' wraps a module and holds others "
@@ -460,7 +450,7 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
             owner=inner,
             attribute=attribute,
             tensor=tensor,
-            is_persistent=is_persistent(inner, attribute),
+            is_persistent=attribute not in unsaved_buffers(inner),
         )
         for logical, _, inner, is_wrapper in tree
         if not is_wrapper

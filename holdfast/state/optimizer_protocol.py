@@ -98,46 +98,6 @@ class OptimizersByModule(Protocol):
         """Return the optimizer of each module on this rank."""
 
 
-class UnshardedOptimizer(PartitionedOptimizer):
-    """A `torch.optim.Optimizer` seen as a `PartitionedOptimizer` that partitions nothing.
-
-    Also for whatever has its `param_groups`, `state_dict` and `load_state_dict`.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own groups."""
-        return self._optimizer.param_groups
-
-    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
-        """Return each parameter, held whole."""
-        return [
-            OptimizerParameter(parameter=p, group=i, optimizer=self._optimizer, updated=p)
-            for i, group in enumerate(self._optimizer.param_groups)
-            for p in group["params"]
-        ]
-
-    def synchronize(self) -> None:
-        """Nothing is in flight."""
-
-    def begin_load(self, *, with_main: bool) -> None:
-        """Nothing to prepare."""
-
-    def finish_load(self, *, with_main: bool) -> None:
-        """Nothing to follow up."""
-
-
-def parameter_facts(
-    param: OptimizerParameter, padding: tuple[int, ...] | None
-) -> dict[str, object]:
-    """Return what a load must know of a parameter: its real shape, and whether it was frozen."""
-    shape = [int(n) for n in (param.parameter.shape if padding is None else padding)]
-    return {"shape": shape} if param.parameter.requires_grad else {"shape": shape, "frozen": True}
-
-
 def stored_form(param: OptimizerParameter, entry: str, value: object) -> object:
     """Return what is saved for an entry of a parameter's state.
 

@@ -31,9 +31,7 @@ from holdfast.state.optimizer_protocol import (
     OptimizerParameter,
     OptimizersByModule,
     PartitionedOptimizer,
-    UnshardedOptimizer,
     inner_optimizers,
-    parameter_facts,
     stored_form,
     unwrapped_optimizer,
     with_padding,
@@ -67,6 +65,38 @@ class GroupLoaded(NamedTuple):
     """The numbers of the stored groups; empty if it stayed as it was built."""
     first: int
     """The number of the first stored group of its optimizer, of several inside of one."""
+
+
+class UnshardedOptimizer(PartitionedOptimizer):
+    """A `torch.optim.Optimizer` seen as a `PartitionedOptimizer` that partitions nothing.
+
+    Also for whatever has its `param_groups`, `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own groups."""
+        return self._optimizer.param_groups
+
+    def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
+        """Return each parameter, held whole."""
+        return [
+            OptimizerParameter(parameter=p, group=i, optimizer=self._optimizer, updated=p)
+            for i, group in enumerate(self._optimizer.param_groups)
+            for p in group["params"]
+        ]
+
+    def synchronize(self) -> None:
+        """Nothing is in flight."""
+
+    def begin_load(self, *, with_main: bool) -> None:
+        """Nothing to prepare."""
+
+    def finish_load(self, *, with_main: bool) -> None:
+        """Nothing to follow up."""
 
 
 class OptimizerState:
@@ -181,7 +211,7 @@ class OptimizerState:
         for name, param in self._named():
             padding = paddings.get(id(param.parameter))
             membership[name] = param.group
-            parameters[name] = parameter_facts(param, padding)
+            parameters[name] = _parameter_facts(param, padding)
             if param.updated is None:
                 continue
             stepped.add(id(param.updated))
@@ -631,7 +661,7 @@ class OptimizerState:
         """Return what a load must know of each parameter that is the module's."""
         names, paddings = self._names(), self._paddings()
         return {
-            names[param.parameter]: parameter_facts(param, paddings.get(id(param.parameter)))
+            names[param.parameter]: _parameter_facts(param, paddings.get(id(param.parameter)))
             for param in self._optimizer.optimizer_parameters()
             if param.parameter in names
         }
@@ -715,3 +745,11 @@ def refuse_flat_shards(module: nn.Module) -> None:
                 f"parameter; shard with fully_shard (FSDP2), whose parameters are DTensors, or "
                 f"use NO_SHARD. The module itself can be saved as it is"
             )
+
+
+def _parameter_facts(
+    param: OptimizerParameter, padding: tuple[int, ...] | None
+) -> dict[str, object]:
+    """Return what a load must know of a parameter: its real shape, and whether it was frozen."""
+    shape = [int(n) for n in (param.parameter.shape if padding is None else padding)]
+    return {"shape": shape} if param.parameter.requires_grad else {"shape": shape, "frozen": True}

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from holdfast._torch import storage_id, write_counter
-from holdfast.state.module_tree import registered_in, walk_all
+from holdfast._torch import registered_in, storage_id, write_counter
+from holdfast.state.module_tree import walk_all
 from holdfast.state.tensor_elements import equal_bits, local_of
 
 _VALUES = (bool, int, float, str)

@@ -31,8 +31,7 @@ from typing import cast
 import numpy as np
 
 from holdfast.errors import StorageError
-from holdfast.storage.paths import split_path
-from holdfast.storage.storage_protocol import Observer, Sink, Source
+from holdfast.storage.storage_protocol import Observer, Sink, Source, split_path
 
 # The root may be a link; nothing below it is followed.
 _ROOT_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

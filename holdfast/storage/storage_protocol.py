@@ -7,6 +7,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from holdfast.errors import StorageError
+
+_MAX_NAME = 255
 Observer = Callable[[str, str, int, int], None]
 """Called as (operation, path, start, nbytes) before each operation, to count or trace."""
 
@@ -29,7 +32,10 @@ class Sink(Protocol):
     """A file being written, of a size known beforehand; threads may write disjoint ranges."""
 
     def write_at(self, offset: int, buffer: memoryview) -> None:
-        """Write all of `buffer` at `offset`; exceeding the stated size is an error."""
+        """Write all of `buffer` at `offset`; exceeding the stated size is an error.
+
+        The caller may change `buffer` when this has returned.
+        """
 
     def sync(self) -> None:
         """Return when everything written is durable."""
@@ -181,3 +187,19 @@ class Storage(Protocol):
 
     def local_path(self, path: str) -> Path | None:
         """Return the path in the local file system; None if the store is not in one."""
+
+
+def split_path(path: str) -> tuple[str, ...]:
+    """Return the names of a relative path, () for the root; StorageError if it could escape.
+
+    For every store alike.
+    """
+    if path == "":
+        return ()
+    names = tuple(path.split("/"))
+    if any(name in ("", ".", "..") or "\0" in name or len(name) > _MAX_NAME for name in names):
+        raise StorageError(
+            f"path {path[:200]!r} is refused: a path must be relative and consist of plain names, "
+            'without "." or ".."'
+        )
+    return names

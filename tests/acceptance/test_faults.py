@@ -25,7 +25,7 @@ from holdfast import (
     Sharded,
     StorageError,
 )
-from holdfast.checkpoint.save import budget
+from holdfast.checkpoint.save import handshake
 from tests.checkpoint.common import assert_equal, make_state
 from tests.harness import RankContext, run_ranks
 
@@ -193,7 +193,7 @@ def short_of(context: RankContext, root: str) -> dict[str, str]:
         stopped("disk", Small(root) if rank == 0 else Unshared(root))
         with pytest.MonkeyPatch.context() as patch:
             if rank == 3:
-                patch.setattr(budget, "available_memory_nbytes", lambda: 7)
+                patch.setattr(handshake, "available_memory_nbytes", lambda: 7)
             stopped("memory", Unshared(root))
         with few_descriptors(3) if rank == 1 else contextlib.nullcontext():
             stopped("descriptors", Unshared(root))

@@ -25,7 +25,11 @@ def forked(*calls: Callable[[], object]) -> list[str]:
     child = os.fork()
     if child == 0:
         try:
+            # A handler of Python would not run in a kernel that waits. With one thread, as in a
+            # worker of a DataLoader, none waits for threads that only the parent has.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(20)
+            torch.set_num_threads(1)
             answers = []
             for call in calls:
                 try:

@@ -59,6 +59,26 @@ def test_equal_tensors_of_different_formats_are_equal(holdfast: Holdfast, place:
     assert "model.half" in result.out
 
 
+def test_equal_is_what_was_compared_whole(holdfast: Holdfast, tmp_path: Path) -> None:
+    """X4: two folders were equal that have other optimizers, in files that are never read."""
+    for name, scale in (("a", "1"), ("b", "2")):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / name / "model.safetensors")
+        torch.save(torch.nn.Linear(1, int(scale)), tmp_path / name / "optimizer.pt")
+        save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors", {"lora_alpha": scale})
+    result = holdfast("diff", tmp_path / "a", tmp_path / "b")
+    assert result.code == 1
+    assert "no difference in 1 tensor and all values" in result.out
+    assert "not all could be compared" in result.out
+    assert "  A: optimizer.pt: " in result.out
+    found = holdfast("diff", tmp_path / "a", tmp_path / "b", "--json").json
+    assert (found["equal"], len(found["not_compared"])) == (False, 2)
+    assert holdfast("diff", tmp_path / "a", tmp_path / "b", "--tensor", "*").code == 0
+    result = holdfast("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert (result.code, "$metadata.lora_alpha" in result.out) == (1, True)
+    assert holdfast("diff", tmp_path / "a.safetensors", tmp_path / "a.safetensors").code == 0
+
+
 def test_tensors_are_shown_and_exported(holdfast: Holdfast, place: Path) -> None:
     for name in ("hf", "dcp", "x.pt"):
         shown = holdfast("show", place / name, "--tensor", "model.layers.*", "--stats").out

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,6 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from holdfast import Checkpointer, ConfigError, CorruptionError, OptimizerState
+from holdfast.foreign import NameMap, transpose
+from holdfast.foreign.convert import ConvertOptions, TargetFormat, plan_conversion
 from holdfast.foreign.formats import open_catalog
 from tests.foreign.contract import Packed, check_format, packed, raw, sample_tensors, unpacked
 from tests.harness import RankContext, run_ranks
@@ -167,6 +171,30 @@ def test_metadata_that_lies_is_refused(tmp_path: Path) -> None:
         (path / ".metadata").write_bytes(good.replace(name, name[::-1]))
         with pytest.raises(CorruptionError):
             Checkpointer(tmp_path / "run").load_all(source=path)
+
+
+def test_a_gap_as_large_as_an_overlap_is_not_converted(tmp_path: Path) -> None:
+    """X24: elements in no chunk were written as zeros, as many as others were in two chunks."""
+    path = tmp_path / "dcp"
+    dcp.save({"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, checkpoint_id=path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    two_rows = torch.Size([2, 3])
+    metadata.state_dict_metadata["a"].size = torch.Size([4, 3])
+    metadata.state_dict_metadata["a"].chunks = [
+        ChunkStorageMetadata(torch.Size([row, 0]), two_rows) for row in (0, 1)
+    ]
+    b = next(index for index in metadata.storage_data if index.fqn == "b")
+    place = metadata.storage_data.pop(b)
+    metadata.storage_data[MetadataIndex("a", torch.Size([1, 0]))] = place
+    del metadata.state_dict_metadata["b"]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    catalog = open_catalog(path)
+    flaw = r"'model\.a' do not tile its shape \[4, 3\]: overlap at \[1, 0\], size \[1, 3\]"
+    for to in get_args(TargetFormat):
+        with pytest.raises(CorruptionError, match=flaw):
+            plan_conversion(catalog, tmp_path / "out", ConvertOptions(to=to))
+    with pytest.raises(CorruptionError, match=flaw):
+        NameMap([transpose("a")]).apply(catalog)
 
 
 def test_bytes_flipped_anywhere_never_give_another_shape_or_crash(tmp_path: Path) -> None:

@@ -226,6 +226,13 @@ def replaced(context: RankContext, directory: str) -> None:
                 with sharded.microbatch(is_last=True):
                     net(rows(0)).backward()
 
+            if change in (assign, remove, tie):  # in the first forward FSDP2 takes what is there
+                before = net.layers[1].bias
+                change(net)
+                with pytest.raises(ConfigError, match=re.escape(what)):
+                    backward()
+                net.layers[1].bias = before
+                sharded.drop_gradients()
             backward()
             sharded.step(optimizer)  # what was as it should be then is not asked unit by unit again
             backward()

@@ -149,6 +149,14 @@ def refusals(reports: dict[str, Any], net: Any, groups: ProcessGroups) -> None:
     stranger = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="not one of the module's"):
         ShardedOptimizer(net, stranger.parameters(), over="dp_cp", **common)
+    listed: list[tuple[list[Any], str]] = [
+        ([net.dense, {"params": [net.dense]}], "cannot be mixed in one list"),
+        ([{"params": [net.dense]}, {"params": net.dense}], "is in the groups twice"),
+        ([net.dense.detach()], "a DTensor is not a parameter of a module"),
+    ]
+    for parameters, match in listed:
+        with pytest.raises(ConfigError, match=match):
+            ShardedOptimizer(net, parameters, over="dp_cp", **common)
     torch.manual_seed(1)
     plain = nn.Linear(3, 3)
     with pytest.raises(ConfigError, match=r"plain tensor on ranks .*which hold different experts"):
@@ -239,8 +247,17 @@ class Nested:
 def in_any_order(
     context: RankContext, join: Callable[[dict[str, ShardedOptimizer]], Any], stage: Literal[1, 2]
 ) -> None:
-    """Each rank makes gradients in another order, and one leaves an error in the middle."""
-    with ProcessGroups.create(Layout(dp=2)) as groups:
+    """Each rank makes gradients in another order, and one leaves an error in the middle.
+
+    Those of a chain have the same groups; else one has groups that have adopted communicators.
+    """
+    with contextlib.ExitStack() as stack:
+        groups = others = stack.enter_context(ProcessGroups.create(Layout(dp=2)))
+        if join is Nested:
+            held = {name: groups.group(name) for name in groups.held()}
+            others = stack.enter_context(
+                ProcessGroups.adopt(Layout(dp=2, name="adopted"), held, data_timeout_s=20)
+            )
         torch.manual_seed(3)
         # Of other sizes, gloo ends the process where a sum meets another one.
         widths = [4, 4 if stage == 1 else 8] * 2
@@ -252,7 +269,7 @@ def in_any_order(
                     net,
                     members[start::2],
                     make=sgd,
-                    groups=groups,
+                    groups=others if start else groups,
                     over="dp_cp",
                     divisor=2,
                     stage=stage,

@@ -18,7 +18,7 @@ from holdfast.optim.joint import JointSums
 from tests.harness import RankContext, run_ranks
 from tests.optim.common import adamw
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "complex": torch.complex64}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "complex": torch.complex128}
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, ConfigError, PosixStorage, StorageError
-from holdfast.checkpoint.save import budget
+from holdfast.checkpoint.save import handshake
 from holdfast.format.names import step_dir
 from holdfast.format.versions import read_manifest, save_id_of
 from holdfast.writer import keeper
@@ -337,14 +337,14 @@ def test_a_save_that_lacks_memory_gets_that_of_images(
         asked.append(end_keepers())
         return asked[-1]
 
-    monkeypatch.setattr(budget, "end_keepers", end)
-    monkeypatch.setattr(budget, "available_memory_nbytes", lambda: 10 if not asked else 10**6)
+    monkeypatch.setattr(handshake, "end_keepers", end)
+    monkeypatch.setattr(handshake, "available_memory_nbytes", lambda: 10 if not asked else 10**6)
     storage = PosixStorage(root)
-    budget.check_budget(storage, image_nbytes=1000, held_nbytes=[0], total_nbytes=0)
+    handshake.check_budget(storage, image_nbytes=1000, held_nbytes=[0], total_nbytes=0)
     assert asked == [True]
     wait_until(lambda: not processes_of(root))
     with pytest.raises(StorageError, match="more memory"):
-        budget.check_budget(storage, image_nbytes=10**7, held_nbytes=[0], total_nbytes=0)
+        handshake.check_budget(storage, image_nbytes=10**7, held_nbytes=[0], total_nbytes=0)
 
 
 # Sealed memory

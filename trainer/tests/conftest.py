@@ -1,4 +1,4 @@
-"""The examples that the library's tests draw are drawn here, too, in the same way."""
+"""What holds for the library's tests (drawn examples, a small heap) holds here, too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import tests.conftest  # noqa: F401
+from tests.conftest import pytest_runtest_teardown
 from trainer.tests.launches import LAUNCHED
+
+__all__ = ["pytest_runtest_teardown"]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.errors import ConfigError, HoldfastError, StorageError, disagreement
 from holdfast.format.checkpoint_files import CheckpointFiles, ReadStats
 from holdfast.format.names import (
     linked_steps,
@@ -19,10 +19,10 @@ from holdfast.format.names import (
     newest_step_dir,
     require_root_of_checkpoints,
     step_dir,
+    survey_steps,
 )
 from holdfast.format.versions import Records, read_lease, save_id_of
 from holdfast.parallel import ProcessGroups
-from holdfast.parallel.ranks import disagreement
 from holdfast.storage import Storage
 from holdfast.storage.reading import pause_of
 from holdfast.writer.leftovers import wait_for_writers
@@ -273,7 +273,7 @@ class Finder:
             if newest is not None:
                 return newest
         try:
-            steps = list_steps(storage)
+            steps, others = survey_steps(storage)
         except StorageError:
             if storage.is_dir(""):
                 raise
@@ -282,7 +282,7 @@ class Finder:
                 f"{where} is not a directory, so it has no checkpoint to load"
             ) from None
         if steps and step is None:
-            if links := linked_steps(storage, above=steps[-1]):
+            if links := linked_steps(storage, [other for other in others if other > steps[-1]]):
                 logging.getLogger("holdfast").warning("step %s is loaded: %s", steps[-1], links)
             return steps[-1]
         if step is not None and step in steps:
@@ -291,7 +291,7 @@ class Finder:
             require_root_of_checkpoints(storage)
         where = storage.describe("")
         if step is None:
-            links = linked_steps(storage)
+            links = linked_steps(storage, others)
             raise StorageError(
                 f"{where} holds no committed checkpoint (no iter_… directory with a manifest)"
                 f"{links and f'; {links}'}"

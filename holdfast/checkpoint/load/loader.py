@@ -239,6 +239,7 @@ class Loader:
         return LoadReport(
             step=chosen,
             path=self._storage.describe(step_dir(chosen)),
+            save_id=files.manifest.save_id,
             loaded=tuple(path for path in paths if not is_below(path, later))
             if later
             else tuple(paths),

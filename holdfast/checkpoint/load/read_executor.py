@@ -20,15 +20,15 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, enumerate_ranges, pad_shapes, union_nbytes
 from holdfast.arrays.memory import copy_ranges, join_ranges
-from holdfast.arrays.types import IntArray
+from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.load.choose_exchange import Choose, host_numbers
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
-from holdfast.checkpoint.load.target_memory import Target, make_targets, memory_at
+from holdfast.checkpoint.load.target_memory import make_targets, memory_at, takes_as_it_is
 from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory
 from holdfast.checkpoint.options import OnDrift
 from holdfast.checkpoint.reports import JobReading
 from holdfast.errors import CorruptionError
-from holdfast.format.byte_ranges import elements, join_neighbours
+from holdfast.format.byte_ranges import DIRECT_NBYTES, elements, join_neighbours
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.manifest import TensorForms
 from holdfast.format.stored_copies import choose_copies
@@ -348,7 +348,11 @@ class LoadExecutor:
         self._request_of = np.zeros(num_boxes, dtype=np.int64)
         self._request_of[numbers[is_direct]] = memory.request[is_direct]
         self._targets = make_targets(
-            self._requests, memory, np.where(is_direct, -1, numbers), self._files.manifest.tensors
+            self._requests,
+            memory,
+            np.where(is_direct, -1, numbers),
+            self._files.manifest.tensors,
+            is_gathered=self._has_small_pieces(plan),
         )
         # A kept run goes to an address if its box is plain memory and the run lies inside.
         fits = (address[box] >= 0) & (at + size <= nbytes[box])
@@ -366,6 +370,14 @@ class LoadExecutor:
             address=place,
             num_others=np.concatenate([[0], np.cumsum(place < 0)]),
         )
+
+    def _has_small_pieces(self, plan: ReadPlan) -> BoolArray:
+        """(boxes,) whether each requested box is filled by several pieces, most of them small."""
+        boxes = plan.requests.boxes
+        num_pieces = np.bincount(plan.overlaps.request[plan.overlap], minlength=len(boxes))
+        nbytes = boxes.numel() * self._itemsize[boxes.tensor]
+        is_small: BoolArray = (num_pieces > 1) & (nbytes < num_pieces * DIRECT_NBYTES)
+        return is_small
 
     def _reads_of(self, number: int) -> list[range]:
         """The pieces of a round that are read together."""
@@ -430,7 +442,7 @@ class LoadExecutor:
         nbytes = sum(stop - start for start, stop in bounds)
         first, last = self._kept_ptr[numbers.start], self._kept_ptr[numbers.stop]
         # Straight into the target if possible: no copy, and no page of a buffer to touch first.
-        data, target = self._whole_place(first, last, nbytes)
+        data = self._whole_place(first, last, nbytes)
         is_in_place = data is not None
         if data is None:
             data = host_memory(nbytes) if messages is not None else self._scratch(nbytes)
@@ -439,8 +451,6 @@ class LoadExecutor:
             needed = self._kept.overlap[first:last]
             strips = self._plan.overlaps.strips(needed, *bounds[0], max_gap=_PAGE_NBYTES)
         self._files.read_pieces(rows, bounds, data, verify=self._verify, strips=strips)
-        if target is not None:
-            target.done(nbytes)
         if not is_in_place:
             self._keep(first, last, data)
         if messages is not None:
@@ -457,22 +467,20 @@ class LoadExecutor:
             buffer = self._local.buffer = np.empty(nbytes, dtype=np.uint8).data
         return buffer[:nbytes]
 
-    def _whole_place(
-        self, first: int, last: int, nbytes: int
-    ) -> tuple[memoryview | None, Target | None]:
-        """The memory that a joint read belongs into as it is, if there is, and its target."""
+    def _whole_place(self, first: int, last: int, nbytes: int) -> memoryview | None:
+        """The memory that a joint read belongs into as it is, if there is."""
         if last != first + 1:
-            return None, None
+            return None
         kept = self._kept
         box, at = kept.box[first], kept.at[first]
         size, address = int(kept.nbytes[first]), int(kept.address[first])
         if not kept.is_run[first] or size != nbytes:
-            return None, None
+            return None
         if address >= 0:
             self._written.append((first, last))
-            return memory_at(address, nbytes), None
+            return memory_at(address, nbytes)
         targets = self._targets[box]
-        return (targets[0].region(at, at + size), targets[0]) if len(targets) == 1 else (None, None)
+        return targets[0].region(at, at + size) if takes_as_it_is(targets) else None
 
     def _keep(self, first: int, last: int, data: memoryview) -> None:
         """Copy what this rank requests of a joint read to its targets."""

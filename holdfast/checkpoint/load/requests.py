@@ -16,10 +16,9 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.packed_ints import PackedBoxes, pack_boxes, squeeze, unpack_boxes, unsqueeze
-from holdfast.errors import CorruptionError, MismatchError, counted, some_of
+from holdfast.errors import CorruptionError, MismatchError, counted, shorten_ranks, some_of
 from holdfast.format.values import Codecs, Node, is_per_rank, is_plain_dict, walk
 from holdfast.parallel import Layout
-from holdfast.parallel.ranks import shorten_ranks
 from holdfast.state.coordinates import ConsistencyCheck, matches
 from holdfast.state.matcher import MatchResult, PerRankUse
 from holdfast.state.parts import Part

@@ -6,12 +6,12 @@ import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
+from typing import cast
 
 import msgspec
 
-from holdfast.checkpoint.options import OnDrift
-from holdfast.errors import ConfigError, CorruptionError
+from holdfast.checkpoint.options import LoadSource, NameSource, OnDrift
+from holdfast.errors import ConfigError, CorruptionError, disagreement
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.convert import open_any
 from holdfast.foreign.formats import location_of_step, open_catalog
@@ -23,15 +23,8 @@ from holdfast.foreign.shared_opening import Answers
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import parse_step_dir
 from holdfast.parallel import Control
-from holdfast.parallel.ranks import disagreement
 from holdfast.storage import Storage, is_url, open_storage
 from holdfast.storage.places import as_url
-
-LoadSource: TypeAlias = str | os.PathLike[str] | Storage | Catalog
-"""A path, a root of checkpoints as a `Storage`, or the description of a foreign checkpoint."""
-
-NameSource: TypeAlias = NameMap | str | os.PathLike[str]
-"""A map of names, the name of a preset, or the path of a TOML file."""
 
 
 class _Place(msgspec.Struct, array_like=True, frozen=True):
@@ -100,7 +93,7 @@ def open_source(
     if not isinstance(source, str | os.PathLike):
         if names is not None:
             raise ConfigError("a name map needs the path of a checkpoint, or its description")
-        return source, step
+        return cast(Storage, source), step
     if storage is None or place is None:
         place, known = msgspec.msgpack.decode(data or b"", type=tuple[_Place, bytes])
         storage = _open(place, Answers(known), stack, names, on_drift)
@@ -112,7 +105,7 @@ def _label_of(source: LoadSource) -> str:
     if isinstance(source, Catalog):
         return source.label
     if not isinstance(source, str | os.PathLike):
-        return source.describe("")
+        return cast(Storage, source).describe("")
     label = as_url(source).rstrip("/") if is_url(source) else str(Path(source).absolute())
     return label.encode(errors="backslashreplace").decode()
 
@@ -155,7 +148,9 @@ def _open(
 
 def _mapped(catalog: Catalog, names: NameSource | None) -> Catalog:
     """Return a catalog under other names."""
-    return catalog if names is None else name_map_of(names).apply(catalog).catalog
+    if names is None:
+        return catalog
+    return name_map_of(cast("NameMap | str | os.PathLike[str]", names)).apply(catalog).catalog
 
 
 def _shown(catalog: Catalog, on_drift: OnDrift) -> CatalogStorage:

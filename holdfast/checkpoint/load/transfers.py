@@ -12,7 +12,7 @@ import numpy as np
 from holdfast.arrays.box_table import enumerate_ranges
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.load.read_plan import ReadPlan
-from holdfast.checkpoint.load.target_memory import Target
+from holdfast.checkpoint.load.target_memory import Target, takes_as_it_is
 from holdfast.format.byte_ranges import StridedCopy, elements, sums_before
 
 _LARGE_NBYTES = 128 << 10
@@ -226,7 +226,7 @@ class Round:
                 data = self._large_in.get(number)
                 if data is None:
                     data = self._packed_in[peer][at : at + nbytes]
-                elif _takes_as_it_is(targets):
+                elif takes_as_it_is(targets):
                     # It has been received into its place.
                     continue
                 for target in targets:
@@ -276,7 +276,7 @@ class Round:
                 at, size = int(received.target[number]), int(received.nbytes[number])
                 targets = self._targets[int(received.request[number])]
                 # With several targets it is copied to each when it has arrived.
-                direct = _takes_as_it_is(targets)
+                direct = takes_as_it_is(targets)
                 data = targets[0].region(at, at + size) if direct else host_memory(size)
                 self.receives.append((peer, data))
                 self._large_in[number] = data
@@ -285,8 +285,3 @@ class Round:
 def host_memory(nbytes: int) -> memoryview:
     """Host memory that is not initialised."""
     return np.empty(nbytes, dtype=np.uint8).data
-
-
-def _takes_as_it_is(targets: Sequence[Target]) -> bool:
-    """Return True if a large transfer is received straight into its only target."""
-    return len(targets) == 1 and targets[0].is_direct

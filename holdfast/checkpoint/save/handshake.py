@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -13,26 +16,37 @@ from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.planner import Planner
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
 from holdfast.checkpoint.reports import Phases, SaveReport
-from holdfast.checkpoint.save.budget import check_budget
-from holdfast.checkpoint.save.pending import (
-    UnreportedSaves,
-    raise_failures,
-    shortened,
-)
+from holdfast.checkpoint.save.pending import InFlightSave
 from holdfast.checkpoint.save.staging import StagingBuffer
-from holdfast.errors import ConfigError, ErrorRecord, PlanError, StorageError, some_of
+from holdfast.errors import (
+    ConfigError,
+    ErrorRecord,
+    HoldfastError,
+    PlanError,
+    StorageError,
+    disagreement,
+    in_bytes,
+    joined_details,
+    plain_details,
+    some_of,
+)
 from holdfast.format.digest import digest128
 from holdfast.format.names import list_steps, saving_dir, step_dir
 from holdfast.format.root_identity import RootIdentity, new_root_id
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
-from holdfast.parallel.ranks import disagreement
 from holdfast.storage import Storage
 from holdfast.storage.reading import pause_of
+from holdfast.writer.kept_images import end_keepers
 from holdfast.writer.leftovers import repair
+from holdfast.writer.memory import available_memory_nbytes
 from holdfast.writer.outcomes import discard_save
 
 _LOG = logging.getLogger("holdfast")
+_MAX_MESSAGE_LENGTH = 200
+_MAX_DETAILS_SIZE = 1024
+_NUM_DESCRIPTORS = 16
+_DISK_SLACK_NBYTES = 4 << 20
 
 BEGIN = "save: begin"
 """The phase of the one collective that opens every save; its answers are `SaveProposal`s."""
@@ -193,6 +207,54 @@ class AgreedSave:
         )
 
 
+class UnreportedSaves:
+    """The asynchronous saves of one rank whose outcome not every rank knows."""
+
+    def __init__(self) -> None:
+        self._saves: list[InFlightSave] = []
+
+    def __contains__(self, save: InFlightSave) -> bool:
+        """Return whether it is one of them."""
+        return save in self._saves
+
+    def add(self, save: InFlightSave) -> None:
+        """Keep a save until every rank knows its outcome."""
+        self._saves.append(save)
+
+    def running(self) -> list[InFlightSave]:
+        """Return those that are not done, in the order of their start."""
+        return [save for save in self._saves if not save.done()]
+
+    def wait_until(self, in_flight: int) -> None:
+        """Wait until at most so many of them are in flight."""
+        running = self.running()
+        for save in running[: max(len(running) - in_flight, 0)]:
+            save.wait()
+
+    def not_raised(self) -> list[tuple[InFlightSave, HoldfastError]]:
+        """Return those that failed, as far as known, and whose failure was not raised here."""
+        failed = [(save, save.error()) for save in self._saves]
+        return [(p, error) for p, error in failed if error is not None and not p.was_raised]
+
+    def forget_over(self, running: Collection[str]) -> list[InFlightSave]:
+        """Forget the saves that are over on all ranks, and return them.
+
+        Args:
+            running: ids of the saves that are in flight on some rank.
+        """
+        over = [save for save in self._saves if save.done() and save.save_id not in running]
+        self._saves = [save for save in self._saves if save not in over]
+        return over
+
+    def close(self) -> list[tuple[InFlightSave, HoldfastError]]:
+        """Wait for all of them and forget them; return the failures that were not raised here."""
+        for save in self._saves:
+            save.wait()
+        failures = self.not_raised()
+        self._saves = []
+        return failures
+
+
 class Handshake:
     """Brings all ranks to one save: what each has, what each requests, and the plan for it.
 
@@ -290,7 +352,7 @@ class Handshake:
                     options=self._options.in_words(),
                     metadata=_digest(request.encoded_metadata),
                     busy=len(running) > in_flight,
-                    failed=tuple((each.save_id, shortened(error)) for each, error in failed),
+                    failed=tuple((each.save_id, _shortened(error)) for each, error in failed),
                     running=running,
                     root=root_id,
                     new_root=is_new,
@@ -438,3 +500,75 @@ def warn_of_unstored(attributes: Sequence[str], rank: int) -> None:
 def _digest(metadata: bytes) -> str:
     """Return a short digest of the caller's metadata; empty for none."""
     return digest128(metadata)[:16] if metadata else ""
+
+
+def check_budget(
+    storage: Storage, *, image_nbytes: int, held_nbytes: Sequence[int], total_nbytes: int
+) -> None:
+    """Check the budget of a save, disk, memory and file descriptors, before anything is staged.
+
+    Args:
+        image_nbytes: this rank's image, once per buffer.
+        held_nbytes: what each buffer has already.
+        total_nbytes: the whole checkpoint; 0 on ranks that do not answer for the disk.
+
+    Raises:
+        StorageError: names what is short and by how much.
+
+    Cost: a few system calls.
+    """
+    if total_nbytes:
+        needed = total_nbytes + total_nbytes // 50 + _DISK_SLACK_NBYTES
+        free = storage.free_nbytes()
+        if free < needed:
+            raise StorageError(
+                f"{storage.describe('')}: the checkpoint needs {in_bytes(needed)}, but only "
+                f"{in_bytes(free)} are free: {in_bytes(needed - free)} short; remove old "
+                f"checkpoints (holdfast prune) or save elsewhere"
+            )
+    needed = sum(max(image_nbytes - held, 0) for held in held_nbytes)
+    if needed:
+        free = available_memory_nbytes()
+        if free < needed and end_keepers():
+            # An image that is kept for a restart must not cost a running job its save.
+            free = available_memory_nbytes()
+        if free < needed:
+            raise StorageError(
+                f"staging this rank's share needs {in_bytes(needed)} more memory in "
+                f"{len(held_nbytes)} staging buffer(s), but only {in_bytes(free)} are available: "
+                f"{in_bytes(needed - free)} short; use staging_buffers=1 or more ranks to save with"
+            )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        used = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+        if used + _NUM_DESCRIPTORS > soft:
+            raise StorageError(
+                f"{used} of {soft} file descriptors are open and a save needs {_NUM_DESCRIPTORS}: "
+                f"{used + _NUM_DESCRIPTORS - soft} short; raise the limit (ulimit -n)"
+            )
+
+
+def raise_failures(
+    own: list[tuple[InFlightSave, HoldfastError]], others: Sequence[ErrorRecord] = ()
+) -> None:
+    """Raise the failures of earlier saves, once: this rank's own, and those of other ranks."""
+    for pending, _ in own:
+        pending.was_raised = True
+    if len(own) == 1 and not others:
+        raise own[0][1]
+    records = [*(ErrorRecord.of(error) for _, error in own), *others]
+    if records:
+        num = "an earlier save" if len(records) == 1 else f"{len(records)} earlier saves"
+        message = f"{num} failed: {'; '.join(record.message for record in records)}"
+        details = joined_details(record.details for record in records)
+        raise msgspec.structs.replace(records[0], message=message, details=details).to_error()
+
+
+def _shortened(error: HoldfastError) -> ErrorRecord:
+    """Return what a proposal carries of an error."""
+    record = ErrorRecord.of(error)
+    return msgspec.structs.replace(
+        record,
+        message=record.message[:_MAX_MESSAGE_LENGTH],
+        details=plain_details(record.details, max_size=_MAX_DETAILS_SIZE),
+    )

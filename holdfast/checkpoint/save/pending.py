@@ -7,25 +7,17 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-
-import msgspec
 
 from holdfast.checkpoint.reports import SaveReport
 from holdfast.errors import (
     DeadlineError,
-    ErrorRecord,
     GroupError,
     HoldfastError,
-    joined_details,
-    plain_details,
 )
-from holdfast.writer.client import Ticket, Writer
-
-_MAX_MESSAGE_LENGTH = 200
-_MAX_DETAILS_SIZE = 1024
+from holdfast.writer.client import Ticket
 
 
 class PendingSave:
@@ -250,93 +242,3 @@ class InFlightSave:
             starts={**report.starts, "write": start, "commit": start + outcome.write_s},
             requests=dict(Counter(report.requests) + Counter(outcome.requests)),
         )
-
-
-class UnreportedSaves:
-    """The asynchronous saves of one rank whose outcome not every rank knows."""
-
-    def __init__(self) -> None:
-        self._saves: list[InFlightSave] = []
-
-    def __contains__(self, save: InFlightSave) -> bool:
-        """Return whether it is one of them."""
-        return save in self._saves
-
-    def add(self, save: InFlightSave) -> None:
-        """Keep a save until every rank knows its outcome."""
-        self._saves.append(save)
-
-    def running(self) -> list[InFlightSave]:
-        """Return those that are not done, in the order of their start."""
-        return [save for save in self._saves if not save.done()]
-
-    def wait_until(self, in_flight: int) -> None:
-        """Wait until at most so many of them are in flight."""
-        running = self.running()
-        for save in running[: max(len(running) - in_flight, 0)]:
-            save.wait()
-
-    def not_raised(self) -> list[tuple[InFlightSave, HoldfastError]]:
-        """Return those that failed, as far as known, and whose failure was not raised here."""
-        failed = [(save, save.error()) for save in self._saves]
-        return [(p, error) for p, error in failed if error is not None and not p.was_raised]
-
-    def forget_over(self, running: Collection[str]) -> list[InFlightSave]:
-        """Forget the saves that are over on all ranks, and return them.
-
-        Args:
-            running: ids of the saves that are in flight on some rank.
-        """
-        over = [save for save in self._saves if save.done() and save.save_id not in running]
-        self._saves = [save for save in self._saves if save not in over]
-        return over
-
-    def close(self) -> list[tuple[InFlightSave, HoldfastError]]:
-        """Wait for all of them and forget them; return the failures that were not raised here."""
-        for save in self._saves:
-            save.wait()
-        failures = self.not_raised()
-        self._saves = []
-        return failures
-
-
-def leave(pid: int, writer: Writer, unreported: UnreportedSaves) -> None:
-    """Log the failures that nothing will raise any more: the checkpointer was not closed.
-
-    Called when it is collected as garbage, or at the end of the process. The writer continues, and
-    its own log says what becomes of saves in flight.
-    """
-    if os.getpid() != pid:
-        return  # all of that is the parent's
-    lost = writer.leave()
-    log = logging.getLogger("holdfast")
-    for save, error in unreported.not_raised():
-        log.error("the save of step %s failed, and nothing raised it: %s", save.step, error)
-    for save in unreported.running() if lost else ():
-        log.error("the save of step %s is lost: %s; call close()", save.step, lost)
-
-
-def raise_failures(
-    own: list[tuple[InFlightSave, HoldfastError]], others: Sequence[ErrorRecord] = ()
-) -> None:
-    """Raise the failures of earlier saves, once: this rank's own, and those of other ranks."""
-    for pending, _ in own:
-        pending.was_raised = True
-    if len(own) == 1 and not others:
-        raise own[0][1]
-    records = [*(ErrorRecord.of(error) for _, error in own), *others]
-    if records:
-        num = "an earlier save" if len(records) == 1 else f"{len(records)} earlier saves"
-        message = f"{num} failed: {'; '.join(record.message for record in records)}"
-        details = joined_details(record.details for record in records)
-        raise msgspec.structs.replace(records[0], message=message, details=details).to_error()
-
-
-def shortened(error: HoldfastError) -> ErrorRecord:
-    """Return what a proposal carries of an error."""
-    record = ErrorRecord.of(error)
-    return msgspec.structs.replace(
-        record,
-        message=record.message[:_MAX_MESSAGE_LENGTH],
-        details=plain_details(record.details, max_size=_MAX_DETAILS_SIZE),
-    )

@@ -19,15 +19,12 @@ from holdfast.checkpoint.save.handshake import (
     BEGIN,
     Handshake,
     Proposals,
+    UnreportedSaves,
     is_staging,
-)
-from holdfast.checkpoint.save.lazy_staging import LazyStaging
-from holdfast.checkpoint.save.pending import (
-    InFlightSave,
-    PendingSave,
-    leave,
     raise_failures,
 )
+from holdfast.checkpoint.save.lazy_staging import LazyStaging
+from holdfast.checkpoint.save.pending import InFlightSave, PendingSave
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.collector import collector_paused
 from holdfast.errors import ConfigError, ErrorRecord, HoldfastError, StorageError
@@ -362,5 +359,21 @@ class Saver:
             if self._end is not None:
                 self._end.detach()
             unreported = self._handshake.unreported
-            self._end = weakref.finalize(self, leave, os.getpid(), self._writer, unreported)
+            self._end = weakref.finalize(self, _leave, os.getpid(), self._writer, unreported)
         return self._writer
+
+
+def _leave(pid: int, writer: Writer, unreported: UnreportedSaves) -> None:
+    """Log the failures that nothing will raise any more: the checkpointer was not closed.
+
+    Called when it is collected as garbage, or at the end of the process. The writer continues, and
+    its own log says what becomes of saves in flight.
+    """
+    if os.getpid() != pid:
+        return  # all of that is the parent's
+    lost = writer.leave()
+    log = logging.getLogger("holdfast")
+    for save, error in unreported.not_raised():
+        log.error("the save of step %s failed, and nothing raised it: %s", save.step, error)
+    for save in unreported.running() if lost else ():
+        log.error("the save of step %s is lost: %s; call close()", save.step, lost)

@@ -12,9 +12,9 @@ from typing import Annotated
 from rich.console import Console
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import EXIT_DAMAGED, print_error, print_removed
+from holdfast.cli.support.messages import print_removed
 from holdfast.cli.support.tables import Listing, make_console, print_json, progress_bar
-from holdfast.errors import ConfigError, CorruptionError, clean, counted, in_bytes
+from holdfast.errors import ConfigError, clean, counted, in_bytes
 from holdfast.foreign.casts import cast_weights, float_type
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.convert import (
@@ -96,28 +96,22 @@ def run(args: Args) -> int:
     )
     memory = parse_size(args.memory, option="--memory")
     began = time.monotonic()
-    try:
-        renumber = args.to == "holdfast"
-        with open_any(args.src, step=args.step, renumber=renumber) as source:
-            catalog, changes = _mapped(source, args)
-            conversion = plan_conversion(catalog, args.dst, options)
-            conversion.refuse_existing()
-            if not args.dry_run:
-                with progress_bar(quiet=args.json) as bar:
-                    # Everything is written and then compared.
-                    task = bar.add_task("convert", total=2 * conversion.output.nbytes)
-                    advance = partial(bar.advance, task)
-                    conversion.run(
-                        memory_nbytes=memory, on_progress=advance, on_leftover=print_removed
-                    )
-            seconds = time.monotonic() - began
-            if args.json:
-                print_json(_as_json(conversion, args, seconds, changes))
-            else:
-                _print(make_console(), conversion, args, seconds, changes)
-    except CorruptionError as error:
-        print_error(error)
-        return EXIT_DAMAGED
+    renumber = args.to == "holdfast"
+    with open_any(args.src, step=args.step, renumber=renumber) as source:
+        catalog, changes = _mapped(source, args)
+        conversion = plan_conversion(catalog, args.dst, options)
+        conversion.refuse_existing()
+        if not args.dry_run:
+            with progress_bar(quiet=args.json) as bar:
+                # Everything is written and then compared.
+                task = bar.add_task("convert", total=2 * conversion.output.nbytes)
+                advance = partial(bar.advance, task)
+                conversion.run(memory_nbytes=memory, on_progress=advance, on_leftover=print_removed)
+        seconds = time.monotonic() - began
+        if args.json:
+            print_json(_as_json(conversion, args, seconds, changes))
+        else:
+            _print(make_console(), conversion, args, seconds, changes)
     return 0
 
 

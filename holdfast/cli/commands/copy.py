@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import EXIT_DAMAGED, print_error, print_note
+from holdfast.cli.support.messages import print_note
 from holdfast.cli.support.running import Stopped
 from holdfast.cli.support.steps import lease_checkpoint
 from holdfast.cli.support.tables import print_json, progress_bar
-from holdfast.errors import ConfigError, CorruptionError, in_bytes
+from holdfast.errors import ConfigError, in_bytes
 from holdfast.storage import open_storage, shown
 from holdfast.writer.copying import copy_checkpoint
 
@@ -42,15 +42,6 @@ class Args:
 
 def run(args: Args) -> int:
     """Copy, and print what was done; 1 if the source, or what is there already, is damaged."""
-    try:
-        return _copy(args)
-    except CorruptionError as error:
-        print_error(error)
-        return EXIT_DAMAGED
-
-
-def _copy(args: Args) -> int:
-    """Copy, and print what was done."""
     began = time.monotonic()
     target = open_storage(args.dst)
     with lease_checkpoint(args.src, step=args.step) as (checkpoint, _):

@@ -17,7 +17,7 @@ from holdfast.cli.support.compare import (
 )
 from holdfast.cli.support.elements import refuse_drift
 from holdfast.cli.support.keys import select_keys
-from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, print_error, shape_in_words
+from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, shape_in_words
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.cli.support.tables import (
     make_console,
@@ -25,15 +25,16 @@ from holdfast.cli.support.tables import (
     print_rows,
     progress_bar,
 )
-from holdfast.errors import ConfigError, CorruptionError, clean, counted, in_bytes
-from holdfast.format.manifest import USUAL_VERSION, VERSIONS_PART, Manifest
+from holdfast.errors import ConfigError, clean, counted, in_bytes
+from holdfast.format.manifest import METADATA_PART, USUAL_VERSION, VERSIONS_PART, Manifest
 from holdfast.format.reader import Snapshot
-from holdfast.format.values import Node
+from holdfast.format.values import Node, encode_tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Args:
-    """Compare two checkpoints: structure, values, tensors; exit code 1 when they differ."""
+    """Compare two checkpoints: structure, values, metadata, tensors; exit code 1 when they differ,
+    or one has what cannot be read and so not be compared."""
 
     a: Annotated[Path, POSITIONAL]
     """A checkpoint, or a directory of checkpoints (then the newest committed step)."""
@@ -45,7 +46,7 @@ class Args:
     """Only tensors whose key is this, or matches this pattern (`*`, `?`); no values."""
 
     values: bool = False
-    """Only values; with --tensor, values too."""
+    """Only values and metadata; with --tensor, these too."""
 
     rtol: float = 0.0
     """Elements a, b are equal when |a - b| <= atol + rtol * |b|; 0 and 0: when bytes are equal."""
@@ -76,28 +77,52 @@ class Differences:
     structure: list[StructureDifference] = field(default_factory=list)
     values: list[ValueDifference] = field(default_factory=list)
     tensors: list[TensorDifference] = field(default_factory=list)
+    not_compared: list[str] = field(default_factory=list)
+    """What one of the two has and its format does not show, one sentence each."""
     num_equal: int = 0
     num_by_fingerprint: int = 0
     nbytes_read: int = 0
 
     @property
+    def is_different(self) -> bool:
+        """Return True if something was found to differ."""
+        return bool(self.structure or self.values or self.tensors)
+
+    @property
     def is_equal(self) -> bool:
-        """Return True if nothing differs."""
-        return not (self.structure or self.values or self.tensors)
+        """Return True if all was compared, and nothing differs."""
+        return not (self.is_different or self.not_compared)
 
 
 def run(args: Args) -> int:
-    """Print the differences; 1 when there are any, or one of the two is damaged.
+    """Print the differences; 1 if they are not proven equal, or one of the two is damaged.
 
     Tensors with equal fingerprints are not read.
     """
     if not (args.rtol >= 0 and args.atol >= 0):
         raise ConfigError(f"--rtol {args.rtol} --atol {args.atol}: a tolerance is not negative")
-    try:
-        return _compare(args)
-    except CorruptionError as error:
-        print_error(error)
-        return EXIT_DAMAGED
+    with open_checkpoint(args.a) as a, open_checkpoint(args.b) as b:
+        result = Differences()
+        if args.values or args.tensor is None:
+            one, other = a.snapshot.manifest, b.snapshot.manifest
+            result.values += value_differences(one.parts, other.parts)
+            versions = _versions(one, other), _versions(other, one)
+            result.values += value_differences(*versions)
+            metadata = [{METADATA_PART: encode_tree(each.metadata)} for each in (one, other)]
+            result.values += value_differences(*metadata)
+            # Named tensors are compared as they are read; nothing else was asked for.
+            result.not_compared += [
+                f"{name}: {sentence}"
+                for name, side in (("A", a), ("B", b))
+                for sentence in side.left_out
+            ]
+        if args.tensor is not None or not args.values:
+            _compare_tensors(a.snapshot, b.snapshot, args, result)
+        if args.json:
+            print_json(_as_json(a, b, result))
+        else:
+            _print(a, b, args, result)
+    return 0 if result.is_equal else EXIT_DAMAGED
 
 
 def _versions(manifest: Manifest, other: Manifest) -> dict[str, Node]:
@@ -115,24 +140,6 @@ def _versions(manifest: Manifest, other: Manifest) -> dict[str, Node]:
         if part in others
     }
     return {VERSIONS_PART: parts}
-
-
-def _compare(args: Args) -> int:
-    """Compare the two, print what differs, and return the exit code."""
-    with open_checkpoint(args.a) as a, open_checkpoint(args.b) as b:
-        result = Differences()
-        if args.values or args.tensor is None:
-            one, other = a.snapshot.manifest, b.snapshot.manifest
-            result.values += value_differences(one.parts, other.parts)
-            versions = _versions(one, other), _versions(other, one)
-            result.values += value_differences(*versions)
-        if args.tensor is not None or not args.values:
-            _compare_tensors(a.snapshot, b.snapshot, args, result)
-        if args.json:
-            print_json(_as_json(a, b, result))
-        else:
-            _print(a, b, args, result)
-    return 0 if result.is_equal else EXIT_DAMAGED
 
 
 def _compare_tensors(a: Snapshot, b: Snapshot, args: Args, result: Differences) -> None:
@@ -185,6 +192,7 @@ def _as_json(a: OpenCheckpoint, b: OpenCheckpoint, result: Differences) -> dict[
         "structure": [asdict(item) for item in result.structure],
         "values": [asdict(item) for item in result.values],
         "tensors": [asdict(item) for item in result.tensors],
+        "not_compared": result.not_compared,
         "num_equal_tensors": result.num_equal,
         "num_equal_by_fingerprint": result.num_by_fingerprint,
         "nbytes_read": result.nbytes_read,
@@ -233,7 +241,10 @@ def _print(a: OpenCheckpoint, b: OpenCheckpoint, args: Args, result: Differences
             for x in result.tensors
         ],
     )  # fmt: skip
-    console.print(_summary(args, result), style="green" if result.is_equal else "bold red")
+    style = "bold red" if result.is_different else "green" if result.is_equal else "yellow"
+    console.print(_summary(args, result), style=style, soft_wrap=True)
+    for sentence in result.not_compared:
+        console.print(f"  {clean(sentence)}", soft_wrap=True)
 
 
 def _value(node: Node, is_there: bool) -> str:
@@ -248,14 +259,22 @@ def _summary(args: Args, result: Differences) -> str:
         how += f", {counted(result.num_by_fingerprint, 'tensor')} equal by fingerprint and not read"
     if args.rtol or args.atol:
         how += f", within rtol {args.rtol:g} and atol {args.atol:g}"
-    if result.is_equal:
+    if not result.is_different:
         what = [] if args.tensor is None and args.values else [counted(result.num_equal, "tensor")]
         what += ["all values"] if args.values or args.tensor is None else []
-        return f"equal: {' and '.join(what)} ({how})"
+        compared = f"{' and '.join(what)} ({how})"
+        if result.is_equal:
+            return f"equal: {compared}"
+        return (
+            f"no difference in {compared}, but not all could be compared (--tensor '*' compares "
+            f"nothing but tensors):"
+        )
     parts = [
         (len(result.structure), "tensor of another kind", "tensors of another kind"),
         (len(result.values), "value", "values"),
         (len(result.tensors), "tensor", "tensors"),
     ]
     counts = [f"{number:,} {one if number == 1 else many}" for number, one, many in parts if number]
-    return f"different: {', '.join(counts)}; {counted(result.num_equal, 'tensor')} equal ({how})"
+    rest = "; not compared:" if result.not_compared else ""
+    equal = counted(result.num_equal, "tensor")
+    return f"different: {', '.join(counts)}; {equal} equal ({how}){rest}"

@@ -16,10 +16,10 @@ import numpy as np
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.elements import read_elements, refuse_drift
 from holdfast.cli.support.keys import select_keys
-from holdfast.cli.support.messages import EXIT_DAMAGED, print_error, print_removed
+from holdfast.cli.support.messages import print_removed
 from holdfast.cli.support.steps import open_checkpoint
 from holdfast.cli.support.tables import make_console, progress_bar
-from holdfast.errors import ConfigError, CorruptionError, counted, in_bytes
+from holdfast.errors import ConfigError, counted, in_bytes
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.elements import decode_elements
@@ -82,20 +82,16 @@ def run(args: Args) -> int:
     Cost: reads each tensor once, in pieces of some MiB.
     """
     _refuse_unknown_kind(args.to)
-    try:
-        with open_checkpoint(args.path, step=args.step) as opened:
-            snapshot = opened.snapshot
-            keys = select_keys(args.tensor, snapshot.keys)
-            refuse_drift(snapshot, keys)
-            outputs = [_output(snapshot.tensor(key), args) for key in keys]
-            total = sum(output.info.nbytes for output in outputs)
-            with progress_bar(quiet=False) as bar:
-                advance = partial(bar.advance, bar.add_task("export", total=total))
-                write = _write_safetensors if args.to.name.endswith(_SUFFIX) else _write_npy
-                write(snapshot, outputs, args.to, advance)
-    except CorruptionError as error:
-        print_error(error)
-        return EXIT_DAMAGED
+    with open_checkpoint(args.path, step=args.step) as opened:
+        snapshot = opened.snapshot
+        keys = select_keys(args.tensor, snapshot.keys)
+        refuse_drift(snapshot, keys)
+        outputs = [_output(snapshot.tensor(key), args) for key in keys]
+        total = sum(output.info.nbytes for output in outputs)
+        with progress_bar(quiet=False) as bar:
+            advance = partial(bar.advance, bar.add_task("export", total=total))
+            write = _write_safetensors if args.to.name.endswith(_SUFFIX) else _write_npy
+            write(snapshot, outputs, args.to, advance)
     nbytes = sum(output.nbytes for output in outputs)
     what = counted(len(outputs), "tensor")
     make_console().print(f"{what}, {in_bytes(nbytes)}, written to {args.to}", soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, metadat
 from holdfast.cli.support.steps import find_runs, open_root, require_something
 from holdfast.cli.support.tables import Listing, make_console, print_json
 from holdfast.errors import ConfigError, HoldfastError, clean, counted, in_bytes
-from holdfast.foreign.formats import detect_format, open_catalog, unknown
+from holdfast.foreign.formats import detect_format, unknown
 from holdfast.foreign.location import Location
 from holdfast.format.names import (
     LATEST,
@@ -137,9 +137,9 @@ def run(args: Args) -> int:
 
 def _run_file(args: Args) -> int:
     """Print the list of one file: a checkpoint in another format."""
-    if detect_format(Location.of(args.root)) is None:
+    foreign = _describe_foreign([args.root])
+    if not foreign:
         raise ConfigError(unknown(Location.of(args.root)))
-    foreign = [_describe_foreign(args.root)]
     if args.json:
         none: dict[str, object] = {
             "latest": None,
@@ -157,31 +157,37 @@ def _run_file(args: Args) -> int:
 
 def _find_foreign(root: Path) -> list[Foreign]:
     """Checkpoints in other formats: the directory itself, or what is in it."""
-    if detect_format(Location.of(root)) is not None:
-        return [_describe_foreign(root)]
+    if itself := _describe_foreign([root]):
+        return itself
     inside = sorted(path for path in root.iterdir() if not path.name.startswith("."))
-    return [
-        _describe_foreign(path)
-        for path in inside[:_MAX_FOREIGN]
-        if (path.is_dir() or path.is_file()) and detect_format(Location.of(path)) is not None
-    ]
-
-
-def _describe_foreign(path: Path) -> Foreign:
-    """Return what one line of the list shows; only metadata are read."""
-    try:
-        catalog = open_catalog(path)
-    except HoldfastError as error:
-        known = detect_format(Location.of(path))
-        title = "" if known is None else known.title
-        return Foreign(path=str(path), format=title, problem=str(error))
-    return Foreign(
-        path=str(path),
-        format=catalog.format,
-        step=catalog.step,
-        num_tensors=len(catalog.tensors),
-        nbytes=catalog.nbytes,
+    return _describe_foreign(
+        path for path in inside[:_MAX_FOREIGN] if path.is_dir() or path.is_file()
     )
+
+
+def _describe_foreign(paths: Iterable[Path]) -> list[Foreign]:
+    """Return a line of the list for each path in a known format; only metadata are read."""
+    lines = []
+    for path in paths:
+        location = Location.of(path)
+        known = detect_format(location)
+        if known is None:
+            continue
+        try:
+            catalog = known.describe(location)
+        except HoldfastError as error:
+            lines.append(Foreign(path=str(path), format=known.title, problem=str(error)))
+            continue
+        lines.append(
+            Foreign(
+                path=str(path),
+                format=catalog.format,
+                step=catalog.step,
+                num_tensors=len(catalog.tensors),
+                nbytes=catalog.nbytes,
+            )
+        )
+    return lines
 
 
 def _survey(storage: Storage) -> tuple[Sequence[str], list[Step]]:

@@ -16,11 +16,9 @@ from holdfast.cli.support.holders import SavedPlacement
 from holdfast.cli.support.keys import select_keys
 from holdfast.cli.support.locality_tables import locality_json, print_locality
 from holdfast.cli.support.messages import (
-    EXIT_DAMAGED,
     in_ranges,
     layout_in_words,
     metadata_in_words,
-    print_error,
     shape_in_words,
     when,
 )
@@ -28,7 +26,7 @@ from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.cli.support.tables import MAX_ROWS, Listing, make_console, print_json
 from holdfast.cli.support.tensor_stats import TensorStats, tensor_stats
 from holdfast.cli.support.value_tree import value_tree
-from holdfast.errors import ConfigError, CorruptionError, clean, counted, in_bytes
+from holdfast.errors import ConfigError, clean, counted, in_bytes
 from holdfast.format.manifest import Manifest
 from holdfast.format.reader import Snapshot
 from holdfast.format.summaries import requests_in_words
@@ -86,18 +84,14 @@ def run(args: Args) -> int:
     """Print the checkpoint; 1 when it is damaged."""
     if args.stats and args.tensor is None:
         raise ConfigError("--stats reads tensors: choose them with --tensor KEY or a pattern")
-    try:
-        with open_checkpoint(args.path, step=args.step) as opened:
-            if args.part is not None:
-                opened.snapshot.read_values(args.part)
-            rows = _tensor_rows(opened.snapshot, args)
-            if args.json:
-                print_json(_as_json(opened, args, rows))
-            else:
-                _print(opened, args, rows)
-    except CorruptionError as error:
-        print_error(error)
-        return EXIT_DAMAGED
+    with open_checkpoint(args.path, step=args.step) as opened:
+        if args.part is not None:
+            opened.snapshot.read_values(args.part)
+        rows = _tensor_rows(opened.snapshot, args)
+        if args.json:
+            print_json(_as_json(opened, args, rows))
+        else:
+            _print(opened, args, rows)
     return 0
 
 

@@ -19,7 +19,6 @@ from holdfast.cli.page.history import History, read_history
 from holdfast.cli.page.run_events import RunEvent, RunLog, read_run_log
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.holders import SavedPlacement
-from holdfast.cli.support.messages import EXIT_DAMAGED, print_error
 from holdfast.cli.support.relayout import (
     Requests,
     parse_layout,
@@ -27,7 +26,7 @@ from holdfast.cli.support.relayout import (
     saved_requests,
 )
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
-from holdfast.errors import ConfigError, CorruptionError, StorageError, clean, in_bytes
+from holdfast.errors import ConfigError, StorageError, clean, in_bytes
 from holdfast.format.manifest import FileInfo
 from holdfast.format.names import parse_step_dir
 from holdfast.format.rank_events import LoadEvent
@@ -59,12 +58,8 @@ class Args:
 def run(args: Args) -> int:
     """Write the page; 1 when the checkpoint is damaged."""
     _check_out(args.out)
-    try:
-        with open_checkpoint(args.path, step=args.step) as opened:
-            page = _page(opened, args)
-    except CorruptionError as error:
-        print_error(error)
-        return EXIT_DAMAGED
+    with open_checkpoint(args.path, step=args.step) as opened:
+        page = _page(opened, args)
     data = page.encode("utf-8")
     _write(args.out, data)
     print(f"{clean(str(args.out))}: {in_bytes(len(data))}, open it in a browser")

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from holdfast.errors import clean, counted
+from holdfast.errors import clean, counted, shorten_ranks
 from holdfast.format.manifest import LayoutInfo
 
 EXIT_DAMAGED = 1
@@ -36,14 +36,8 @@ def print_removed(path: str) -> None:
 
 
 def in_ranges(numbers: Iterable[int]) -> str:
-    """Numbers in short: "0-3, 7"."""
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    """All of these numbers in short: "0-3, 7"."""
+    return shorten_ranks(sorted(set(numbers)), most=None)
 
 
 def shape_in_words(shape: Sequence[int]) -> str:

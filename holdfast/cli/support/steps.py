@@ -12,9 +12,7 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError, counted
 from holdfast.foreign.formats import (
-    detect_format,
-    location_of_step,
-    open_step,
+    find_step,
     unknown,
     without_bytes,
 )
@@ -26,6 +24,7 @@ from holdfast.format.names import (
     linked_steps,
     parse_saving_dir,
     parse_step_dir,
+    survey_steps,
 )
 from holdfast.format.reader import Snapshot
 from holdfast.format.summaries import requests_of_save
@@ -184,15 +183,15 @@ def find_checkpoint(path: Path, *, step: int | None) -> StoredCheckpoint:
 
 def _find_foreign(path: Path | str, *, step: int | None) -> StoredCheckpoint | None:
     """The checkpoint in a foreign format at a path; None if it is in none that is known."""
-    location = Location.of(path)
-    if detect_format(location_of_step(location, step)) is None:
+    catalog = find_step(Location.of(path), step)
+    if catalog is None:
         return None
-    storage = CatalogStorage(open_step(location, step))
+    storage = CatalogStorage(catalog)
     return StoredCheckpoint(
         storage=storage,
         directory=storage.directory,
-        label=storage.catalog.label,
-        foreign=storage.catalog.format,
+        label=catalog.label,
+        foreign=catalog.format,
     )
 
 
@@ -202,7 +201,7 @@ def _nothing_at(path: Path, storage: Storage) -> str:
         return f"{path} holds no committed checkpoint, only a save that was not finished"
     if runs := find_runs(path):
         return _choose_a_run(path, runs)
-    if links := linked_steps(storage):
+    if links := linked_steps(storage, survey_steps(storage)[1]):
         return f"{path} holds no committed checkpoint; {links}"
     if reason := without_bytes(Location.of(path)):
         return reason

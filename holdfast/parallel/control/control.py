@@ -24,8 +24,8 @@ from holdfast.errors import (
     HoldfastError,
     joined_error,
     late_ranks,
+    named_ranks,
 )
-from holdfast.parallel.ranks import shorten_ranks
 
 if TYPE_CHECKING:
     from holdfast.parallel.control.transport import Transport
@@ -590,8 +590,7 @@ class Control:
         lines = []
         for indices in indices_by_call.values():
             ranks = [self.ranks[index] for index in indices]
-            plural = "s" if len(ranks) > 1 else ""
-            lines.append(f"rank{plural} {shorten_ranks(ranks)} in {frames[indices[0]]}")
+            lines.append(f"{named_ranks(ranks)} in {frames[indices[0]]}")
         raise GroupError(
             f"The ranks of layout {self.name!r} are out of sync: {'; '.join(lines)}. Every "
             "rank must make the same calls in the same order."

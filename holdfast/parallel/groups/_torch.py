@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import distributed as dist
@@ -26,6 +26,8 @@ from holdfast.parallel.bounded_store import BoundedStore
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import ProcessGroup, Store
+
+T = TypeVar("T")
 
 _LATE_SHARE = 0.9
 """A failure after this share of the time to connect counts as a timeout: torch raises one class for
@@ -58,6 +60,17 @@ def default_store() -> Store:
 def default_backend() -> str:
     """Return the default group's backend, as passed to `init_process_group`."""
     return str(dist.get_backend())
+
+
+def kept_in_process(name: str, make: Callable[[], T]) -> T:
+    """Return what all `ProcessGroups` of this process have in common; made at the first call.
+
+    Torch's registry of communicators keeps it, as long as there may be any.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    kept: T = vars(c10d._world).setdefault(f"_holdfast_{name}", make())
+    return kept
 
 
 def new_group(

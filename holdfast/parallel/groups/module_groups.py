@@ -7,13 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from holdfast.errors import GroupError, HoldfastError
+from holdfast.errors import GroupError, HoldfastError, disagreement, shorten_ranks
 from holdfast.parallel.control.control import Control
 from holdfast.parallel.control.guard import Guard
 from holdfast.parallel.groups.crossings import Crossings
 from holdfast.parallel.groups.process_groups import DATA_TIMEOUT_S, ProcessGroups
 from holdfast.parallel.module_layouts import ModuleLayouts, ModuleRole
-from holdfast.parallel.ranks import disagreement, shorten_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from holdfast.arguments import check_number
 from holdfast.errors import GroupError, HoldfastError, LayoutError
@@ -67,6 +68,7 @@ class ProcessGroups:
         "_held",
         "_is_closed",
         "_is_complete",
+        "_num_numbered",
         "_orders",
         "_owned",
         "_prefix",
@@ -110,10 +112,14 @@ class ProcessGroups:
         """Starts the names of the communicators made here; unique to this meeting of the ranks."""
         self._direct: Direct | None = None
         self._has_meshes = False
-        self.reducing: list[Any] = []
-        """What reduces gradients on these communicators during a backward, while it does. Gradients
-        come in another order on each rank, so of two on one communicator only one may."""
-        self._orders: dict[ProcessGroup, LaunchOrder] = {}
+        # Of the process: other groups may hold the same communicators, as adopted ones do.
+        self.reducing: list[Any] = _torch.kept_in_process("reducing", list)
+        """What reduces gradients on communicators during a backward, while it does. Gradients come
+        in another order on each rank, so of two on one communicator only one may."""
+        self._orders: MutableMapping[ProcessGroup, LaunchOrder] = _torch.kept_in_process(
+            "orders", WeakKeyDictionary
+        )
+        self._num_numbered = 0
         self._is_closed = False
         self._is_complete = False
 
@@ -403,10 +409,18 @@ class ProcessGroups:
             _CURRENT.reset(token)
 
     def launch_order(self, communicator: ProcessGroup) -> LaunchOrder:
-        """Return the order of launches on a communicator: one for all that note theirs."""
+        """Return the order of launches on a communicator: one for all that note theirs.
+
+        Also for those of other `ProcessGroups` that hold it.
+        """
         if communicator not in self._orders:
             self._orders[communicator] = LaunchOrder(is_shared=communicator.size() > 1)
         return self._orders[communicator]
+
+    def next_number(self) -> int:
+        """Return 1, 2, ...: equal on all ranks for what they make in the same order."""
+        self._num_numbered += 1
+        return self._num_numbered
 
     def direct(self) -> Direct:
         """Return what exchanges small tensors on the host with other ranks of the layout.

@@ -28,9 +28,10 @@ from holdfast.errors import (
     HoldfastError,
     LayoutError,
     joined_error,
+    named_ranks,
+    shorten_ranks,
 )
 from holdfast.parallel.bounded_store import BoundedStore
-from holdfast.parallel.ranks import shorten_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -348,6 +349,4 @@ def _odd_list(one: _Announced, other: _Announced) -> tuple[_Announced, _Announce
 
 def _counts(ranks: Sequence[int]) -> str:
     """Return these ranks as the subject of a sentence, with its verb."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} counts"
-    return f"ranks {shorten_ranks(ranks)} count"
+    return f"{named_ranks(ranks)} {'counts' if len(ranks) == 1 else 'count'}"

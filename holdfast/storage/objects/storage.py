@@ -48,8 +48,7 @@ from holdfast.storage.objects.names import (
 )
 from holdfast.storage.objects.uploads import Upload, UploadsUnknown
 from holdfast.storage.objects.urls import parse_url
-from holdfast.storage.paths import split_path
-from holdfast.storage.storage_protocol import Observer, Sink, Source
+from holdfast.storage.storage_protocol import Observer, Sink, Source, split_path
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from holdfast.errors import ConfigError
 from holdfast.storage.objects._obstore import SCHEMES
-from holdfast.storage.paths import split_path
+from holdfast.storage.storage_protocol import split_path
 
 _URL = re.compile(r"([A-Za-z0-9]{2,12})://([^/?#]*)(?:/([^?#]*))?", re.ASCII)
 _BUCKET = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,254}", re.ASCII)

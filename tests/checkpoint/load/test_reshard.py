@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -285,3 +287,27 @@ def test_uneven_pieces_are_refused_as_dtensor_and_right_as_sharded(tmp_path: Pat
     """PyTorch DCP saves uneven from_local shards and cannot load them again."""
     outcome = run_ranks(2, _uneven_from_local, str(tmp_path))
     assert all("t.x" in message and "Sharded" in message for message in outcome.results)
+
+
+def test_what_torch_has_to_fill_needs_no_second_memory(tmp_path: Path) -> None:
+    """Row P26: another dtype, strides, columns of both: piece by piece, cut anywhere in a row."""
+    num_threads = min(8, len(os.sched_getaffinity(0)))
+    rows = 500 * (num_threads + 1)
+    whole = torch.arange(4000 * rows, dtype=torch.float32).view(rows, 4000)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"state": {"w": whole}})
+    columns = torch.zeros(1990, rows, dtype=torch.bfloat16).t()
+    for into, target, expected in (
+        (cast := torch.zeros_like(whole, dtype=torch.bfloat16), cast, whole),
+        (strided := torch.zeros(4000, rows).t(), strided, whole),
+        (columns, Sharded(columns, (rows, 4000), offset=(0, 7), over=("tp",)), whole[:, 7:1997]),
+    ):
+        tracemalloc.start()
+        try:
+            checkpointer.load({"state": {"w": target}}, cast=True)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert torch.equal(into, expected.to(into.dtype))
+        # Each thread has a piece of 4 MiB, and what it takes out of it.
+        assert peak < 0.9 * whole.nbytes

@@ -27,7 +27,7 @@ from holdfast import (
     Stored,
     Union,
 )
-from holdfast.checkpoint.save.budget import available_memory_nbytes, check_budget
+from holdfast.checkpoint.save.handshake import available_memory_nbytes, check_budget
 from holdfast.format.names import step_dir
 from holdfast.writer.leftovers import repair
 from tests.checkpoint.common import assert_equal, full, make_state

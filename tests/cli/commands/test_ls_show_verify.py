@@ -83,7 +83,7 @@ def test_ls_of_nothing(holdfast: Holdfast, tmp_path: Path) -> None:
 def test_show_takes_the_newest_step_of_a_root(holdfast: Holdfast, root: Path) -> None:
     result = holdfast("show", root)
     assert result.code == 0
-    for text in ("iter_0000120", "model tp2 on 2 ranks (0-1)", "7 tensors", "model.weight",
+    for text in ("iter_0000120", "model tp2 on 2 ranks (0, 1)", "7 tensors", "model.weight",
                  "5 x 7", "BF16", "progress"):  # fmt: skip
         assert text in result.out
     assert holdfast("show", root / "iter_0000005", "--json").json["step"] == 5

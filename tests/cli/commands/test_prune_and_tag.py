@@ -201,16 +201,34 @@ def test_a_step_that_is_not_there_hides_no_older_ones(holdfast: Holdfast, tmp_pa
     assert "it has 3, 4, 5, 6, 7, 8, 9, 10, and 2 older ones" in result.err
 
 
-def test_a_damaged_checkpoint_is_copied_by_no_command(
+def test_what_is_damaged_ends_every_command_with_its_code(
     holdfast: Holdfast, root: Path, tmp_path: Path
 ) -> None:
-    """With the exit code of damage, by which a script calls for another copy."""
+    """O10: by which a script calls for another copy. Of `faults` the code is about the run."""
     data = next((root / "iter_0000040/data").iterdir())
     data.write_bytes(data.read_bytes()[:-1] + b"\x77")
-    result = holdfast("copy", root, tmp_path / "copy")
-    assert result.code == 1, result.err
-    assert "damaged" in result.err
-    assert not list(tmp_path.glob("copy/iter_*"))
+    (root / "iter_0000030/manifest.json").write_bytes(b"{}")
+    assert holdfast("tag", root, "40", "best").code == 0
+    (root / "tags/best").write_bytes(b"one\n")
+    archive = tmp_path / "other.pt"
+    archive.write_bytes(b"PK\x03\x04" + bytes(60))
+    (root / "rerun").mkdir()
+    (root / "rerun/report.jsonl").write_bytes(b"damaged\n{}\n")
+    out, page = tmp_path / "out", tmp_path / "page.html"
+    commands: list[list[object]] = [
+        ["verify", archive], ["show", archive], ["convert", archive, out, "--to", "holdfast"],
+        ["copy", root, out], ["show", root, "--step", "30"],
+        ["view", root, "--step", "30", "--out", page],
+        ["diff", root / "iter_0000040", root / "iter_0000030"],
+        ["export", root, "--tensor", "*", "--to", tmp_path / "all.safetensors"],
+        ["tag", root], ["prune", root, "--keep-last", "1", "--yes"], ["faults", root],
+    ]  # fmt: skip
+    for command in commands:
+        result = holdfast(*command)
+        assert result.code == (2 if command[0] == "faults" else 1), (command, result.err)
+        assert result.err.count("\n") == 1, command
+    assert not list(tmp_path.glob("out/iter_*"))
+    assert steps(root) == [10, 20, 30, 40]
 
 
 def test_the_verbs_never_import_torch(root: Path, tmp_path: Path) -> None:

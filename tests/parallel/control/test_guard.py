@@ -80,7 +80,7 @@ def others(control: Control, rank: int) -> None:
     guard = Guard[None](control, "op", undo=lambda: undone.append(1))
     with pytest.raises(StorageError, match=r"2 of 3 ranks failed \(op: end\):\nrank 0: a\nrank 2:"):
         guard.run(lambda: raising([StorageError("a"), None, PlanError("b")][rank]))
-    with pytest.raises(PlanError, match=r"3 of 3 ranks failed \(op\):\nranks 0, 1, 2: same"):
+    with pytest.raises(PlanError, match=r"3 of 3 ranks failed \(op\):\nranks 0-2: same"):
         guard.run(lambda: raising(PlanError("same")))
     kind = KeyboardInterrupt if rank == 1 else HoldfastError
     with pytest.raises(kind, match=r"^$" if rank == 1 else "rank 1: KeyboardInterrupt"):
