@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast._torch import local_tensor
+from holdfast._torch import local_tensor, write_counter
 from holdfast.arguments import check_choice, check_int
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
@@ -491,7 +491,7 @@ def _are_same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> b
 
 def _versions(parameters: Sequence[nn.Parameter]) -> set[tuple[int, int]]:
     """Return identity and version of each gradient that there is."""
-    return {(id(g), g._version) for p in parameters if (g := p.grad) is not None}
+    return {(id(g), write_counter(g)) for p in parameters if (g := p.grad) is not None}
 
 
 _NO_CHANGE = (False,) * 32
