@@ -29,7 +29,7 @@ from holdfast.state.stored import (
     follow_stored,
     zeros_placed_like,
 )
-from holdfast.state.tensor_elements import local_of
+from holdfast.state.tensor_elements import equal_trees, local_of
 
 
 def entry_targets(
@@ -284,6 +284,8 @@ def absent_groups(
         if keys and i in optimizers:
             for key, is_required in _absent_settings(optimizers[i], groups[i], keys):
                 result[f"groups.{i}.{key}"] = Fresh("a setting it lacks", is_required)
+            for key, why in _settings_not_taken(optimizers[i], groups[i], stored, known[0]):
+                result[f"groups.{i}.{key}"] = Fresh(why)
     return result
 
 
@@ -317,16 +319,41 @@ def _absent_settings(
             yield name, name in optimizer.defaults
 
 
+def _settings_not_taken(
+    optimizer: Any, group: Mapping[str, Any], stored: StoredPart, home: int
+) -> Iterator[tuple[str, str]]:
+    """Yield each stored setting that the class replaces by its own at a load, and how.
+
+    `AdamW` is an `Adam` with a flag, which it sets itself: of a checkpoint of `Adam` it has
+    everything, and would continue with another update. Only torch's code is tried: that of others
+    may do more than set entries.
+    """
+    if not type(optimizer).__setstate__.__module__.startswith("torch."):
+        return
+    saved = {key: stored.value("groups", home, key) for key in hyperparameters(group)}
+    plain = {key: value for key, value in saved.items() if value is not None}
+    taken = _after_load(optimizer, plain)
+    for key, value in plain.items():
+        if type(taken.get(key)) is type(value) and not equal_trees(taken[key], value):
+            kind = type(optimizer).__name__
+            yield key, f"stored is {value!r}, {kind} has {taken[key]!r}, whatever is loaded"
+
+
 def _filled_in(optimizer: Any, group: dict[str, Any]) -> set[str]:
     """Return the settings that the class adds to a group, as torch's own load does."""
+    return set(_after_load(optimizer, group)) - set(group)
+
+
+def _after_load(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group as the class has them when it is given these."""
     bare = {**group, "params": []}
     try:
         probe = object.__new__(type(optimizer))
         probe.__dict__.update(vars(optimizer), defaults=dict(optimizer.defaults))
         probe.__setstate__({"state": defaultdict(dict), "param_groups": [bare]})
     except Exception:  # a class that cannot be probed like this adds nothing
-        return set()
-    return set(bare) - set(group)
+        return dict(group)
+    return hyperparameters(bare)
 
 
 def as_built(param: OptimizerParameter, current: object) -> Any:

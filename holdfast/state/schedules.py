@@ -28,6 +28,8 @@ _TOLERANCE = 1e-6
 """Relative: a rate that is a tensor is rounded to float32."""
 _BY_GROUP = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 """Attributes of torch's schedules that have a value for each parameter group, by position."""
+_OF_ALL = ("_schedule_phases",)
+"""Lists of torch's schedules that are the same for all groups."""
 _PARTS = "_schedulers"
 """Attribute with the schedules that one is made of."""
 _FIX = (
@@ -107,7 +109,7 @@ def follow_groups(
             if name in _BY_GROUP:
                 own = built.get(f"{where}.{name}", ())
                 setattr(each, name, _moved(values, homes, own, path=f"{where}.{name}"))
-            elif len(values) == num_stored and not hasattr(each, _PARTS):
+            elif len(values) == num_stored and name not in _OF_ALL and not hasattr(each, _PARTS):
                 _refuse_other_order(values, homes, path=f"{where}.{name}")
 
 

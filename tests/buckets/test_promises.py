@@ -7,6 +7,10 @@ import os
 import secrets
 import signal
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
 import pytest
@@ -27,13 +31,14 @@ from holdfast.format.verifier import verify_snapshot
 from holdfast.format.versions import read_manifest
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.writer.leftovers import repair
-from tests.crash.common import state_of
+from tests.crash.common import ROWS, state_of, whole
 from tests.harness import RankContext, run_ranks
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage
+from tests.buckets.proxy import Fault, fault_proxy
 from tests.buckets.server import environment, new_bucket
 
 WHOLE = torch.arange(1 << 12, dtype=torch.float32)
@@ -176,6 +181,81 @@ def test_a_step_removed_between_any_two_requests_is_no_end_of_a_load() -> None:
         version = cast("dict[str, int]", loaded.values["v"])["version"]
         assert loaded.step == version, at
         assert loaded.fell_back == ()
+
+
+ROUNDS = [
+    (action, rank, at, exchange)
+    for action in ("replace", "again", "prune")
+    for rank, at in ((0, 2), (0, 4), (1, 1), (1, 2))
+    for exchange in (True, False)
+]
+
+
+def _load_while_it_goes(
+    context: RankContext, url: str, proxies: list[str]
+) -> list[tuple[int, list[int]]]:
+    """What each round has loaded: the step, and the versions of what this rank got of it."""
+    os.environ.update(environment(proxies[context.rank]))
+    loaded = []
+    with ProcessGroups.create(Layout(dp=2), timeout_s=60) as groups:
+        for number, (action, rank, at, exchange) in enumerate(ROUNDS):
+            if context.rank == 0:
+                with suppress(urllib.error.HTTPError):  # the server itself has no such object
+                    urllib.request.urlopen(f"{proxies[rank]}/arm/{number}/{action}/{at}").close()
+            groups.control.agree(None, phase="armed", payload=b"")
+            mine, rows = torch.zeros(ROWS // 2, 8, dtype=torch.float64), ROWS // 2
+            small = torch.zeros(17, dtype=torch.int32)
+            split = Sharded(mine, (ROWS, 8), dims={0: "dp"})
+            state = {"t": {"a": split, "b": small, "c": torch.tensor(0)}, "v": Stored()}
+            with Checkpointer(f"{url}{number}", groups=groups, settle_s=0.0) as checkpointer:
+                report = checkpointer.load(state, exchange=exchange)
+            version = cast("dict[str, int]", report.values["v"])["version"]
+            assert torch.equal(mine, whole(version)["a"].narrow(0, rows * context.rank, rows))
+            loaded.append((report.step, [version, int(small[0])]))
+    return loaded
+
+
+@pytest.mark.slow
+def test_two_ranks_load_one_version_of_a_step_that_goes_between_their_requests(s3: str) -> None:
+    """O9: without a lease yet; whichever rank's request it is, both load one version, whole."""
+    url = f"s3://{new_bucket(s3)}/run"
+    going: list[tuple[ObjectStorage, str, list[int]]] = []
+
+    def go(storage: ObjectStorage, action: str) -> None:
+        with Checkpointer(storage, settle_s=0.0) as checkpointer:
+            if action == "replace":
+                checkpointer.save(2, state_of(3), overwrite=True)
+            elif action == "again":
+                storage.remove_tree(step_dir(2))
+                checkpointer.save(2, state_of(4))
+            else:
+                checkpointer.save(3, state_of(5))
+                apply_retention(storage, plan_retention(storage, KeepLast(1)))
+
+    def chooser(rank: int) -> Callable[[str, str], Fault]:
+        def choose(method: str, path: str) -> Fault:
+            del method
+            if path.startswith("/arm/"):
+                number, action, at = path.split("/")[2:]
+                storage = ObjectStorage(f"{url}{number}")
+                Checkpointer(storage, settle_s=0.0).save(2, state_of(2))
+                going[:] = [(storage, action, [rank, int(at)])]
+            elif going and going[0][2][0] == rank:
+                storage, action, left = going[0]
+                left[1] -= 1
+                if left[1] == 0:
+                    going.clear()
+                    go(storage, action)
+            return ""
+
+        return choose
+
+    with fault_proxy(s3, chooser(0)) as (_, first), fault_proxy(s3, chooser(1)) as (_, second):
+        ranks = run_ranks(2, _load_while_it_goes, url, [first, second], fresh=True).results
+    assert ranks[0] == ranks[1]
+    assert all(small == version for _, (version, small) in ranks[0])
+    assert {step for step, _ in ranks[0]} == {2, 3}
+    assert {version for _, (version, _) in ranks[0]} == {2, 3, 4, 5}
 
 
 def test_a_load_that_lasts_takes_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:

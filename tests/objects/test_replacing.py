@@ -121,6 +121,28 @@ def test_another_kind_of_optimizer_is_refused_at_the_load(tmp_path: Path) -> Non
         checkpointer.load(parts(model, adam), allow_missing=["optimizer.groups.*"])
 
 
+def test_a_setting_that_the_class_replaces_takes_consent(tmp_path: Path) -> None:
+    """O4: `AdamW` finds all that it has in a checkpoint of `Adam`, and decays weights otherwise."""
+    model, optimizer = trained(Adam, weight_decay=0.1)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, parts(model, optimizer))
+    twin, other = trained(AdamW, lr=0.01)
+    before = copy.deepcopy(twin.state_dict()), tree_of(other)
+    with pytest.raises(
+        MismatchError, match=r"groups\.0\.decoupled_w.*stored is False, AdamW has T"
+    ):
+        checkpointer.load(parts(twin, other))
+    assert not list(differences(before, (twin.state_dict(), tree_of(other))))
+    report = checkpointer.load(parts(twin, other), allow_missing=["*.decoupled_weight_decay"])
+    assert report.fresh == ("optimizer.groups.0.decoupled_weight_decay",)
+    assert other.param_groups[0]["weight_decay"] == 0.1
+    assert other.param_groups[0]["decoupled_weight_decay"] is True
+    checkpointer.save(2, parts(twin, other))
+    back = Adam(model.parameters())
+    assert checkpointer.load(parts(model, back), step=2).fresh == ()
+    assert back.param_groups[0]["decoupled_weight_decay"] is True
+
+
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_unfreezing_takes_consent(tmp_path: Path, is_listed: bool) -> None:
     """M9: an encoder that was frozen when it was saved, in the optimizer's groups or not."""
