@@ -461,6 +461,11 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
         if not is_wrapper
         for attribute, tensor in registered_in(inner).items()
     )
+    versions = {
+        logical.rstrip("."): version
+        for logical, _, inner, is_wrapper in tree
+        if not is_wrapper and (version := module_version(inner)) != USUAL_VERSION
+    }
     has_wrappers = any(is_wrapper for *_, is_wrapper in tree)
     memory = _Memory(registered)
     # Exact matches first, over all entries: an entry that is a slice of a tensor must not claim
@@ -497,11 +502,7 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
         entries=entries,
         registered=registered,
         metadata=getattr(state, "_metadata", None),
-        versions={
-            logical.rstrip("."): version
-            for logical, _, inner, is_wrapper in tree
-            if not is_wrapper and (version := module_version(inner)) != USUAL_VERSION
-        },
+        versions=versions,
         formed=formed,
         lost=lost,
     )
