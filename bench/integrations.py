@@ -294,7 +294,7 @@ def measure_megatron(setting: Setting, measure: Measure) -> None:
 
     loads: Calls = {
         NATIVE: load_native,
-        HELD: lambda _: dist_checkpointing.load(state(), str(held), loading),
+        HELD: lambda _: dist_checkpointing.load(state(), str(held), **loading.strategies),
         OWN: lambda _: dist_checkpointing.load(state(), str(own)),
     }
     measure("load", _timed(loads))

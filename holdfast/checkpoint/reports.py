@@ -220,6 +220,8 @@ class LoadReport:
     """The step that was loaded."""
     path: str
     """Path of the checkpoint, as its storage describes it."""
+    save_id: str = ""
+    """Which version of the step was loaded: if the step is saved again, it has another one."""
     loaded: tuple[str, ...] = ()
     """Tensors that were filled and, where they were given to an object of the user's, that it has
     stated to have."""

@@ -80,6 +80,37 @@ def uses_of(
     return uses
 
 
+def not_undone(
+    rules: Sequence[MapRule],
+    uses: Sequence[RuleUse],
+    results: Mapping[str, tuple[int, ...] | None],
+    *,
+    unmatched: str,
+) -> str:
+    """Return what the inverse of the rules would do otherwise; empty if it undoes their uses.
+
+    A pattern may match in several ways the name that it has made, and one that is kept may look
+    like one that was made. An inverse that does not exist, or refuses the names, does nothing.
+
+    Args:
+        rules: Of one stage.
+        uses: What they did.
+        results: The names that there are after it, as for `uses_of`.
+        unmatched: "error" or "keep".
+    """
+    try:
+        undone = uses_of([rule.inverse() for rule in rules], results, unmatched=unmatched)
+    except (ConfigError, MismatchError):
+        return ""
+    before = {use.results: use.sources for use in uses if use.results}
+    odd = [use for use in undone if before.get(use.sources) != use.results]
+    texts = [f"{', '.join(use.results) or 'nothing'} of {', '.join(use.sources)}" for use in odd]
+    if not texts:
+        return ""
+    was = some_of([name for use in odd for name in before.get(use.sources, ())])
+    return f"its inverse would make {_some(texts)}" + (f", which was {was}" if was else "")
+
+
 def _some(names: Sequence[str]) -> str:
     return some_of(names, most=_NUM_NAMED)
 

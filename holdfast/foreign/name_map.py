@@ -24,7 +24,7 @@ import msgspec
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles, require_tilings
 from holdfast.foreign.computed_chunks import chunks_of
-from holdfast.foreign.matching import RuleUse, require_equal, uses_of
+from holdfast.foreign.matching import RuleUse, not_undone, require_equal, uses_of
 from holdfast.foreign.optimizer_records import OptimizerRecords
 from holdfast.foreign.rules import MapRule, rule_of
 from holdfast.foreign.state_tree import Held, Item, TreeTensors, leaves_of
@@ -48,10 +48,15 @@ class MapChange:
 
 @dataclass(slots=True)
 class MapReport:
-    """What a map has done, in the order of its stages. A name that no rule took is in `kept`."""
+    """What a map has done, in the order of its stages. A name that no rule took is in `kept`.
+
+    `not_undone` has a sentence for each stage that the inverse of the map, which has one, would not
+    undo with these names.
+    """
 
     changes: list[MapChange] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    not_undone: list[str] = field(default_factory=list)
     optimizer_parameters: int = 0
     """Parameters whose optimizer state went along."""
 
@@ -66,6 +71,7 @@ class MapReport:
             for each in self.changes
         ]
         lines += [f"kept: {name}" for name in self.kept]
+        lines += self.not_undone
         if self.optimizer_parameters:
             lines.append(f"optimizer state of {self.optimizer_parameters} parameters went along")
         return lines
@@ -196,6 +202,15 @@ class NameMap:
             rules = tuple(rule.inverse() for rule in stage.rules)
             stages.append(MapStage(rules, stage.unmatched))
         return self._with(tuple(stages), self.variables, f"inverse of {self.name}")
+
+    @property
+    def has_inverse(self) -> bool:
+        """Return True if `inverse` returns a map."""
+        try:
+            self.inverse()
+        except ConfigError:
+            return False
+        return True
 
     def _with(
         self, stages: tuple[MapStage, ...], variables: Mapping[str, Value], name: str
@@ -348,7 +363,12 @@ class _Application:
             identity=self._catalog.identity + self._map.describe().encode(),
             tensors=tensors,
             parts=parts,
-            left_out=[*self._catalog.left_out, *dropped, *self._catalog.lost_versions([part])],
+            left_out=[
+                *self._catalog.left_out,
+                *dropped,
+                *self._report.not_undone,
+                *self._catalog.lost_versions([part]),
+            ],
             versions=None if versions is None else {n: versions[n] for n in versions if n != part},
         )
         return MappedCatalog(catalog, self._report)
@@ -372,6 +392,10 @@ class _Application:
                 after[name] = item
             self._note(use)
         self._items = after
+        shapes = _names_and_shapes(after)
+        odd = not_undone(stage.rules, uses, shapes, unmatched=stage.unmatched)
+        if odd and self._map.has_inverse:
+            self._report.not_undone.append(f"{self._map.name} loses the names that were: {odd}")
         for records in self._optimizers.values():
             records.apply(
                 uses, _shapes(before), _shapes(after), self._variables,

@@ -59,6 +59,8 @@ __all__ = [
 
 Persistent = Callable[[object], object]
 
+NOT_READ: Mapping[str, object] = {"not_read": True}
+"""Details of an error on a file that may be whole, but has what is never read."""
 MAX_PICKLE_NBYTES = 1 << 30
 """A longer pickle is refused before it is read."""
 
@@ -112,7 +114,7 @@ def read_pickle(
 
     Raises:
         CorruptionError: The bytes are not one whole pickle, or ask for a name that is not in
-            `types`; the message names it.
+            `types`; the message names it, and the details are `NOT_READ`.
 
     Cost: linear in the bytes, less than a microsecond per opcode.
     """
@@ -159,6 +161,10 @@ class _Refusal(Exception):
     """Why a pickle is refused; becomes a CorruptionError with the place."""
 
 
+class _NotRead(_Refusal):
+    """The pickle may be whole: it asks for what is not in the list of what is read."""
+
+
 class _Machine:
     """The stack machine; one method per opcode, or per family of opcodes."""
 
@@ -197,6 +203,8 @@ class _Machine:
                 if code == _STOP:
                     return self._result()
                 table[code]()
+        except _NotRead as refusal:
+            raise CorruptionError(f"{self._place}: {refusal}", details=NOT_READ) from None
         except _Refusal as refusal:
             raise CorruptionError(f"{self._place}: {refusal}") from None
         except (ArithmeticError, LookupError, TypeError, ValueError, struct.error) as error:
@@ -524,7 +532,7 @@ class _Machine:
         name = self._stack.pop()
         module = self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise _Refusal("the pickle asks for a name that is not text; nothing was run")
+            raise _NotRead("the pickle asks for a name that is not text; nothing was run")
         self._stack.append(self._look_up(module, name))
 
     def _look_up(self, module: str, name: str) -> Constructor:
@@ -532,7 +540,7 @@ class _Machine:
         constructor = self._types.get(whole)
         if constructor is None:
             hint = _HINTS.get(whole, "")
-            raise _Refusal(
+            raise _NotRead(
                 f"the file asks for {shorten(f'{module}.{name}')!r}{hint and f' ({hint})'}, which "
                 f"is not in the list of what may be read; nothing was run"
             )
@@ -555,14 +563,14 @@ class _Machine:
     def _newobj_ex(self) -> None:
         keywords = self._stack.pop()
         if type(keywords) is not dict or keywords:
-            raise _Refusal("the pickle makes an object with keyword arguments; nothing was run")
+            raise _NotRead("the pickle makes an object with keyword arguments; nothing was run")
         self._reduce()
 
     def _made(self, maker: Any, args: Any) -> object:
         if type(maker) is not Constructor or maker.make is None:
-            raise _Refusal(f"the pickle calls {_kind(maker)}; nothing was run")
+            raise _NotRead(f"the pickle calls {_kind(maker)}; nothing was run")
         if type(args) is not tuple:
-            raise _Refusal(f"the pickle calls {maker.name} with {_kind(args)}; nothing was run")
+            raise _NotRead(f"the pickle calls {maker.name} with {_kind(args)}; nothing was run")
         if maker.copies:
             self._pay(args)
         if maker.hashes and args and isinstance(args[0], _HASHED):
@@ -570,7 +578,7 @@ class _Machine:
         try:
             return maker.make(args)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise _Refusal(f"{maker.name} cannot be read: {error}; nothing was run") from None
+            raise _NotRead(f"{maker.name} cannot be read: {error}; nothing was run") from None
 
     def _pay(self, args: tuple[Any, ...]) -> None:
         """Subtract what a constructor copies; a file that repeats copies runs out of budget."""
@@ -585,11 +593,11 @@ class _Machine:
         state = self._stack.pop()
         target = self._stack[-1]
         if not isinstance(target, _STATEFUL):
-            raise _Refusal(f"the pickle sets the state of {_kind(target)}; nothing was run")
+            raise _NotRead(f"the pickle sets the state of {_kind(target)}; nothing was run")
         try:
             target.set_state(state)
         except (LookupError, TypeError, ValueError) as error:
-            raise _Refusal(
+            raise _NotRead(
                 f"the pickle has a state of {target!r} that is not one: {error}"
             ) from None
 

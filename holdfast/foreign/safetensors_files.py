@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -24,7 +25,13 @@ from holdfast.errors import ConfigError, CorruptionError, PlacementError, PlanEr
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes
 from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.output import Extent, Output, OutputFile
-from holdfast.foreign.shard_index import note_on_siblings, read_index, refuse_missing_shards
+from holdfast.foreign.shard_index import (
+    note_on_siblings,
+    read_index,
+    refuse_missing_shards,
+    refuse_two_models,
+    shard_sets,
+)
 from holdfast.foreign.weights import Weights, choose_part, weights_of
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import (
@@ -46,6 +53,8 @@ PART = "model"
 _SUFFIX = ".safetensors"
 _WHOLE = "model.safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
+_VARIANT_INDEX = re.compile(r"\.safetensors\.index\.[\w-]+\.json$")
+"""Of Transformers' `variant=`, such as `model.safetensors.index.fp16.json`."""
 _SHARDED = "DCP_SHARDING_INFO"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".npz")
 DEFAULT_MAX_FILE_NBYTES = 5_000_000_000
@@ -182,6 +191,7 @@ def _files_of(location: Location) -> _Files:
     if location.file is not None:
         return _Files(names=[location.file], left_out=note_on_siblings(location.file))
     indices = [name for name in location.names() if name.endswith(_INDEX_SUFFIX)]
+    indices = indices or [name for name in location.names() if _VARIANT_INDEX.search(name)]
     present = _names(location)
     is_one = {name: _is_safetensors(location, name) for name in present}
     names = [name for name in present if is_one[name]]
@@ -196,6 +206,19 @@ def _files_of(location: Location) -> _Files:
             # model under other names ("consolidated").
             left_out += [f"{name}: name this file to read it" for name in names if name != _WHOLE]
             names = [_WHOLE]
+        elif sets := shard_sets(names):
+            if len(sets) > 1:
+                raise CorruptionError(
+                    f"{location.label} has the shards of {len(sets)} models "
+                    f"({some_of(sorted(sets))}): move those of all but one away"
+                )
+            (shards,) = sets.values()
+            left_out += [
+                f"{name}: it is not one of the shards of the model; name this file to read it"
+                for name in names
+                if name not in shards
+            ]
+            names = shards
         return _Files(names=names, left_out=left_out)
     if len(indices) > 1:
         raise CorruptionError(
@@ -203,6 +226,7 @@ def _files_of(location: Location) -> _Files:
         )
     placed, metadata = read_index(location, indices[0], set(present))
     used = sorted(set(placed.values()))
+    refuse_two_models(location, _WHOLE, used)
     _refuse_odd(location, [name for name in odd if name in used])
     left_out += [f"{name}: no tensor of the index is in it" for name in names if name not in used]
     return _Files(names=used, placed=placed, metadata=metadata, left_out=left_out)
@@ -414,7 +438,8 @@ def _is_utf8(text: str) -> bool:
 
 
 def _is_of_weights(name: str) -> bool:
-    return name.endswith((_SUFFIX, ".index.json", *_PICKLES))
+    is_index = name.endswith(".index.json") or _VARIANT_INDEX.search(name) is not None
+    return is_index or name.endswith((_SUFFIX, *_PICKLES))
 
 
 def _next_to_weights(catalog: Catalog) -> list[str]:

@@ -51,7 +51,8 @@ def read_index(
     for key, file in placed.items():
         if file not in present:
             raise CorruptionError(
-                f"{place}: tensor {key!r} is to be in {file!r}, which is not a file of the folder"
+                f"{place}: tensor {key!r} is to be in {file!r}, which is not a file of the folder; "
+                f"if the index is left from an earlier save, name one file to read it alone"
             )
     return placed, {key: value for key, value in metadata.items() if key not in _COMPUTED}
 
@@ -89,6 +90,28 @@ def refuse_missing_shards(location: Location, names: Iterable[str]) -> None:
                 f"{location.label}: its files are shards of {int(count)}, and there is no "
                 f"{some_of(missing)}; name one file to read it alone"
             )
+
+
+def refuse_two_models(location: Location, whole: str, used: Collection[str]) -> None:
+    """Raise CorruptionError if a file that is a whole model by its name is not one of the index.
+
+    Transformers reads the file, and other programs the index: one may be left from an earlier save.
+    """
+    if whole not in used and location.has(whole):
+        raise CorruptionError(
+            f"{location.label}: it has {whole}, and an index of other files. Programs differ in "
+            f"which of the two they read: name {whole} to read it, or move one of them away"
+        )
+
+
+def shard_sets(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the files that are shards by their names, by the model that they are of."""
+    sets: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        match = _SHARD.fullmatch(name)
+        if match is not None:
+            sets[f"{match['stem']}-…-of-{match['count']}.{match['type']}"].append(name)
+    return sets
 
 
 def note_on_siblings(name: str) -> list[str]:

@@ -33,7 +33,13 @@ from holdfast.foreign.pickled_values import (
     PickledStorage,
     PickledTensor,
 )
-from holdfast.foreign.shard_index import note_on_siblings, read_index, refuse_missing_shards
+from holdfast.foreign.pickles import NOT_READ
+from holdfast.foreign.shard_index import (
+    note_on_siblings,
+    read_index,
+    refuse_missing_shards,
+    refuse_two_models,
+)
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
 from holdfast.foreign.weights import with_optimizers
 from holdfast.format.digest import digest128
@@ -100,8 +106,11 @@ def _open_folder(location: Location) -> Catalog:
     used: list[str] = []
     has_safetensors = safetensors_files.detect(location)
     shards = _Shards(frozenset(), {}) if has_safetensors else _shards(location)
+    parts.left_out += [f"{name}: name this file to read it" for name in shards.others]
     for name in _candidates(location):
         stem = name.rpartition(".")[0]
+        if name in shards.others:
+            continue
         if has_safetensors and stem.startswith(_WEIGHTS):
             parts.left_out.append(f"{name}: the safetensors files are read instead")
             continue
@@ -114,8 +123,11 @@ def _open_folder(location: Location) -> Catalog:
                 step = max(step, step_there)
                 parts.add(stem, file.value, file, name)
         except CorruptionError as error:
-            if name in shards.files:
-                raise  # without it the others would look like a model
+            if name in shards.files or not error.details.get("not_read"):
+                # Without it the others would look like all of it.
+                raise CorruptionError(
+                    f"{error}; to read another file of the folder alone, name it"
+                ) from error
             # One odd file (arguments of a trainer) does not make all others unreadable.
             parts.left_out.append(f"{name}: {error}")
             continue
@@ -162,6 +174,8 @@ class _Shards(NamedTuple):
     files: frozenset[str]
     placed: Mapping[str, str]
     metadata: Mapping[str, Any] = MappingProxyType({})
+    others: Sequence[str] = ()
+    """Shards next to a file that is the whole model by its name."""
 
 
 def _shards(location: Location) -> _Shards:
@@ -170,9 +184,12 @@ def _shards(location: Location) -> _Shards:
     name = f"{_WEIGHTS}.bin.index.json"
     if location.has(name):
         placed, metadata = read_index(location, name, present)
+        refuse_two_models(location, f"{_WEIGHTS}.bin", list(placed.values()))
         return _Shards(frozenset(placed.values()), placed, metadata)
     files = [each for each in present if _SHARD.fullmatch(each)]
     refuse_missing_shards(location, files)
+    if location.has(f"{_WEIGHTS}.bin"):
+        return _Shards(frozenset(), {}, others=files)
     return _Shards(frozenset(files), {})
 
 
@@ -253,7 +270,9 @@ class _Parts:
         twice = sorted(set(tensors) & set(self._tensors))
         if twice or (part in self._trees and not joins):
             what = twice[0] if twice else part
-            raise CorruptionError(f"{self._location.label}: {what!r} is there twice")
+            raise CorruptionError(
+                f"{self._location.label}: {what!r} is there twice", details=NOT_READ
+            )
         self._tensors |= tensors
         self.left_out += left_out
         there: Any = self._trees.get(part)
@@ -373,7 +392,7 @@ def tensors_of(
     try:
         tree = to_node(value, path=path, keeps_order_type=False)
     except PlacementError as error:
-        raise CorruptionError(f"{file.place}: {error}") from error
+        raise CorruptionError(f"{file.place}: {error}", details=NOT_READ) from error
     own = FileMemory() if memory is None else memory
     tensors: dict[str, CatalogTensor] = {}
     tied: dict[str, str] = {}

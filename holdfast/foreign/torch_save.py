@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from holdfast.errors import CorruptionError
 from holdfast.foreign.pickle_types import STANDARD_TYPES, torch_storage
 from holdfast.foreign.pickled_values import Constructor, PickledStorage, PickledTensor
-from holdfast.foreign.pickles import MAX_PICKLE_NBYTES, read_pickle, read_pickle_at
+from holdfast.foreign.pickles import MAX_PICKLE_NBYTES, NOT_READ, read_pickle, read_pickle_at
 from holdfast.foreign.zip_files import ZipEntry, checked_range, read_bytes, read_directory
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import shorten
@@ -85,8 +85,9 @@ def open_torch_save(
         types: What its pickle may ask for.
 
     Raises:
-        CorruptionError: It is damaged, its storages do not fit its tensors, or it is of a form that
-            is not read: TorchScript, big-endian, the tar archives before torch 0.1.10.
+        CorruptionError: It is damaged, its storages do not fit its tensors, or, with the details
+            `NOT_READ`, it is of a form that is not read: TorchScript, big-endian, the tar archives
+            before torch 0.1.10.
 
     Cost: linear in the pickle and in the number of storages, not in their bytes.
     """
@@ -97,14 +98,24 @@ def open_torch_save(
     if any(magic in head[:_LEGACY_HEAD] for magic in _LEGACY_MAGICS):
         return _open_legacy(source, start, length, place, types)
     if head.startswith(b"\x80"):
-        raise CorruptionError(f"{place}: a pickle, but not one that torch.save has written")
+        raise CorruptionError(
+            f"{place}: a pickle, but not one that torch.save has written", details=NOT_READ
+        )
     if head[_TAR_MAGIC_AT:] == b"ustar":
         raise CorruptionError(
             f"{place}: a tar archive, which torch wrote before version 0.1.10; load it with torch "
-            f"and save it again"
+            f"and save it again",
+            details=NOT_READ,
+        )
+    if not any(head):
+        what = "starts with zeros" if head else "is empty"
+        raise CorruptionError(
+            f"{place}: not a file of torch.save: it {what}; damaged, as after a crash or on a full "
+            f"disk"
         )
     raise CorruptionError(
-        f"{place}: this is not a file of torch.save: its first bytes are not those of a ZIP file"
+        f"{place}: this is not a file of torch.save: its first bytes are not those of a ZIP file",
+        details=NOT_READ,
     )
 
 
@@ -151,10 +162,13 @@ def _folder(entries: Mapping[str, ZipEntry], place: str) -> str:
     if "constants.pkl" in names or any(name.startswith("code/") for name in names):
         raise CorruptionError(
             f"{place}: a TorchScript archive, which contains a program; save the module's "
-            f"state_dict() instead"
+            f"state_dict() instead",
+            details=NOT_READ,
         )
     if "data.pkl" not in names or not all(name.startswith(folder) for name in entries):
-        raise CorruptionError(f"{place}: a ZIP archive, but not one of torch.save")
+        raise CorruptionError(
+            f"{place}: a ZIP archive, but not one of torch.save", details=NOT_READ
+        )
     return folder
 
 
@@ -174,7 +188,8 @@ def _check_byteorder(source: Source, entry: ZipEntry | None, place: str) -> None
     if order == b"big":
         raise CorruptionError(
             f"{place}: its tensors are big-endian, which is not read; load it with torch on this "
-            f"machine and save it again"
+            f"machine and save it again",
+            details=NOT_READ,
         )
     if order != b"little":
         raise CorruptionError(f"{place}: its byte order is neither little nor big: it is damaged")

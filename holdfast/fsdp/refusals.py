@@ -19,9 +19,10 @@ def refuse_copies(model: nn.Module, *, units: Iterable[nn.Module]) -> None:
     configuration and no weights.
     """
     for unit in units:
-        vars(unit)["__deepcopy__"] = _refuse_deepcopy
         vars(unit)["__reduce_ex__"] = _refuse_pickle
     for module in model.modules():
+        if any(True for _ in module.parameters()):  # a layer inside of a unit, too
+            vars(module)["__deepcopy__"] = _refuse_deepcopy
         vars(module)["share_memory"] = _refuse_share_memory
         if callable(getattr(type(module), "save_pretrained", None)):
             vars(module)["save_pretrained"] = _SavePretrained(module)

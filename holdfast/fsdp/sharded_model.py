@@ -228,6 +228,7 @@ class ShardedModel(MicrobatchTaker):
         self._microbatches = Microbatches({ALONE: self}, groups)
         self._stepper: ShardedModelStepper | None = None
         """Stepper with the optimizer of the last `step`."""
+        self.number = groups.next_number()
         # On each module: a part of a state may be one of them, or have the model inside.
         for module in model.modules():
             set_worker(self, on=module)
@@ -493,6 +494,27 @@ class ShardedModel(MicrobatchTaker):
             )
         return None
 
+    def compare_launches(self) -> None:
+        """Check that ranks have run the same units in the same order since they last compared.
+
+        A microbatch and a step do so. Call it on all ranks after an evaluation that no step follows
+        if the model has branches that depend on its input.
+
+        Raises:
+            PlanError: On all ranks: they have not, so they have computed with weights of other
+                units; it names what met.
+
+        Cost: one small agreement.
+        """
+        control = self.groups.control
+        payload = pack_orders(self.orders())
+        payloads = control.all_gather(payload, phase="orders of collectives")
+        with ended_comparison([self]):
+            compare_orders(payloads, launches=self._launches_of, control=control)
+
+    def _launches_of(self, communicator: str) -> Sequence[str] | None:
+        return self.launches_on(communicator) if communicator in self.orders() else None
+
     def reshard(self) -> None:
         """Free whole parameters that are kept; the next forward gathers them from the shards.
 
@@ -699,6 +721,7 @@ class ShardedModelStepper(PlainStepper):
             optimizer = JoinedOptimizer(optimizer, where="ShardedModel")
         super().__init__(optimizer, sharded.groups)
         self._sharded = sharded
+        self.number = sharded.number
         self._is_tried = False
 
     @property
@@ -781,18 +804,7 @@ class ShardedModelStepper(PlainStepper):
         return int(self._sharded.has_uncompared_launches())
 
     def compare_new(self) -> None:
-        """Compare orders of launches that no end of a `microbatch` has compared.
-
-        Cost: one small agreement.
-        """
-        control = self.groups.control
-        payload = pack_orders(self.orders())
-        payloads = control.all_gather(payload, phase="orders of collectives")
-        with ended_comparison([self]):
-            compare_orders(payloads, launches=self._launches_on, control=control)
-
-    def _launches_on(self, communicator: str) -> Sequence[str] | None:
-        return self.launches_on(communicator) if communicator in self.orders() else None
+        self._sharded.compare_launches()
 
     def exchange_used(self) -> None:
         """Remove the gradients, all zeros, of parameters that no rank of their data axis used.

@@ -34,14 +34,19 @@ from holdfast.integrations.fetches import (
     Streams,
     generators_of,
     has_workers,
+    own_states,
     samplers_of,
     set_streams,
     start_workers,
 )
 from holdfast.integrations.owners import owners_of
 from holdfast.integrations.turns import Turns
-from holdfast.integrations.world import CheckpointsOfWorld, of_each_rank, of_each_rank_or_first
-from holdfast.policies.keep import KeepLast
+from holdfast.integrations.world import (
+    CheckpointsOfWorld,
+    keep_newest,
+    of_each_rank,
+    of_each_rank_or_first,
+)
 from holdfast.state import RNG, OptimizerState, Stored
 
 _PLACE = "_holdfast_place"
@@ -84,7 +89,7 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         self._ignores_hooks = ignore_hooks
         project = accelerator.project_configuration
         if project.automatic_checkpoint_naming and project.total_limit:
-            options = {"retention": KeepLast(project.total_limit), **options}
+            options = {"retention": keep_newest(project.total_limit), **options}
         self._accelerator: Any = accelerator
         self._every = every
         self._places = [_Place.of(loader) for loader in self._accelerator._dataloaders]
@@ -393,7 +398,8 @@ class _Place:
         first = 1 if self._is_dispatched else 0
         pass_over = range(first, batches) if self._watch.is_watching else range(0)
         self.loader.skip_batches = batches - len(pass_over)
-        self._watch.replay(batches, fetch=moved.get("fetch"), after=now, pass_over=pass_over)
+        after = {**now, **moved.get("own", {})}
+        self._watch.replay(batches, fetch=moved.get("fetch"), after=after, pass_over=pass_over)
 
     def _put_in_order(self) -> None:
         """Let passes in progress be in the order in which they began before the save.
@@ -435,6 +441,7 @@ class _Place:
         start = self._start if self._start is not None and is_inside else Streams(self._generators)
         return {
             "start": start.states(),
+            "own": own_states(self._generators),
             "fetch": self._watch.before(self._batches) if is_inside else None,
             "had_workers": self._had_workers if is_inside else has_workers(self._base),
         }

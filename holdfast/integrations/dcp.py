@@ -18,6 +18,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,29 @@ from torch.futures import Future
 
 from holdfast.arrays.boxes import Box
 from holdfast.checkpoint import Checkpointer, LoadReport, SaveReport
-from holdfast.errors import ConfigError, StorageError, disagreement
+from holdfast.errors import ConfigError, MismatchError, StorageError, disagreement
 from holdfast.format.names import list_steps, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.values import decode_tree, is_plain_dict
+from holdfast.format.values import (
+    MAPPINGS,
+    decode_tree,
+    is_per_rank,
+    is_plain_dict,
+    is_tensor,
+    items_of,
+    key_name,
+    members,
+    tag_of,
+    tensor_keys,
+    walk,
+)
 from holdfast.integrations.names import member_of, part_of
-from holdfast.integrations.world import agreed_newest_step, groups_of_world, text_of_coordinator
+from holdfast.integrations.world import (
+    agreed_newest_step,
+    groups_of_world,
+    put_values,
+    text_of_coordinator,
+)
 from holdfast.parallel import ProcessGroups
 from holdfast.state import Pieces, Sharded, Union
 from holdfast.state.tensor_elements import torch_dtype
@@ -62,7 +80,6 @@ PathLike = str | os.PathLike[str]
 _OWN = "dcp"
 """The part with what DCP keeps besides tensors: paths, and values as its planner pickles them."""
 _NUMBER = re.compile(r"(\d+)$")
-_PLAIN = (type(None), bool, int, float, str)
 
 
 def place_of(checkpoint_id: PathLike) -> tuple[Path, int]:
@@ -144,7 +161,18 @@ class HoldfastWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans."""
+        """Return the plans, if they are those of all ranks.
+
+        Raises:
+            ConfigError: they are not: of `no_dist=True`, or of a group of some of the ranks.
+        """
+        size = len(self._groups.layout.ranks) if self._groups is not None else 1
+        if len(plans) != size:
+            raise ConfigError(
+                f"HoldfastWriter does not support no_dist or groups of some ranks: DCP has planned "
+                f"for {len(plans)} of the {size} ranks that have made the writer. Let all ranks "
+                f"save; to save from one alone, use Checkpointer with ProcessGroups.single()"
+            )
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -243,8 +271,9 @@ class HoldfastReader(StorageReader):
     """Reads checkpoints of Holdfast for `dcp.load`: those of `HoldfastWriter` and all others.
 
     Only the bytes that a rank's plan asks for are read, and every block of them is checked. Names
-    are those that the writer was given; in other checkpoints the keys of tensors and the paths of
-    plain values.
+    are those that the writer was given; in other checkpoints the paths of tensors and of values, as
+    DCP flattens a state dict: a list without tensors is one value. Values of each rank, and those
+    of a `Codec` or of a class of yours, are not among them: only a `Checkpointer` loads these.
 
     Args:
         checkpoint_id: as of `HoldfastWriter`; a root instead of a checkpoint is its newest one.
@@ -346,21 +375,31 @@ class HoldfastReader(StorageReader):
         """Set the key of each name, and return the path of each in the state dict."""
         stored: Any = decode_tree(node, on_leaf=lambda *_: None) if node is not None else None
         if not isinstance(stored, dict) or "paths" not in stored:
-            tensors = {key: key for key in snapshot.keys}
-            self._keys = tensors
-            self._values = {
-                path: value
-                for part, tree in snapshot.manifest.parts.items()
-                for path, value in _plain_values(part, tree)
-            }
-            return {fqn: (fqn,) for fqn in (*tensors, *self._values)}
+            self._keys = {key: key for key in snapshot.keys}
+            self._values = {}
+            for part, tree in snapshot.manifest.parts.items():
+                for path, each in _leaves(part, tree):
+                    self._add(path, each)
+            return {fqn: (fqn,) for fqn in (*self._keys, *self._values)}
         paths = {fqn: tuple(path) for fqn, path in stored["paths"].items()}
         pickled = stored["pickled"]
+        parts: Any = snapshot.manifest.parts
         self._keys = {
-            fqn: f"{_OWN}.pickled.{fqn}" if fqn in pickled else f"{part_of(p)}.{member_of(p)}"
+            # Tensors that share their memory are stored once, under the key of the first of them.
+            fqn: f"{_OWN}.pickled.{fqn}"
+            if fqn in pickled
+            else next(tensor_keys(parts[part_of(p)][member_of(p)]))
             for fqn, p in paths.items()
         }
         return paths
+
+    def _add(self, path: str, node: Any) -> None:
+        """Offer what is stored at a path of a checkpoint that is not of `HoldfastWriter`."""
+        if is_tensor(node):
+            self._keys[path] = next(tensor_keys(node))
+        elif not any(map(is_per_rank, walk(node))):
+            with suppress(MismatchError):  # of a class that is not known here
+                self._values[path] = decode_tree(node, path=path)
 
     def _bytes_of(self, fqn: str) -> bytes:
         """Return a value as DCP's planner has pickled it, or would have."""
@@ -413,13 +452,14 @@ def _described(snapshot: Snapshot, key: str) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
 
 
-def _plain_values(path: str, node: Any) -> Iterator[tuple[str, object]]:
-    """Yield the plain values below a node, by their paths."""
-    if isinstance(node, _PLAIN):
+def _leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what DCP would flatten a state dict to, by paths."""
+    is_mapping = is_plain_dict(node) or tag_of(node) in MAPPINGS
+    if is_mapping or (items_of(node) is not None and any(map(is_tensor, walk(node)))):
+        for name, child in members(node):
+            yield from _leaves(f"{path}.{key_name(name)}", child)
+    else:
         yield path, node
-    elif is_plain_dict(node):
-        for name, child in node.items():
-            yield from _plain_values(f"{path}.{name}", child)
 
 
 # ---- DCP's functions, with Holdfast's own planner ----
@@ -493,8 +533,7 @@ def load(
         root, step = _agreed(groups, _given(checkpoint_id))
         with Checkpointer(root, groups=groups) as checkpointer:
             report = checkpointer.load(state_dict, step=step)
-    for name, value in report.values.items():
-        state_dict[name] = _replaced(state_dict[name], value)
+    put_values(state_dict, report.values)
     return report
 
 
@@ -510,18 +549,6 @@ def _agreed(groups: ProcessGroups, checkpoint_id: PathLike) -> tuple[Path, int]:
     path = Path(checkpoint_id)
     has_steps = path.is_dir() and bool(list_steps(PosixStorage(path)))
     return (path if has_steps else path.parent), step
-
-
-def _replaced(before: Any, value: Any) -> Any:
-    """Return a loaded value; dicts and lists that are there already stay the same objects."""
-    if isinstance(before, dict) and isinstance(value, dict):
-        for name, child in value.items():
-            before[name] = _replaced(before.get(name), child)
-        return before
-    if isinstance(before, list) and isinstance(value, list):
-        before[:] = [_replaced(a, b) for a, b in zip(before, value, strict=False)]
-        return before
-    return value
 
 
 def _groups(no_dist: bool) -> ProcessGroups:

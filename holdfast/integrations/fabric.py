@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from holdfast.integrations.gradients import GradientWatch, own_gradients, unused
 from holdfast.integrations.loaders import LoaderPlace, place_of, shares_of_data
 from holdfast.integrations.owners import owners_of
 from holdfast.integrations.turns import Turns
-from holdfast.integrations.world import CheckpointsOfWorld, of_each_rank_or_first
+from holdfast.integrations.world import CheckpointsOfWorld, of_each_rank_or_first, put_values
 from holdfast.state import RNG, OptimizerState, Stored
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
@@ -40,7 +40,8 @@ class FabricCheckpoints(CheckpointsOfWorld):
         fabric: the `Fabric`, launched.
         root: directory of the checkpoints.
         state: what `fabric.save` would take: modules and optimizers that `fabric.setup` returned,
-            schedulers and other objects with a state, dicts of values, which a load fills.
+            schedulers and other objects with a state, values (a count of steps), which a load puts
+            into it.
         loaders: those that `fabric.setup_dataloaders` returned.
         options: further arguments of `Checkpointer`.
 
@@ -54,7 +55,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
         self,
         fabric: Any,
         root: str | os.PathLike[str],
-        state: Mapping[str, Any],
+        state: MutableMapping[str, Any],
         *,
         loaders: Sequence[Any] = (),
         **options: Any,
@@ -77,7 +78,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
         cls,
         fabric: Any,
         root: str | os.PathLike[str],
-        state: Mapping[str, Any],
+        state: MutableMapping[str, Any],
         *,
         loaders: Sequence[Any] = (),
         **options: Any,
@@ -186,9 +187,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
         parts = {**self._parts(), "fabric": own}
         report = self._checkpointer.load(parts, step=step, **options)
         values: Any = report.values
-        for name, value in self._state.items():
-            if isinstance(value, dict) and name in values:
-                value.update(values[name])
+        put_values(self._state, values)
         loaded = LoadedStreams()
         for i, place in enumerate(self._places):
             stored = values["fabric"]["loaders"][str(i)]

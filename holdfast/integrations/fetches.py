@@ -1,9 +1,10 @@
 """Random streams of the process around the fetches of a data loader.
 
 A loader that runs in the training process draws from the process's streams: for the order of an
-epoch, and for whatever the dataset and the collator draw. Loaders fetch one batch ahead, so the
-batch after the last trained one was fetched with streams that are gone by the time of a save. A
-resume that skips batches is bitwise only if those streams are brought back for the one fetch.
+epoch, and for whatever the dataset and the collator draw, which may have generators of their own
+besides. Loaders fetch one batch ahead, so the batch after the last trained one was fetched with
+streams that are gone by the time of a save. A resume that skips batches is bitwise only if those
+streams are brought back for the one fetch.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from holdfast._torch import loader_iterator, start_iterator
-from holdfast.state.rng import State, accessors, global_accessors
+from holdfast.state.rng import Generator, State, accessors, global_accessors
 
 States = dict[str, State]
+Generators = Mapping[str, Generator]
 
 _WATCH = "_holdfast_watch"
+_INNER = (
+    "dataset", "datasets", "transform", "transforms", "collate_fn", "data_collator",
+    "func", "__self__",
+)  # fmt: skip
+"""Attributes by which datasets and collators wrap what may draw from a generator of its own."""
 
 
 class Streams:
@@ -28,7 +33,7 @@ class Streams:
         generators: Further ones, of a loader (`generators_of`).
     """
 
-    def __init__(self, generators: Mapping[str, torch.Generator] | None = None) -> None:
+    def __init__(self, generators: Generators | None = None) -> None:
         self._accessors = global_accessors()
         self._accessors |= {name: accessors(each) for name, each in (generators or {}).items()}
         self._raw = {name: each.read() for name, each in self._accessors.items()}
@@ -54,9 +59,7 @@ class LoadedStreams:
         return Streams().states() if states is None else states
 
 
-def set_streams(
-    states: Mapping[str, State], generators: Mapping[str, torch.Generator] | None = None
-) -> None:
+def set_streams(states: Mapping[str, State], generators: Generators | None = None) -> None:
     """Set the streams of this process, and the generators of a loader, that are in `states`."""
     known = global_accessors()
     known |= {name: accessors(each) for name, each in (generators or {}).items()}
@@ -65,15 +68,55 @@ def set_streams(
             known[name].put(state)
 
 
-def generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """Return the generators that a loader and its samplers own, by names that do not change."""
-    owned: dict[str, torch.Generator] = {}
-    for each in samplers_of(loader):
-        generator = getattr(each, "generator", None)
-        known = any(generator is other for other in owned.values())
-        if isinstance(generator, torch.Generator) and not known:
-            owned[f"loader-{len(owned)}"] = generator
+def generators_of(loader: Any) -> dict[str, Generator]:
+    """Return the generators of a loader, its samplers, its dataset and its collator.
+
+    Those are attributes of these objects, and of what a dataset or a collator wraps (a subset's
+    dataset, a method's object). Their names are the same in every run of a program.
+    """
+    owned: dict[str, Generator] = {}
+    for each in [*samplers_of(loader), *_sources_of(loader)]:
+        _begin_to_draw(each, loader)
+        for generator in (getattr(each, "generator", None), *_attributes(each)):
+            known = any(generator is other for other in owned.values())
+            if isinstance(generator, Generator) and not known:
+                owned[f"loader-{len(owned)}"] = generator
     return owned
+
+
+def own_states(generators: Generators) -> States:
+    """Return the states of a loader's own generators alone."""
+    return {name: accessors(each).get() for name, each in generators.items()}
+
+
+def _sources_of(loader: Any) -> list[Any]:
+    """Return what makes the samples and batches of a loader, each once, from outside to inside."""
+    seen: list[Any] = []
+    waiting = [getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)]
+    while waiting:
+        each = waiting.pop(0)
+        if each is None or any(each is other for other in seen):
+            continue
+        seen.append(each)
+        for inner in (getattr(each, name, None) for name in _INNER):
+            waiting += inner if isinstance(inner, list | tuple) else [inner]
+    return seen
+
+
+def _attributes(each: object) -> list[object]:
+    """Return the values of an object's attributes; none of an object that has none."""
+    return [*getattr(each, "__dict__", {}).values()]
+
+
+def _begin_to_draw(collator: Any, loader: Any) -> None:
+    """Let a collator of transformers make its generator, as it does when it draws first.
+
+    In a worker process it makes another one there.
+    """
+    make = getattr(collator, "create_rng", None)
+    is_new = callable(make) and collator.generator is None and collator.seed is not None
+    if is_new and not loader.num_workers:
+        collator.create_rng()
 
 
 class FetchWatch:
@@ -88,6 +131,7 @@ class FetchWatch:
 
     def __init__(self, loader: object, *, num_fetches: int = 1) -> None:
         self._num_fetches = num_fetches
+        self._generators = generators_of(loader)
         self._recent: dict[int, Streams] = {}
         self._passed_over = range(0)
         self._skip: int | None = None
@@ -118,7 +162,7 @@ class FetchWatch:
         """Set the streams of after the fetch, if no fetch has done so."""
         after, self._skip, self._after = self._after, None, None
         if after is not None:
-            set_streams(after)
+            set_streams(after, self._generators)
 
     def draws(self, indices: Iterable[object]) -> Iterator[object]:
         """Yield what a batch sampler yields; each fetch comes right after its indices."""
@@ -137,10 +181,10 @@ class FetchWatch:
         if self._skip is not None and (number is None or number > self._skip):
             self.finish()
         elif self._skip is not None and number == self._skip and self._fetch is not None:
-            set_streams(self._fetch)
+            set_streams(self._fetch, self._generators)
         if number is not None:
             self._recent.pop(number - 2, None)
-            self._recent[number] = Streams()
+            self._recent[number] = Streams(self._generators)
 
 
 def _index_sampler(loader: Any) -> Any:
@@ -173,7 +217,7 @@ def has_workers(loader: Any) -> bool:
     return bool(loader.persistent_workers) and loader_iterator(loader) is not None
 
 
-def start_workers(loader: Any, generators: Mapping[str, torch.Generator]) -> None:
+def start_workers(loader: Any, generators: Generators) -> None:
     """Start the worker processes that a loader keeps, if they are not there, and draw nothing.
 
     A loader draws their seed from the streams of the process when it starts them. In the run that

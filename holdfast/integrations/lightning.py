@@ -33,7 +33,7 @@ from holdfast.integrations.gradients import (
     unused_gradients,
 )
 from holdfast.integrations.lightning_callbacks import (
-    PrunableModule,
+    ConvertedModule,
     averages_statistics,
     compare_trainable,
     end_again,
@@ -255,7 +255,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             "gradients": [*gradients],
         }
         parts = {
-            "model": PrunableModule(trainer.lightning_module),
+            "model": ConvertedModule(trainer.lightning_module, trainer.precision_plugin),
             **_optimizers(trainer),
             **({"gradients": gradients_part(gradients)} if gradients else {}),
             "rng": RNG(),
@@ -274,7 +274,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
         """Load a checkpoint into the module, and return the rest as Lightning's own has it."""
         parts = {
-            "model": PrunableModule(trainer.lightning_module),
+            "model": ConvertedModule(trainer.lightning_module, trainer.precision_plugin),
             "rng": RNG(),
             "lightning": {
                 "checkpoint": of_each_rank_or_first(Stored()),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.utilities.parsing import (
     lightning_getattr,
     lightning_hasattr,
@@ -146,22 +147,28 @@ def masks_kept(trainer: Trainer) -> Iterator[None]:
             each._make_pruning_permanent = is_permanent
 
 
-class PrunableModule:
-    """A module as a part: a load prunes what was pruned when it was saved.
+class ConvertedModule:
+    """A module as a part: a load prunes and converts it as it was when it was saved.
 
     Args:
         module: The module.
+        precision: The Trainer's plugin, which converts the module (`precision="bf16-true"`) once a
+            checkpoint is loaded: until then it has the dtype that it was made with.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, precision: Precision) -> None:
         self._module, self._state = module, ModuleState(module)
+        self._precision = precision
 
     def tree(self) -> object:
         """Return the module's tree."""
         return self._state.tree()
 
     def template(self, stored: StoredPart) -> object:
-        """Return the module's template, with the stored masks and originals where it has none."""
+        """Return the module's template, with the stored masks and originals if it has none."""
+        kinds = {each.dtype for each in stored.tensors_under().values()}
+        if {kind for kind in kinds if kind.is_floating_point} == {_converted_to(self._precision)}:
+            self._precision.convert_module(self._module)
         names = set(stored.keys_under())
         for name, parameter in list(self._module.named_parameters()):
             if name not in names and {name + _ORIGINAL, name + _MASK} <= names:
@@ -179,6 +186,14 @@ class PrunableModule:
                 if isinstance(hook, prune.BasePruningMethod):
                     weight = hook.apply_mask(module)  # type: ignore[no-untyped-call]
                     setattr(module, hook._tensor_name, weight)
+
+
+def _converted_to(precision: Precision) -> torch.dtype | None:
+    """Return the dtype that a plugin converts a module to; None if it converts none."""
+    if isinstance(precision, DoublePrecision):
+        return torch.float64
+    is_half = isinstance(precision, HalfPrecision)
+    return precision._desired_input_dtype if is_half else None
 
 
 def _all(trainer: Any, *kinds: type) -> list[Any]:

@@ -187,6 +187,8 @@ class Boundaries:
             result.value = metric
         for name, value in (kept["states"] or {}).items():
             setattr(result, name, value.to(device))
+        if kept["begins"] is not None:
+            result._defaults["value"] = kept["begins"]
         result._update_count, result.has_reset = kept["updates"], kept["has_reset"]
         result._forward_cache = _on(device, kept["cache"])
         return result.to(device)
@@ -219,6 +221,8 @@ def _kept(result: Any) -> dict[str, Any]:
         "reduce": f"{owner}.{reduced.__name__}",
         "sync": sync if meta.sync.group is None else None,
         "states": held if result.is_tensor else None,
+        # Of 64 bits with `precision="64-true"`, under which it was made.
+        "begins": result._defaults["value"] if result.is_tensor else None,
         "updates": result._update_count,
         "has_reset": result.has_reset,
         "cache": _copied(result._forward_cache),

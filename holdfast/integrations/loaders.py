@@ -14,6 +14,7 @@ from holdfast.integrations.fetches import (
     Streams,
     generators_of,
     has_workers,
+    own_states,
     set_streams,
     start_workers,
 )
@@ -152,7 +153,7 @@ class LoaderPlace:
     def _rest(self, iterator: Any, moved: Mapping[str, Any]) -> Iterator[Any]:
         """Yield the rest of a pass."""
         now: Any = self.now if self.now is not None else self.continue_with()
-        self.now = None
+        now, self.now = {**now, **moved["own"]}, None
         set_streams(moved["first"], self._generators)
         self._first = Streams(self._generators)
         if moved["fetch"] is not None:
@@ -162,7 +163,7 @@ class LoaderPlace:
         for _ in itertools.islice(source, self._batches):
             pass
         if moved["fetch"] is None:
-            set_streams(now)
+            set_streams(now, self._generators)
         yield from self._counted(iterator)
 
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -192,6 +193,7 @@ class LoaderPlace:
             "samples_per_batch": self._num_samples,
             "had_workers": self._had_workers if is_inside else has_workers(self._loader),
             "start": start.states(),
+            "own": own_states(self._generators),
             "first": first,
             "fetch": self._watch.before(batches) if is_inside else None,
         }

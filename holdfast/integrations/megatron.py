@@ -4,7 +4,7 @@
     dist_checkpointing.save(
         state, path, saving, preprocess_common_before_consistancy_check=saving.common
     )
-    state = dist_checkpointing.load(state, path, HoldfastLoad(saving.groups))
+    state = dist_checkpointing.load(state, path, **HoldfastLoad(saving.groups).strategies)
 
 A checkpoint of Megatron is a directory with `common.pt`, what a sharded strategy writes, and
 `metadata.json`. Here the directory is a committed checkpoint of Holdfast, which has the bytes of
@@ -22,21 +22,39 @@ import dataclasses
 import fnmatch
 import io
 import os
+import tempfile
+import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    maybe_load_config,
+    save_config,
+)
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
+    LoadCommonStrategy,
     LoadShardedStrategy,
+    SaveCommonStrategy,
+    StrategyAction,
+    get_default_strategy,
+    register_default_strategy,
 )
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.rerun_state_machine import (
@@ -49,25 +67,24 @@ from megatron.core.rerun_state_machine import (
 )
 
 from holdfast.arrays.boxes import Box
-from holdfast.checkpoint import Checkpointer, PendingSave
-from holdfast.errors import (
-    ConfigError,
-    CorruptionError,
-    MismatchError,
-    PlanError,
-    StorageError,
-)
-from holdfast.format.names import OTHER_FILES, parse_step_dir, step_dir
+from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
+from holdfast.errors import ConfigError, MismatchError, PlanError, StorageError
+from holdfast.format.names import OTHER_FILES, list_steps, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import decode_tree
 from holdfast.integrations.names import TOP, member_of, part_of
 from holdfast.integrations.world import agreed_newest_step, text_of_coordinator
 from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel.control.guard import Guard
+from holdfast.policies.keep import KeepPolicy
+from holdfast.retention.removal import Candidate
 from holdfast.state import Pieces, Stored, StoredPart, Union
 from holdfast.state.tensor_elements import equal_bits, torch_dtype
 from holdfast.storage import PosixStorage
 
 _BACKEND, _VERSION = "holdfast", 1
+_COMMON_BACKEND, _COMMON_VERSION = "torch", 1
+"""Of `common.pt`, as Megatron notes them in every checkpoint."""
 _OWN = "megatron"
 """The part with what is not a tensor of the model or the optimizer."""
 _COMMON = "common.pt"
@@ -77,6 +94,7 @@ _EXPECTED = {OTHER_FILES: [_COMMON, _METADATA]}
 _AXES = ("tp", "cp", "dp", "pp", "dp_cp", "mp", "tp_cp", "ep", "expt_tp", "expt_dp", "tp_ep",
          "tp_ep_pp")  # fmt: skip
 _BYTES_IO, _DTYPE, _PAIRS, _OBJECT = "$io.BytesIO", "$torch.dtype", "$dict", "$megatron"
+_LOOK_S = 0.02
 _ENUMS = (RerunDiagnostic, RerunMode, RerunState, RerunValidationStatus)
 _TUPLES = (Call, Caller)
 """What the rerun machine has in its state, besides plain values."""
@@ -118,7 +136,7 @@ def latest(groups: ProcessGroups, root: str | os.PathLike[str]) -> str | None:
     """Return the directory of the newest committed checkpoint, on all ranks; None without one.
 
     Its `common.pt` and `metadata.json` are made again from the checkpoint if a run was killed
-    before they were there, or while it replaced them.
+    before they were there, or while it replaced them. Those of older ones are, if one is missing.
 
     Called by all ranks of the groups.
 
@@ -129,7 +147,15 @@ def latest(groups: ProcessGroups, root: str | os.PathLike[str]) -> str | None:
     if step is None:
         return None
     directory = Path(root) / step_dir(step)
-    _on_first_rank(groups, lambda: _restore_files(directory))
+
+    def restore() -> None:
+        for each in list_steps(PosixStorage(Path(root))):
+            older = Path(root) / step_dir(each)
+            if each != step and not all((older / name).is_file() for name in (_COMMON, _METADATA)):
+                _restore_files(older)
+        _restore_files(directory)
+
+    _on_first_rank(groups, restore)
     return str(directory)
 
 
@@ -163,6 +189,10 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
     ) -> None:
         super().__init__(_BACKEND, _VERSION)
         self.groups = groups
+        self._unfinished: set[int] = set()
+        retention = options.get("retention")
+        if isinstance(retention, KeepPolicy):
+            options["retention"] = retention | _KeepUnfinished(self._unfinished)
         self._options = options
         self._main_replica_only = tuple(main_replica_only)
         self._preprocess = common
@@ -201,19 +231,23 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
         """Copy the state, and save it in the background.
 
         Returns:
-            A request for an `AsyncCallsQueue` whose callers fork (`persistent=False`); its
-            finalization waits for the commit, and raises what failed.
+            A request for an `AsyncCallsQueue`; its finalization waits for the commit, and raises
+            what failed.
 
         Raises:
             ConfigError, HoldfastError: as of `save`.
         """
         directory = _directory(checkpoint_dir)
         checkpointer, step, state = self._prepared(sharded_state_dict, directory)
+        self._unfinished.add(step)
         pending = checkpointer.save_async(step, state, overwrite=True, metadata=_EXPECTED)
 
         def finish() -> None:
-            pending.result()
-            self._finish(directory)
+            try:
+                pending.result()
+                self._finish(directory)
+            finally:
+                self._unfinished.discard(step)
 
         return AsyncRequest(_Until(pending), (), [finish])
 
@@ -267,12 +301,25 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
         _on_first_rank(self.groups, lambda: _restore_files(directory, with_metadata=False))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _KeepUnfinished(KeepPolicy):
+    """Keep what Megatron has yet to finalize: it writes a file into the directory then."""
+
+    steps: set[int]
+
+    def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
+        """See `KeepPolicy.keep`."""
+        return {c.step: "not finalized yet" for c in candidates if c.step in self.steps}
+
+
 class HoldfastLoad(LoadShardedStrategy):  # type: ignore[misc]
     """Loads checkpoints of `HoldfastSave` into a sharded state dict, under any layout.
 
     Tensors are filled in place. Keys that are requested and not stored raise MismatchError; what
     else `strict` says, Megatron does itself, by `load_sharded_metadata`. With
     `allow_shape_mismatch` the elements that both shapes have are filled.
+
+    Megatron asks for the common state first, by a strategy of its own: `strategies` has both.
 
     Args:
         groups: as of `HoldfastSave`.
@@ -282,7 +329,14 @@ class HoldfastLoad(LoadShardedStrategy):  # type: ignore[misc]
     def __init__(self, groups: ProcessGroups, *, cast: bool = False) -> None:
         super().__init__()
         self.groups = groups
+        self.common = HoldfastLoadCommon(groups)
+        """Loads the common state: the `common_strategy` of a load."""
         self._cast = cast
+
+    @property
+    def strategies(self) -> dict[str, Any]:
+        """The arguments of `dist_checkpointing.load` that name a strategy."""
+        return {"sharded_strategy": self, "common_strategy": self.common}
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -308,8 +362,9 @@ class HoldfastLoad(LoadShardedStrategy):  # type: ignore[misc]
         """Load, and return the state dict with tensors and objects in place.
 
         Raises:
-            ConfigError: the directory's name is not a step.
-            CorruptionError: damage, that of `common.pt` included.
+            ConfigError: the directory's name is not a step, or Megatron has read the common state
+                by itself.
+            StorageError: on all ranks; the step was saved again since the common state was read.
             HoldfastError: on all ranks, as of `Checkpointer.load`.
         """
         directory = _directory(checkpoint_dir)
@@ -321,14 +376,20 @@ class HoldfastLoad(LoadShardedStrategy):  # type: ignore[misc]
             elif isinstance(each, ShardedObject):
                 objects[each.unique_key] = Stored()
         state = _tensor_parts(tensors, copies.target)
-        state[_OWN] = {"objects": Union(objects), "files": Union({"common": Stored()})}
-        with Checkpointer(directory.parent, groups=self.groups) as checkpointer:
-            report = checkpointer.load(
-                state, step=_step_of(directory), ignore_unexpected=True, cast=self._cast
-            )
+        state[_OWN] = {"objects": Union(objects)}
+
+        def load() -> LoadReport:
+            self.common.refuse_unread(directory)
+            with Checkpointer(directory.parent, groups=self.groups) as checkpointer:
+                report = checkpointer.load(
+                    state, step=_step_of(directory), ignore_unexpected=True, cast=self._cast
+                )
+            self.common.refuse_other(directory, report.save_id)
+            return report
+
+        # Under one guard: each rank compares what it has seen itself.
+        own: Any = Guard[LoadReport](self.groups.control, "load").run(load).values[_OWN]
         copies.finish()
-        own: Any = report.values[_OWN]
-        _check_common(directory, own["files"]["common"])
 
         def loaded(each: Any) -> Any:
             if isinstance(each, ShardedTensor):
@@ -340,8 +401,18 @@ class HoldfastLoad(LoadShardedStrategy):  # type: ignore[misc]
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """Return the stored tensors by key, without data."""
-        with _snapshot(_directory(checkpoint_dir)) as snapshot:
-            return {
+        return self._stored(checkpoint_dir, with_objects=False)
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Return the stored tensors and objects by key, without data."""
+        return self._stored(checkpoint_dir, with_objects=True)
+
+    def _stored(self, checkpoint_dir: str | Path, *, with_objects: bool) -> dict[str, Any]:
+        """Return what is stored, as Megatron describes it."""
+        directory = _directory(checkpoint_dir)
+        with _snapshot(directory) as snapshot:
+            self.common.note(directory, snapshot.manifest.save_id)
+            stored: dict[str, Any] = {
                 name: ShardedTensor.from_rank_offsets(
                     name,
                     torch.empty(
@@ -353,19 +424,171 @@ class HoldfastLoad(LoadShardedStrategy):  # type: ignore[misc]
                 for key in snapshot.keys
                 if not key.startswith(f"{_OWN}.") and (name := _name_of(key))
             }
-
-    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Return the stored tensors and objects by key, without data."""
-        with _snapshot(_directory(checkpoint_dir)) as snapshot:
-            objects = _members(snapshot, "objects")
-        return {
-            **self.load_tensors_metadata(checkpoint_dir),
-            **{name: ShardedObject.empty_from_unique_key(name) for name in objects},
-        }
+            if with_objects:
+                names = _members(snapshot, "objects")
+                stored |= {name: ShardedObject.empty_from_unique_key(name) for name in names}
+        return stored
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
         """Raise ConfigError: a committed checkpoint is not changed."""
         raise ConfigError("HoldfastLoad does not support remove_sharded_tensors")
+
+
+class HoldfastLoadCommon(LoadCommonStrategy):  # type: ignore[misc]
+    """Loads the common state of checkpoints of `HoldfastSave` for a `HoldfastLoad`, which has one.
+
+    One rank reads it from the checkpoint, and checks its digests before anything is unpickled.
+    Megatron's own strategy reads `common.pt` before the checkpoint is opened: if the step is saved
+    again in between, the two would be of different versions.
+
+    Args:
+        groups: as of `HoldfastSave`.
+    """
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__()
+        self._groups = groups
+        self._seen: tuple[Path, set[str]] | None = None
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """False: `HoldfastLoad` does."""
+        return False
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise ConfigError for a common state of another kind."""
+        if loaded_backend != _COMMON_BACKEND:
+            raise ConfigError(f"HoldfastLoad: a common state of '{loaded_backend}' is not known")
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise ConfigError for a newer version."""
+        if loaded_version != _COMMON_VERSION:
+            raise ConfigError(f"HoldfastLoad: common state of version {loaded_version}: not known")
+
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        """Return the common state.
+
+        Called by all ranks.
+
+        Raises:
+            StorageError, CorruptionError: on all ranks; nothing of Megatron's is stored, or damage.
+        """
+        directory, control = _directory(checkpoint_dir), self._groups.control
+
+        def read() -> bytes:
+            data = _version_and_common(directory) if control.is_coordinator else None
+            encoded = None if data is None else msgspec.msgpack.encode(data)
+            return control.broadcast(encoded, phase="common state")
+
+        data = Guard[bytes](control, "load: common state").run(read)
+        save_id, content = msgspec.msgpack.decode(data, type=tuple[str, bytes])
+        self._seen = (directory.absolute(), {save_id})
+        return _unpickled(content)
+
+    def load_sharded_objects(self, sharded: Any, checkpoint_dir: str | Path) -> Any:
+        """Raise ConfigError: `HoldfastLoad` loads them."""
+        raise ConfigError("HoldfastLoad loads sharded objects itself; pass it as sharded_strategy")
+
+    def note(self, directory: Path, save_id: str) -> None:
+        """Note a version of which Megatron has seen more than the common state."""
+        if self._seen is not None and self._seen[0] == directory.absolute():
+            self._seen[1].add(save_id)
+
+    def refuse_unread(self, directory: Path) -> None:
+        """Raise ConfigError if the common state of a checkpoint was not read here."""
+        if self._seen is None or self._seen[0] != directory.absolute():
+            raise ConfigError(
+                "HoldfastLoad: Megatron has read the common state by itself, which may be of "
+                "another version of the step than the rest; pass both strategies, "
+                "dist_checkpointing.load(..., **loading.strategies), or call register(loading)"
+            )
+
+    def refuse_other(self, directory: Path, save_id: str) -> None:
+        """Raise StorageError if another version was seen than the one that is loaded."""
+        if self._seen is not None and self._seen[1] != {save_id}:
+            raise StorageError(f"{directory} was saved again while it was loaded; load it again")
+
+
+def register(loading: HoldfastLoad, saving: HoldfastSave | None = None) -> None:
+    """Let Megatron take these where a call names no strategy, as those of Megatron-LM do not.
+
+    `get_default_load_sharded_strategy`, `get_default_save_sharded_strategy("holdfast")`,
+    `load_common_state_dict`, `load_content_metadata` and `load_plain_tensors` then know checkpoints
+    of Holdfast; with `saving`, common state is compared without a hook, too. What other strategies
+    have saved is loaded as before.
+
+    Args:
+        loading: for all loads.
+        saving: for all saves in the format "holdfast".
+    """
+    register_default_strategy(StrategyAction.LOAD_SHARDED, _BACKEND, _VERSION, loading)
+    common = (_COMMON_BACKEND, _COMMON_VERSION)
+    inner = get_default_strategy(StrategyAction.LOAD_COMMON, *common)
+    register_default_strategy(StrategyAction.LOAD_COMMON, *common, _LoadsCommon(loading, inner))
+    if saving is not None:
+        register_default_strategy(StrategyAction.SAVE_SHARDED, _BACKEND, _VERSION, saving)
+        inner = get_default_strategy(StrategyAction.SAVE_COMMON, *common)
+        register_default_strategy(StrategyAction.SAVE_COMMON, *common, _SavesCommon(saving, inner))
+
+
+class _LoadsCommon(LoadCommonStrategy):  # type: ignore[misc]
+    """Loads the common state of every checkpoint: of Holdfast's by its strategy."""
+
+    def __init__(self, loading: HoldfastLoad, inner: Any) -> None:
+        super().__init__()
+        self._loading = loading
+        self._inner: Any = inner._inner if isinstance(inner, _LoadsCommon) else inner
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """As Megatron's own."""
+        return bool(self._inner.can_handle_sharded_objects)
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """As Megatron's own."""
+        self._inner.check_backend_compatibility(loaded_backend)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """As Megatron's own."""
+        self._inner.check_version_compatibility(loaded_version)
+
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        """Return the common state."""
+        config = maybe_load_config(str(checkpoint_dir))
+        is_own = config is not None and config.sharded_backend == _BACKEND
+        strategy = self._loading.common if is_own else self._inner
+        return strategy.load_common(checkpoint_dir)
+
+    def load_sharded_objects(self, sharded: Any, checkpoint_dir: str | Path) -> Any:
+        """As Megatron's own."""
+        return self._inner.load_sharded_objects(sharded, checkpoint_dir)
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
+        """As Megatron's own."""
+        return self._inner.load_sharded_metadata(checkpoint_dir)
+
+
+class _SavesCommon(SaveCommonStrategy):  # type: ignore[misc]
+    """Saves the common state as Megatron does, and takes note of each rank's."""
+
+    def __init__(self, saving: HoldfastSave, inner: Any) -> None:
+        super().__init__(_COMMON_BACKEND, _COMMON_VERSION)
+        self._saving = saving
+        self._inner: Any = inner._inner if isinstance(inner, _SavesCommon) else inner
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """As Megatron's own."""
+        return bool(self._inner.can_handle_sharded_objects)
+
+    def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        """Save it."""
+        self._saving.common(common_state_dict)
+        self._inner.save_common(common_state_dict, checkpoint_dir)
+
+    def save_sharded_objects(self, sharded: Any, checkpoint_dir: str | Path) -> None:
+        """As Megatron's own."""
+        self._inner.save_sharded_objects(sharded, checkpoint_dir)
 
 
 class _OwnPart:
@@ -379,6 +602,7 @@ class _OwnPart:
         files = {}
         if dist.get_rank() == 0:
             content = (self._directory / _COMMON).read_bytes()
+            _refuse_unloadable(content)
             files["common"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         return {**self._tree, "files": Union(files)}
 
@@ -522,29 +746,22 @@ class _Copies:
 
 
 class _Until:
-    """Runs in a process that Megatron forks, which it holds for the save: ends with the save."""
+    """Runs in a process that Megatron starts, which it holds for the save: ends with the save."""
 
     def __init__(self, pending: PendingSave) -> None:
-        self._pid, (self._read, self._write) = os.getpid(), os.pipe()
+        self._pid = os.getpid()
+        descriptor, self._path = tempfile.mkstemp(prefix="holdfast-save-")
+        os.close(descriptor)
         pending.add_done_callback(self._done)
 
     def __call__(self) -> None:
         """Wait; in the training process itself the finalization does."""
-        if os.getpid() != self._pid:
-            os.close(self._write)
-            os.read(self._read, 1)
-
-    def __reduce__(self) -> Any:
-        """Raise ConfigError: a spawned process has none of this one's descriptors."""
-        raise ConfigError(
-            "HoldfastSave does not support persistent callers: AsyncCallsQueue(persistent=False). "
-            "The process that writes is Holdfast's own"
-        )
+        # No pipe: a process that Megatron has spawned before has no descriptors of this one.
+        while os.getppid() == self._pid and os.path.exists(self._path):
+            time.sleep(_LOOK_S)
 
     def _done(self, pending: PendingSave) -> None:
-        os.write(self._write, b".")
-        os.close(self._write)
-        os.close(self._read)
+        os.unlink(self._path)
 
 
 def _directory(checkpoint_dir: str | Path) -> Path:
@@ -575,9 +792,14 @@ def _name_of(key: str) -> str:
     return key.removeprefix(f"{TOP}.")
 
 
-def _snapshot(directory: Path) -> Snapshot:
-    """Return a checkpoint, open."""
-    return Snapshot.open(PosixStorage(directory.parent), directory.name)
+def _snapshot(directory: Path, *, prove: bool = True) -> Snapshot:
+    """Return a checkpoint, open.
+
+    Args:
+        directory: of the checkpoint.
+        prove: prove that its tensors are whole; digests of what is read are checked in any case.
+    """
+    return Snapshot.open(PosixStorage(directory.parent), directory.name, prove=prove)
 
 
 def _members(snapshot: Snapshot, name: str) -> dict[str, Any]:
@@ -595,7 +817,7 @@ def _restore_files(directory: Path, *, with_metadata: bool = True) -> None:
         StorageError: the checkpoint has nothing of Megatron's.
     """
     path = directory / _COMMON
-    content = _stored_common(directory)
+    _, content = _version_and_common(directory)
     if not path.is_file() or path.read_bytes() != content:
         new = path.with_suffix(".new")
         new.write_bytes(content)
@@ -604,25 +826,39 @@ def _restore_files(directory: Path, *, with_metadata: bool = True) -> None:
         save_config(CheckpointingConfig(_BACKEND, _VERSION), str(directory))
 
 
-def _stored_common(directory: Path) -> bytes:
-    """Return the bytes of `common.pt` that a checkpoint has."""
+def _version_and_common(directory: Path) -> tuple[str, bytes]:
+    """Return the version of a checkpoint, and the bytes of `common.pt` that it has.
+
+    Raises:
+        StorageError: it has nothing of Megatron's.
+    """
     key = f"{_OWN}.files.common"
-    with _snapshot(directory) as snapshot:
+    with _snapshot(directory, prove=False) as snapshot:
         if not snapshot.has(key):
             raise StorageError(f"{directory} is not a checkpoint of Megatron-core")
         shape = tuple(snapshot.tensor(key).shape)
         data = bytearray(shape[0])
         snapshot.read_box(key, Box((0,), shape), memoryview(data))
-    return bytes(data)
+        return snapshot.manifest.save_id, bytes(data)
 
 
-def _check_common(directory: Path, stored: torch.Tensor) -> None:
-    """Raise CorruptionError if the file that Megatron has read is not the one that was saved."""
-    if (directory / _COMMON).read_bytes() != stored.numpy().tobytes():
-        raise CorruptionError(
-            f"{directory / _COMMON} is not the file that was saved; "
-            f"holdfast.integrations.megatron.latest makes it again from the checkpoint"
-        )
+def _unpickled(content: bytes) -> Any:
+    """Return the common state that is in the bytes of `common.pt`, as Megatron unpickles it."""
+    return torch.load(io.BytesIO(content), map_location="cpu")
+
+
+def _refuse_unloadable(content: bytes) -> None:
+    """Raise ConfigError if Megatron could write the common state, and no load could read it."""
+    try:
+        _unpickled(content)
+    except Exception as error:
+        lines = str(error).splitlines() or [repr(error)]
+        # torch explains at length what a pickle is; one line names the class.
+        cause = next((each for each in lines if "Unpickler error" in each), lines[0]).strip()
+        raise ConfigError(
+            f"HoldfastSave: Megatron has written the common state, and could not load it again: "
+            f"{cause}"
+        ) from error
 
 
 def _on_first_rank(groups: ProcessGroups, action: Callable[[], None]) -> None:
@@ -639,11 +875,23 @@ def _on_first_rank(groups: ProcessGroups, action: Callable[[], None]) -> None:
 
 
 def _comparable(value: Any) -> Any:
-    """Return common state as values that ranks are compared by and that tools show."""
+    """Return common state as values that ranks are compared by and that tools show.
+
+    Raises:
+        ConfigError: a shard is among them, which Megatron does not look for inside of tuples.
+    """
+    if isinstance(value, ShardedBase):
+        raise ConfigError(
+            f"HoldfastSave: {value.key} is inside of a tuple or an object, where Megatron does not "
+            f"look for shards: one rank's would be kept; put it into dicts and lists"
+        )
     if isinstance(value, dict):
-        return {name: _comparable(each) for name, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_comparable, value))
+        return {_comparable(name): _comparable(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        kind = list if isinstance(value, list) else tuple
+        return kind(map(_comparable, value))
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return _comparable(vars(value))
     if isinstance(value, Enum):
@@ -653,7 +901,7 @@ def _comparable(value: Any) -> Any:
         return _comparable(fields)
     if isinstance(value, type | types.FunctionType):
         return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, torch.dtype | torch.device):
+    if isinstance(value, torch.dtype | torch.device | PurePath):
         return str(value)
     return value
 

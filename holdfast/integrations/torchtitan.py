@@ -31,10 +31,10 @@ from holdfast.integrations.fetches import States, Streams, set_streams
 from holdfast.integrations.world import (
     agreed_newest_step,
     groups_of_world,
+    keep_newest,
     of_each_rank_or_first,
     text_of_coordinator,
 )
-from holdfast.policies.keep import KeepLast
 from holdfast.state import RNG, Stored, Union
 from holdfast.storage import PosixStorage
 
@@ -75,13 +75,18 @@ class HoldfastManager(CheckpointManager):  # type: ignore[misc]
             components.get("base_folder", "")
         ):
             raise ConfigError("HoldfastManager does not support a remote checkpoint.folder")
+        if _RNG in components["states"]:
+            raise ConfigError(
+                f"HoldfastManager does not support a state named {_RNG!r}, under which it keeps "
+                f"the random streams of all ranks; give it another name"
+            )
         # Threads and communicators of torchtitan's own manager are not needed.
         super().__init__(
             dataclasses.replace(config, keep_latest_k=0, async_mode="disabled"), **components
         )
         self._is_async = config.async_mode != "disabled"
         self._groups = groups_of_world("torchtitan")
-        retention = KeepLast(config.keep_latest_k) if config.keep_latest_k else None
+        retention = keep_newest(config.keep_latest_k) if config.keep_latest_k else None
         self._checkpointer = Checkpointer(
             self.folder, groups=self._groups, **{"retention": retention, **config.options}
         )

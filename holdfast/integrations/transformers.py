@@ -28,19 +28,22 @@ from holdfast.errors import ConfigError, MismatchError
 from holdfast.format.names import list_steps, parse_step_dir, step_dir
 from holdfast.integrations.fetches import (
     FetchWatch,
+    Generators,
     Streams,
     generators_of,
+    own_states,
     set_epoch_of_samplers,
     set_streams,
 )
 from holdfast.integrations.world import (
     groups_of_world,
+    keep_newest,
     newest_step,
     of_each_rank,
     text_of_coordinator,
 )
 from holdfast.parallel import ProcessGroups
-from holdfast.policies.keep import KeepLast, KeepPolicy
+from holdfast.policies.keep import KeepPolicy
 from holdfast.state import RNG, ModuleState, OptimizerState, Stored
 from holdfast.storage import PosixStorage
 
@@ -85,7 +88,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._continues = False
         """True once the newest checkpoint was asked for: a run without one is then a first run."""
         self._watch: FetchWatch | None = None
-        self._generators: dict[str, torch.Generator] = {}
+        self._generators: Generators = {}
         self._epoch_start: Streams | None = None
         self._epoch = self._batches = self._steps_in_epoch = self._total_batch_size = 0
         self._replay: dict[str, Any] | None = None
@@ -120,7 +123,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         _refuse_unsupported(trainer)
         limit = trainer.args.save_total_limit
         if retention is None and limit is not None and limit > 0:
-            retention = KeepLast(limit)
+            retention = keep_newest(limit)
         chosen = Path(root) if root is not None else Path(trainer.args.output_dir, "holdfast")
         callback = cls(trainer, chosen, {**options, "retention": retention})
         trainer.args.save_only_model = True
@@ -247,6 +250,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         epoch, batches = (self._epoch + 1, 0) if is_whole else (self._epoch, self._batches)
         streams = {
             "epoch": (start if start is not None and batches else Streams(owned)).states(),
+            "own": own_states(owned),
             "fetch": watch.before(batches) if watch is not None and batches else None,
         }
         return {
@@ -302,7 +306,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._replay = {
             "epoch": streams.get("epoch"),
             "fetch": streams.get("fetch"),
-            "now": Streams().states(),
+            "now": {**Streams().states(), **streams.get("own", {})},
         }
         loss = loaded["loss"] if isinstance(loaded["loss"], float) else 0.0
         trainer._tr_loss = torch.tensor(loss, device=args.device)
@@ -445,6 +449,8 @@ def _refuse_unsupported(trainer: Any) -> None:
         # A loader draws the seed of its workers when it starts them: once in a run, not in each.
         "dataloader_persistent_workers": trainer.args.dataloader_persistent_workers,
         "auto_find_batch_size": trainer.args.auto_find_batch_size,
+        # It writes the Trainer's own folder within a step, which nothing could be resumed from.
+        "enable_jit_checkpoint": getattr(trainer.args, "enable_jit_checkpoint", False),
         "TPU": trainer.args.device.type == "xla",
     }
     named = [name for name, is_used in unsupported.items() if is_used]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
 from holdfast.errors import GroupError
 from holdfast.format.names import list_steps
 from holdfast.parallel import Layout, ProcessGroups
+from holdfast.policies.keep import KeepLast, KeepPolicy, KeepTagged
 from holdfast.state import PerRank
 from holdfast.storage import PosixStorage
 from holdfast.writer.leftovers import wait_for_writers
@@ -124,6 +125,30 @@ def agreed_newest_step(groups: ProcessGroups, root: Path) -> int | None:
     newest = newest_step(root) if groups.control.is_coordinator else None
     text = text_of_coordinator(groups, "" if newest is None else str(newest), phase="newest step")
     return int(text) if text else None
+
+
+def keep_newest(limit: int) -> KeepPolicy:
+    """Return the policy that a framework's own limit stands for; a step that is tagged stays."""
+    return KeepLast(limit) | KeepTagged()
+
+
+def put_values(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Put loaded plain values in the place of those in a program's state."""
+    for name in state.keys() & values.keys():
+        state[name] = _replaced(state[name], values[name])
+
+
+def _replaced(before: Any, value: Any) -> Any:
+    """Return a loaded value; dicts and lists that are there already stay the same objects."""
+    if isinstance(before, dict) and isinstance(value, dict):
+        for name, child in value.items():
+            before[name] = _replaced(before.get(name), child)
+        return before
+    if isinstance(before, list) and isinstance(value, list):
+        known = [_replaced(a, b) for a, b in zip(before, value, strict=False)]
+        before[:] = [*known, *value[len(known) :]]
+        return before
+    return value
 
 
 def of_each_rank(tree: object) -> PerRank:

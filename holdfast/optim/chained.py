@@ -77,6 +77,7 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                 for each in self._optimizers.values()
             ]
         )
+        self.number = self._groups.next_number()
 
     def __getitem__(self, name: str) -> Any:
         """Return one of the optimizers."""

@@ -86,6 +86,9 @@ class Stepper(MicrobatchTaker):
     for kinds that have nothing to do in that phase.
     """
 
+    number = 0
+    """Of the optimizer among all that were built on its groups, from 1; equal on all ranks."""
+
     @property
     @abstractmethod
     def groups(self) -> ProcessGroups:
@@ -136,6 +139,14 @@ class Stepper(MicrobatchTaker):
         if self._is_entry:
             return self.entered_alone(is_last=is_last)
         return self._engine.microbatch(is_last=is_last)
+
+    def orders(self) -> Mapping[str, int]:
+        # Ranks that enter microbatches of several optimizers in another order reduce gradients of
+        # one with those of another.
+        return {"optimizers": self.number}
+
+    def launches_on(self, communicator: str) -> Sequence[str]:
+        return [f"number {self.number} of the optimizers on these groups, {self.kind}"]
 
     @abstractmethod
     def gradient_parts(self) -> list[GradientPart]:
@@ -285,7 +296,9 @@ class Stepper(MicrobatchTaker):
     @cached_property
     def _engine(self) -> StepEngine:
         groups = self.groups
-        return StepEngine(groups, {ALONE: groups.layout}, {ALONE: self}, name=self.kind)
+        return StepEngine(
+            groups, {ALONE: groups.layout}, {ALONE: self}, name=self.kind, number=self.number
+        )
 
 
 class StepEngine:
@@ -309,6 +322,7 @@ class StepEngine:
         layouts: of all modules, in one order on all ranks.
         steppers: of the modules of this rank that are trained.
         name: for messages, equal on all ranks.
+        number: see `Stepper.number`; compared in each step.
         loss_module: whose ranks count the tokens of `step(num_tokens=)`.
         divisors: by trained module, what its gradients are divided by; needed with tokens, and
             compared without.
@@ -324,6 +338,7 @@ class StepEngine:
         steppers: Mapping[str, Stepper],
         *,
         name: str,
+        number: int,
         loss_module: str | None = None,
         divisors: Mapping[str, int] | None = None,
         edges: Sequence[Edge] = (),
@@ -334,6 +349,7 @@ class StepEngine:
         self._layouts = layouts
         self._steppers = steppers
         self._name = name
+        self._number = number
         self._loss_module = loss_module
         self._divisors = {} if divisors is None else divisors
         self._crossings = Crossings() if crossings is None else crossings
@@ -366,7 +382,9 @@ class StepEngine:
         veto: Veto | None = None,
     ) -> StepOutcome:
         """Make a step; see `Stepper.step` and `MultiModuleOptimizer.step`."""
-        mine = Contribution(count_zeros=bool(count_zeros), is_finite=bool(is_finite))
+        mine = Contribution(
+            number=self._number, count_zeros=bool(count_zeros), is_finite=bool(is_finite)
+        )
         is_updating = False
         failure: Exception | None = None
         try:

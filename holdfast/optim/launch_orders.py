@@ -3,7 +3,8 @@
 A communicator pairs launches by their order alone. Where they follow the code of the model, as the
 gathers of a fully sharded one do, a branch that one rank takes and another does not pairs different
 units: of one size, each rank computes with weights of another unit, and nothing fails. The units of
-two models on one communicator meet the same way (`parallel/groups/launch_order.py`).
+two models on one communicator meet the same way (`parallel/groups/launch_order.py`), and gradients
+of two sharded optimizers whose microbatches a rank enters the other way round.
 """
 
 from __future__ import annotations
@@ -64,14 +65,15 @@ def compare_orders(
         what = "many launches ago, in forwards outside of microbatch(...), ranks ran other units"
     else:
         what = str(
-            disagreement("sharded models", "what comes next", [*differs.values()], ranks=[*differs])
+            disagreement("collectives", "what comes next", [*differs.values()], ranks=[*differs])
         )
     raise PlanError(
-        f"{what}. Collectives of different units met, so ranks computed with weights or gradients "
-        f"of another unit. All ranks of a data axis run the same units of the same models in the "
-        f"same order, in forward and backward: call a unit also where it has no rows, and use its "
-        f"output in the loss (times 0, maybe), or make the module around the branch the unit. Call "
-        f"drop_gradients() on all ranks, and repeat the step",
+        f"{what}. Collectives of different units or optimizers met, so ranks computed with weights "
+        f"or gradients of another one. All ranks of a data axis run the same units of the same "
+        f"models, and microbatches of the same optimizers, in the same order, in forward and "
+        f"backward: call a unit also where it has no rows, and use its output in the loss (times "
+        f"0, maybe), or make the module around the branch the unit. Call drop_gradients() on all "
+        f"ranks, and repeat the step",
         details={"ranks": [*by_member]},
     )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
 from operator import is_
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast._torch import local_tensor
+from holdfast._torch import local_tensor, write_counter
 from holdfast.arguments import check_choice, check_int
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
@@ -157,7 +158,8 @@ class ReducedOptimizer(PlainStepper):
             or gives them zeros. Or the name of a group (`dp_cp`, `expt_dp`): gradients are added up
             over it, in float32 or wider, and divided by `divisor`.
             `step` calls it: what other code does to `.grad` before that (`clip_grad_norm_`), it
-            does to the gradient of this rank alone; clip with `step(max_norm=...)`.
+            does to the gradient of this rank alone; clip with `step(max_norm=...)`. After a
+            `microbatch` it is warned of, once.
         divisor: the sum of gradients over data ranks is divided by it. Of modules on other layouts
             it is compared.
         shards: by axis, plain parameters of which each rank along the axis holds another shard:
@@ -189,6 +191,9 @@ class ReducedOptimizer(PlainStepper):
         self._divisor = divisor
         self._reduce = reduce
         self._is_reduced = False
+        self._left: set[tuple[int, int]] | None = None
+        """Gradients at the end of the last microbatch: identity and version of each."""
+        self._has_warned = False
         self._last_used: set[nn.Parameter] | None = None
         """Parameters with a gradient in the last step, for which `reduce` made collectives."""
         failure: Exception | None = None
@@ -217,6 +222,7 @@ class ReducedOptimizer(PlainStepper):
         # What is saved is the torch optimizer, which does not know of this one.
         set_worker(self, on=optimizer)
         optimizer.register_step_pre_hook(_Reduction(self))
+        self.number = groups.next_number()
 
     def check_reduced(self) -> None:
         """Raise ConfigError if gradients that `reduce` makes equal are those of this rank alone."""
@@ -267,9 +273,30 @@ class ReducedOptimizer(PlainStepper):
     def sharding_records(self) -> dict[str, dict[str, object]]:
         return {self.name: {"type": "whole"}}
 
-    def take_microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        del is_last  # nothing happens during a backward
-        return nullcontext()
+    @contextlib.contextmanager
+    def take_microbatch(self, *, is_last: bool) -> Iterator[None]:
+        """Do nothing, but note gradients at its end, which only `reduce` is to change."""
+        del is_last
+        self._warn_of_changes()
+        yield
+        if self._reduce is not None and self.groups.layout.world_size > 1:
+            self._left = _versions(self.parameters())
+
+    def _warn_of_changes(self) -> None:
+        """Warn if gradients were changed after a microbatch, before they are equal on all ranks."""
+        left, self._left = self._left, None
+        if left is None or self._has_warned or left.issuperset(_versions(self.parameters())):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"gradients of ReducedOptimizer '{self.name}' were changed after a microbatch, before "
+            f"reduce= has made them equal on all ranks. One factor for all ranks does no harm, but "
+            f"a clip (torch.nn.utils.clip_grad_norm_, clip_grad_value_) saw the gradient of this "
+            f"rank alone, so training is not that of one process: clip with step(max_norm=...), "
+            f"or reduce before, without reduce=",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def gradient_parts(self) -> list[GradientPart]:
         """Reduce what is in `.grad`, once until `drop_gradients`, and return it.
@@ -284,6 +311,7 @@ class ReducedOptimizer(PlainStepper):
     def _reduce_once(self) -> None:
         if self._is_reduced:
             return
+        self._warn_of_changes()
         self._is_reduced = True  # before it: a call that failed cannot be joined by another
         if isinstance(self._reduce, str):
             self._add_up(self._reduce)
@@ -419,6 +447,7 @@ class ReducedOptimizer(PlainStepper):
         self._is_interrupted = False
         self.optimizer.zero_grad(set_to_none=True)
         self._is_reduced = False
+        self._left = None
 
     def unfinished_work(self) -> str | None:
         if self._is_interrupted or not self._is_reduced:
@@ -458,6 +487,11 @@ class _Reduction:
 def _are_same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
     """Return True if these are the same parameters, in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _versions(parameters: Sequence[nn.Parameter]) -> set[tuple[int, int]]:
+    """Return identity and version of each gradient that there is."""
+    return {(id(g), write_counter(g)) for p in parameters if (g := p.grad) is not None}
 
 
 _NO_CHANGE = (False,) * 32

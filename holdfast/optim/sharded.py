@@ -182,6 +182,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         )
         for bucket in self._buckets:
             bucket.set_own_uses()
+        self.number = groups.next_number()
 
     # ---- training ----
 

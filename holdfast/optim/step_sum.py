@@ -16,6 +16,8 @@ from holdfast.parallel import Layout
 _FAILED = 0.0
 """The digest of a rank that failed; a real one is at least 1."""
 _REASONS = {
+    "number of the optimizer": "all ranks step the optimizers on their groups in the same order, "
+    "which are numbered as they were built (a set of them has another order in each process)",
     "max_norm": "one limit holds for the norm of the whole gradient",
     "count_zeros": "zeros are counted on all ranks or on none",
     "veto": "a veto is asked on all ranks or on none",
@@ -28,6 +30,8 @@ _REASONS = {
 class Contribution:
     """The contribution of one rank to the sum."""
 
+    number: int = 0
+    """Of the optimizer, see `Stepper.number`."""
     has_failed: bool = False
     """True if this rank cannot continue; then nothing else of it counts."""
     is_finite: bool = True
@@ -55,6 +59,7 @@ class Contribution:
     def settings(self) -> dict[str, object]:
         """Settings that must be equal on all ranks, by their names in messages."""
         return {
+            "number of the optimizer": self.number,
             "max_norm": self.max_norm,
             "loss scale": self.scale,
             "count_zeros": self.count_zeros,

@@ -720,11 +720,15 @@ class LocalTargets:
         """Return `local_target` of many tensors: the form of each, and what is filled.
 
         Those that are alike in everything that their form follows from have one form. None if they
-        have to be looked at one by one: there is another one than of a plain type or a DTensor, or
-        one that cannot be filled as it is.
+        have to be looked at one by one: there is another one than of a plain type, a DTensor or
+        pieces that are one, or one that cannot be filled as it is.
         """
         kinds = set(map(type, templates))
         if not kinds <= _COLUMNAR:
+            return None
+        if Pieces in kinds and any(
+            len(each.locals) > 1 for each in templates if type(each) is Pieces
+        ):
             return None
         held: list[torch.Tensor] = []
         # The first one of each body stands for all.
@@ -760,7 +764,7 @@ class LocalTargets:
 def _bodies(
     templates: Sequence[Any], held: Sequence[torch.Tensor], known: dict[object, object]
 ) -> Iterable[object]:
-    """Return what the form of each of some plain tensors and DTensors follows from.
+    """Return what the form of each of some tensors follows from: plain ones, DTensors, one piece.
 
     Args:
         templates: Of the caller.
@@ -770,8 +774,13 @@ def _bodies(
     Raises:
         AttributeError: A DTensor does not know its shape.
     """
-    forms = map(PLAIN_FORMS, held)
+    forms: Iterable[object] = map(PLAIN_FORMS, held)
     kinds = list(map(type, templates))
+    if Pieces in kinds:
+        forms = [
+            (form, each.offsets, each.shape) if type(each) is Pieces else form
+            for form, each in zip(forms, templates, strict=True)
+        ]
     if DTensor not in kinds:
         return forms
     dtensors = [each for each in templates if type(each) is DTensor]
@@ -796,7 +805,7 @@ def _bodies(
 
 _Form = tuple[str, tuple[int, ...], tuple[Box, ...] | None]
 """Dtype name, global shape and boxes of a target, see `LocalTarget`."""
-_COLUMNAR = PLAIN | {DTensor}
+_COLUMNAR = PLAIN | {DTensor, Pieces}
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:

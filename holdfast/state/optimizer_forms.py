@@ -10,7 +10,7 @@ alone is put back as it was stored.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -280,6 +280,22 @@ def _filled_in_place(held: object, value: object) -> object:
     return value
 
 
+def homes_of(names: Iterable[str], membership: Mapping[str, int]) -> list[int]:
+    """Return the numbers of the stored groups that some parameters belong to, ascending."""
+    return sorted({membership[name] for name in names if name in membership})
+
+
+def joined_groups(
+    position: int, num_groups: int, homes: Sequence[int], num_stored: int, *, where: str
+) -> MismatchError:
+    """Return the error for a group with members of stored groups whose settings differ."""
+    return MismatchError(
+        f"{where}: optimizer group {position} of {num_groups} holds parameters that the "
+        f"checkpoint, which has {num_stored} groups, has in groups {list(homes)}, whose settings "
+        f"differ; build the same parameter groups as the saved run"
+    )
+
+
 def stored_settings(
     tree: Mapping[str, Any],
     members: Sequence[Sequence[str]],
@@ -298,17 +314,13 @@ def stored_settings(
     Raises:
         MismatchError: Where a group's members were in groups that differ.
     """
-    stored, membership = tree["groups"], tree["membership"]
+    stored = tree["groups"]
     settings: list[dict[str, Any] | None] = []
     used: set[int] = set()
     for position, names in enumerate(members):
-        homes = sorted({membership[name] for name in names if name in membership})
+        homes = homes_of(names, tree["membership"])
         if any(not equal_trees(stored[home], stored[homes[0]]) for home in homes):
-            raise MismatchError(
-                f"{where}: optimizer group {position} of {len(members)} holds parameters that the "
-                f"checkpoint, which has {len(stored)} groups, has in groups {homes}, whose "
-                f"settings differ; build the same parameter groups as the saved run"
-            )
+            raise joined_groups(position, len(members), homes, len(stored), where=where)
         if not homes and (names or position >= len(stored)):
             settings.append(None)  # none is known: it stays as built
             continue

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from holdfast.state.module_tree import declared_padding, parameter_names, walk_a
 from holdfast.state.optimizer_forms import (
     TorchForm,
     has_own_form,
+    homes_of,
     load_form,
     read_form,
     set_group,
@@ -54,6 +56,15 @@ SHARDING = "param_state_sharding_type"
 """Key of the sharding records, which are stored for people."""
 NUM_GROUPS = "num_groups"
 """Key of the number of groups of each optimizer inside a sharded one."""
+
+
+class GroupLoaded(NamedTuple):
+    """Where a parameter group has its settings from."""
+
+    homes: list[int]
+    """The numbers of the stored groups; empty if it stayed as it was built."""
+    first: int
+    """The number of the first stored group of its optimizer, of several inside of one."""
 
 
 class UnshardedOptimizer(PartitionedOptimizer):
@@ -161,6 +172,10 @@ class OptimizerState:
         """True if the tree of the last save has the optimizer's own tensors, by parameter name."""
         self._name = "optimizer"
         """The part's name in the checkpoint last looked at, for messages."""
+        self._first_groups: dict[str, int] = {}
+        """By optimizer inside, the number of its first stored group, where there are several."""
+        self.groups_loaded: dict[int, GroupLoaded] = {}
+        """What the last load gave to each group, by `id`: none to one that stayed as built."""
 
     def unfinished_work(self) -> str | None:
         """Return what the optimizer, or the objects that train the modules, have not finished."""
@@ -462,7 +477,23 @@ class OptimizerState:
         settings = stored_settings(tree, members, form.groups, where=self._name)
         restore = self._set_state if form.is_live else self._load_torch_form
         restore(tree, form, settings, entries)
+        self.groups_loaded = self._groups_loaded(tree, members)
         self._optimizer.finish_load(with_main=main is not None)
+
+    def _groups_loaded(
+        self, tree: Mapping[str, Any], members: Sequence[Sequence[str]]
+    ) -> dict[int, GroupLoaded]:
+        """Return which stored groups each group has its settings from."""
+        counts = self._optimizer.num_groups() or {"": len(members)}
+        firsts = [self._first_groups.get(name, 0) for name, n in counts.items() for _ in range(n)]
+        return {
+            id(group): GroupLoaded(
+                homes_of(names, tree["membership"]) if names else [position], first
+            )
+            for position, (group, names, first) in enumerate(
+                zip(self._optimizer.param_groups, members, firsts, strict=True)
+            )
+        }
 
     def _set_state(
         self,
@@ -531,6 +562,9 @@ class OptimizerState:
 
     def _check_num_groups(self, stored: StoredPart) -> None:
         """Raise MismatchError if an optimizer of the same name had another number of groups."""
+        names = stored.keys_under(NUM_GROUPS)
+        counts = [int(str(stored.value(NUM_GROUPS, name))) for name in names]
+        self._first_groups = dict(zip(names, accumulate(counts, initial=0), strict=False))
         for name, count in self._optimizer.num_groups().items():
             saved = stored.value(NUM_GROUPS, name)
             if isinstance(saved, int) and saved != count:

@@ -16,10 +16,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import MismatchError
-from holdfast.format.values import is_plain_dict
+from holdfast.format.values import is_plain_dict, items_of, tensor_keys
 from holdfast.state.followed_dims import placed_by
 from holdfast.state.markers import Fresh, Stored, Transient, global_shape
-from holdfast.state.optimizer_forms import hyperparameters
+from holdfast.state.optimizer_forms import hyperparameters, joined_groups
 from holdfast.state.optimizer_protocol import OptimizerParameter, stored_form, with_padding
 from holdfast.state.shared_memory import is_expanded
 from holdfast.state.stored import (
@@ -275,6 +275,7 @@ def absent_groups(
         optimizers[param.group] = param.optimizer
     for i, names in enumerate(members):
         known = [home for name in names if isinstance(home := homes.get(name), int)]
+        _refuse_joined(i, len(members), sorted(set(known)), stored)
         if names and not known:
             listed = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
             result[f"groups.{i}"] = Fresh(f"the checkpoint knows none of its parameters: {listed}")
@@ -284,6 +285,20 @@ def absent_groups(
             for key, is_required in _absent_settings(optimizers[i], groups[i], keys):
                 result[f"groups.{i}.{key}"] = Fresh("a setting it lacks", is_required)
     return result
+
+
+def _refuse_joined(
+    position: int, num_groups: int, homes: Sequence[int], stored: StoredPart
+) -> None:
+    """Raise MismatchError if the members of a group had other settings than one another.
+
+    Settings that are tensors are compared when they are loaded (`stored_settings`).
+    """
+    nodes = [stored.at("groups", home) for home in homes]
+    are_plain = not any(any(tensor_keys(node)) for node in nodes)
+    if are_plain and any(node != nodes[0] for node in nodes):
+        num_stored = len(items_of(stored.at("groups")) or ())
+        raise joined_groups(position, num_groups, homes, num_stored, where=stored.name)
 
 
 def _absent_settings(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -21,11 +21,13 @@ from holdfast.format.values import is_like_a_tag, is_unicode
 from holdfast.parallel import Layout, ModuleGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.state.arrival import ask_back, differences, listed, recorded
+from holdfast.state.data_shares import refuse_other_shares, with_shares, without_shares
 from holdfast.state.markers import AppliesLater, FromPart, OnLayout
 from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_protocol import PartitionedOptimizer
-from holdfast.state.optimizer_state import is_optimizer_node
+from holdfast.state.optimizer_state import OptimizerState, is_optimizer_node
 from holdfast.state.rng import RNG, refuse_shared_streams
+from holdfast.state.schedules import follow_groups, values_by_group
 from holdfast.state.stored import PlacedTemplates, StoredPart
 from holdfast.state.unfinished import unfinished_on
 
@@ -100,13 +102,18 @@ class StatefulPart:
         self.applies_later = applies_later
         self.missing: list[str] = []
         """Paths that the object has and the checkpoint lacks, as the load allows."""
+        self._name = ""
+        self._built: dict[str, list[object]] = {}
+        """What schedules had for each parameter group before the load."""
 
     def tree(self) -> object:
         """Return the object's state dict."""
-        return self.owner.state_dict()
+        return with_shares(self.owner, self.owner.state_dict())
 
     def template(self, stored: StoredPart) -> object:
         """Whatever is stored, placed as it is now; a per-rank state dict requests its own."""
+        refuse_other_shares(self.owner, stored)
+        self._name, self._built = stored.name, values_by_group(self.owner, stored.name)
         current: object = self.owner.state_dict()
         self._stored = stored
         return PlacedTemplates(in_place=True).template(current, stored)
@@ -118,6 +125,7 @@ class StatefulPart:
             MismatchError: By path, what the object does not state as it was given.
         """
         stored, self._stored = self._stored, None
+        tree = without_shares(tree)
         if self.applies_later or stored is None:
             self.owner.load_state_dict(tree)  # type: ignore[arg-type]
             return
@@ -150,6 +158,12 @@ class StatefulPart:
                     f"that reading its state changes it; let state_dict only read"
                 )
             self.owner.load_state_dict(again)
+
+    def follow(self, optimizers: Iterable[OptimizerState]) -> None:
+        """Let a schedule have the values of the groups that the load has found in an optimizer."""
+        if not self.applies_later:
+            for each in optimizers:
+                follow_groups(self.owner, self._name, each.groups_loaded, self._built)
 
     def unfinished_work(self) -> str | None:
         """Return what the object has not finished."""

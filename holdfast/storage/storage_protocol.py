@@ -32,7 +32,10 @@ class Sink(Protocol):
     """A file being written, of a size known beforehand; threads may write disjoint ranges."""
 
     def write_at(self, offset: int, buffer: memoryview) -> None:
-        """Write all of `buffer` at `offset`; exceeding the stated size is an error."""
+        """Write all of `buffer` at `offset`; exceeding the stated size is an error.
+
+        The caller may change `buffer` when this has returned.
+        """
 
     def sync(self) -> None:
         """Return when everything written is durable."""

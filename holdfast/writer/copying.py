@@ -8,8 +8,9 @@ that are whole in it are not sent again.
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from holdfast.writer.records import SaveHeader, silent_s
 
 _PIECE_NBYTES = 8 << 20
 _READS_AHEAD = 6
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _ALIVE_S = 10.0
 _STARTING_S = 0.5
 OnProgress = Callable[[int], object]
@@ -171,6 +173,10 @@ class _Copy:
         self._files, self._held, self._directory = files, held, directory
         self._target, self._place = target, place
         self._on_progress = on_progress
+        largest = max((file.nbytes for file in files.manifest.files), default=0)
+        num = max(1, min(_READS_AHEAD, -(-largest // _PIECE_NBYTES)))
+        # Pages, so that a sink can write past the page cache.
+        self._memory = [memoryview(mmap.mmap(-1, _PIECE_NBYTES, _PRIVATE)) for _ in range(num)]
 
     def run(self) -> int:
         """Bring every file there, the manifest last; return the bytes that were sent."""
@@ -242,30 +248,37 @@ class _Copy:
                     f"{self._held.describe(path)} has {source.nbytes} bytes, the manifest states "
                     f"{file.nbytes}"
                 )
-            for start, data in _pieces(source, file.nbytes):
+            for start, data in _pieces(source, file.nbytes, self._memory):
                 check.update(start, data)
                 sink.write_at(start, data)
                 self._on_progress(len(data))
             sink.sync()
 
 
-def _pieces(source: Source, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield the pieces of a file in order, while the next ones are being read."""
+def _pieces(
+    source: Source, nbytes: int, memory: Sequence[memoryview]
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield the pieces of a file in order, while the next ones are being read.
+
+    Args:
+        source: The file.
+        nbytes: Its size.
+        memory: Of the pieces, each valid until the next is asked for: memory that is used again is
+            not new to the kernel.
+    """
     starts = deque(range(0, nbytes, _PIECE_NBYTES))
-    reads: deque[tuple[int, Future[memoryview]]] = deque()
-
-    def read(start: int) -> memoryview:
-        buffer = memoryview(bytearray(min(_PIECE_NBYTES, nbytes - start)))
-        source.readinto(buffer, start=start)
-        return buffer
-
-    with ThreadPoolExecutor(_READS_AHEAD, "holdfast-copy") as pool:
+    reads: deque[tuple[int, memoryview, Future[None]]] = deque()
+    free = list(memory)
+    with ThreadPoolExecutor(len(memory), "holdfast-copy") as pool:
         while starts or reads:
-            while starts and len(reads) < _READS_AHEAD:
-                start = starts.popleft()
-                reads.append((start, pool.submit(read, start)))
-            start, piece = reads.popleft()
-            yield start, piece.result()
+            while starts and free:
+                start, whole = starts.popleft(), free.pop()
+                piece = whole[: min(_PIECE_NBYTES, nbytes - start)]
+                reads.append((start, whole, pool.submit(source.readinto, piece, start=start)))
+            start, whole, read = reads.popleft()
+            read.result()
+            yield start, whole[: min(_PIECE_NBYTES, nbytes - start)]
+            free.append(whole)
 
 
 class _BlockCheck:

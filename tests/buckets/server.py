@@ -36,9 +36,12 @@ def s3_server() -> Iterator[str]:
     from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
     from werkzeug.serving import make_server
 
+    class Handler(MotoRequestHandler):
+        disable_nagle_algorithm = True  # as in `tests.buckets.proxy`
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     app = create_backend_app("s3")
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     endpoint = f"http://127.0.0.1:{server.server_port}"

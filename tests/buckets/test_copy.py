@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import secrets
 import shutil
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from holdfast import Checkpointer, ConfigError, CorruptionError, HoldfastError, PosixStorage
 from holdfast.cli.main import main
 from holdfast.format.names import step_dir
 from holdfast.format.verifier import verify_snapshot
 from holdfast.storage import Storage
+from holdfast.storage.posix import PosixSink
 from holdfast.writer import copying
 from holdfast.writer.copying import copy_checkpoint
 from tests.crash.common import state_of, version_of
@@ -154,3 +158,27 @@ def test_two_copies_of_one_version_never_take_from_each_other(tmp_path: Path) ->
     other.join(20)
     assert deleted == []
     assert verify_snapshot(ObjectStorage(url), step_dir(1)) == []
+
+
+def test_a_copy_reads_into_the_same_memory_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row P21: some pages, at whose start a write past the page cache can begin."""
+    run = {"w": torch.arange(100_000), "v": torch.arange(100_000) + 7}
+    Checkpointer(tmp_path / "run").save(1, {"state": run})
+    monkeypatch.setattr(copying, "_PIECE_NBYTES", 16 << 10)
+    written: list[int] = []
+    write_at = PosixSink.write_at
+
+    def noted(sink: PosixSink, offset: int, buffer: memoryview) -> None:
+        if len(buffer) == 16 << 10:
+            written.append(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
+        write_at(sink, offset, buffer)
+
+    monkeypatch.setattr(PosixSink, "write_at", noted)
+    source, target = PosixStorage(tmp_path / "run"), PosixStorage(tmp_path / "copy")
+    copy_checkpoint(source, step_dir(1), target)
+    assert files_of(target, step_dir(1)) == files_of(source, step_dir(1))
+    assert len(written) > 90
+    assert len(set(written)) <= 6
+    assert not any(address % mmap.PAGESIZE for address in written)

@@ -9,14 +9,20 @@ from typing import Literal
 
 Fault = Literal["in forward", "before backward", "in backward", "after backward"]
 FAULTS: tuple[Fault, ...] = ("in forward", "before backward", "in backward", "after backward")
-EvaluationMode = Literal["no_grad", "inference_mode", "generation", "copy"]
-MODES: tuple[EvaluationMode, ...] = ("no_grad", "inference_mode", "generation", "copy")
+EvaluationMode = Literal[
+    "no_grad", "inference_mode", "generation", "copy", "trained copy", "average"
+]
+MODES: tuple[EvaluationMode, ...] = ("no_grad", "inference_mode", "generation")
+COPIES: tuple[EvaluationMode, ...] = ("copy", "trained copy", "average")
 WriteKind = Literal["in place", "data", "load_state_dict", "mask"]
 WRITES: tuple[WriteKind, ...] = ("in place", "data", "load_state_dict", "mask")
 DropKind = Literal["drop_gradients", "optimizer.zero_grad", "model.zero_grad"]
 DROPS: tuple[DropKind, ...] = ("drop_gradients", "optimizer.zero_grad", "model.zero_grad")
-GradientWrite = Literal["halve", "none"]
+GradientWrite = Literal["halve", "none", "clip norm", "clip value"]
 GRADIENT_WRITES: tuple[GradientWrite, ...] = ("halve", "none")
+CLIPS: tuple[GradientWrite, ...] = ("clip norm", "clip value")
+DetourKind = Literal["parametrization", "assignment", "functional", "module", "data"]
+DETOURS: tuple[DetourKind, ...] = ("parametrization", "assignment", "functional", "module", "data")
 HookKind = Literal["output", "gradient", "after gradient"]
 HOOKS: tuple[HookKind, ...] = ("output", "gradient", "after gradient")
 
@@ -35,6 +41,8 @@ class Microbatch:
     """Where the fault is, if it is in forward or backward."""
     failing: tuple[int, ...] | None = None
     """Indices, in the layout, of the ranks that fail; None for all."""
+    idle: tuple[int, ...] = ()
+    """Indices of the ranks that have no rows for it: they accumulate fewer microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +54,8 @@ class TwiceBackward(Microbatch):
 class Evaluate:
     """A forward without gradients, of the same rows on all ranks.
 
-    "generation" is several ones in `eval()`, of more and more rows; "copy" is one of a deep copy.
+    "generation" is several ones in `eval()`, of more and more rows; "copy" is one of a deep copy,
+    which may be trained before; "average" one of torch's `AveragedModel`, which makes a copy, too.
     """
 
     mode: EvaluationMode
@@ -69,17 +78,27 @@ class Swap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Freeze:
-    """Stop training a block."""
+class Detour:
+    """Evaluate while something else is in the place of parameters of a block, and put them back."""
 
+    how: DetourKind
     block: int
 
 
 @dataclass(frozen=True, kw_only=True)
+class Freeze:
+    """Stop training a block, or one parameter of it."""
+
+    block: int
+    number: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Thaw:
-    """Train again what was frozen; or all of a block, whatever it was at the start."""
+    """Train again what was frozen; or a block, or one parameter of it, whatever it was at first."""
 
     block: int | None = None
+    number: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +132,7 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteGradients:
-    """Halve the gradients of a block in `.grad`, or set them to None."""
+    """Halve the gradients of a block in `.grad`, set them to None, or clip them as torch does."""
 
     how: GradientWrite
     block: int
@@ -135,6 +154,8 @@ class Set:
     """Multiply the learning rate of all parameter groups, and the decay of those that have one."""
 
     factor: float
+    ranks: tuple[int, ...] | None = None
+    """Indices, in the layout, of the ranks that do; None for all. The next step has to refuse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +200,7 @@ Action = (
     | Evaluate
     | Write
     | Swap
+    | Detour
     | Freeze
     | Thaw
     | Save
@@ -217,6 +239,10 @@ class Limits:
     faults: tuple[Fault, ...] = FAULTS
     modes: tuple[EvaluationMode, ...] = MODES
     hooks: tuple[HookKind, ...] = HOOKS
+    gradient_writes: tuple[GradientWrite, ...] = GRADIENT_WRITES
+    detours: tuple[DetourKind, ...] = DETOURS
+    num_idle: int = 0
+    """Ranks that may have no rows for a microbatch."""
     may_move: bool = True
     """True if parameters may have other memory later."""
     has_before: bool = False
@@ -247,6 +273,7 @@ def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Act
             "inside",
             "inside",
             "twice",
+            "uneven",
             "",
         )
     )
@@ -262,6 +289,9 @@ def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Act
                 return  # the rest of the step is given up
         elif kind in ("forward", "nothing") and number == odd:
             yield replace(each, does=kind)
+        elif kind == "uneven" and number == odd and limits.num_idle:
+            idle = chance.sample(range(limits.num_ranks), chance.randint(1, limits.num_idle))
+            yield replace(each, idle=tuple(sorted(idle)))
         elif kind == "twice" and number == odd:
             yield TwiceBackward(**vars(each))
         elif kind == "never last":
@@ -272,6 +302,9 @@ def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Act
             yield from (_inside(chance, limits) for _ in range(chance.choice((1, 1, 2))))
     if kind == "late":
         yield replace(microbatches[-1], is_last=chance.random() < 0.5)
+    if limits.num_ranks > 1 and chance.random() < 0.05:
+        count = chance.randint(1, limits.num_ranks - 1)
+        yield Set(factor=2.0, ranks=tuple(sorted(chance.sample(range(limits.num_ranks), count))))
     is_bad = chance.random() < 0.15
     yield Step(
         max_norm=chance.choice((0.0, 0.1, 0.1, 1e6)),
@@ -300,7 +333,7 @@ def _fault(chance: random.Random, microbatch: Microbatch, limits: Limits) -> Mic
 def _between(chance: random.Random, limits: Limits) -> Action:
     """Draw what is done between two steps."""
     kinds = ("evaluate", "write", "write", "swap", "freeze", "thaw", "save", "load", "set", "hook")
-    kind = chance.choice((*kinds, "schedule", "schedule", "move", "reload"))
+    kind = chance.choice((*kinds, "schedule", "schedule", "move", "reload", "detour"))
     if kind == "move":
         return Move() if limits.may_move else Schedule()
     if kind == "swap":
@@ -308,20 +341,25 @@ def _between(chance: random.Random, limits: Limits) -> Action:
     if kind == "hook":
         return Hook(how=chance.choice(limits.hooks), block=chance.randrange(2))
     if kind == "freeze":
-        return Freeze(block=chance.randrange(2))
+        return Freeze(block=chance.randrange(2), number=chance.choice((None, *range(8))))
     if kind == "thaw":
-        return Thaw(block=chance.randrange(2) if chance.random() < 0.25 else None)
+        if chance.random() < 0.25:
+            return Thaw(block=chance.randrange(2), number=chance.choice((None, *range(8))))
+        return Thaw()
     return _anywhere(chance, kind, limits)
 
 
 def _inside(chance: random.Random, limits: Limits) -> Action:
     """Draw what is done between two microbatches, or between the last one and the step."""
     if chance.random() < 0.2:
-        return Freeze(block=chance.randrange(2)) if chance.random() < 0.7 else Thaw()
+        number = chance.choice((None, *range(8)))
+        return Freeze(block=chance.randrange(2), number=number) if chance.random() < 0.7 else Thaw()
     kinds = ("evaluate", "write", "write", "swap", "save", "load", "drop", "look", "gradients")
-    kind = chance.choice((*kinds, "set", "toggle", "schedule", "reload"))
+    kinds = (*kinds, "gradients", "set", "toggle", "toggle", "schedule", "reload", "detour")
+    kind = chance.choice(kinds)
     if kind == "gradients":
-        return WriteGradients(how=chance.choice(GRADIENT_WRITES), block=chance.randrange(2))
+        how = chance.choice(limits.gradient_writes)
+        return WriteGradients(how=how, block=chance.randrange(2))
     return _anywhere(chance, kind, limits)
 
 
@@ -345,6 +383,8 @@ def _anywhere(chance: random.Random, kind: str, limits: Limits) -> Action:
         return Schedule()
     if kind == "reload":
         return ReloadOptimizer()
+    if kind == "detour":
+        return Detour(how=chance.choice(limits.detours), block=chance.randrange(2))
     if kind == "toggle":
         return Toggle(block=chance.randrange(2))
     if kind == "load":

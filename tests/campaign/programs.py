@@ -16,6 +16,10 @@ import torch
 
 from holdfast import Layout, LayoutError
 from tests.campaign.actions import (
+    CLIPS,
+    COPIES,
+    DETOURS,
+    GRADIENT_WRITES,
     HOOKS,
     MODES,
     Action,
@@ -134,12 +138,19 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
     has_contexts = chance.random() < 0.85
     # Other ranks would wait for one that fails in a forward with collectives of its own, or learn
     # nothing of an error outside of a microbatch.
-    is_shared = {*layout} <= {"dp", "replicas", "ranks"} and has_contexts
+    is_plain = {*layout} <= {"dp", "replicas", "ranks"}
+    is_shared = is_plain and has_contexts
+    # What `reduce` has not made equal yet is clipped on each rank by itself; torch's own clipping
+    # takes DTensors of one mesh.
+    is_clipped = num_ranks == 1 or (kind != "plain" and is_plain)
+    # A hook on what was added up is not called on a rank that adds nothing.
+    may_idle = is_shared and kind != "fsdp" and chance.random() < 0.5
+    is_declared = kind in ("zero", "chained") and (is_odd or chance.random() < 0.3)
     way = Way(
         kind=kind,
         layout=layout,
         options=_draw_options(chance, kind),
-        is_declared=kind in ("zero", "chained") and (is_odd or chance.random() < 0.3),
+        is_declared=is_declared,
         has_contexts=has_contexts,
         actions=draw_actions(
             chance,
@@ -147,11 +158,18 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
                 num_ranks=num_ranks,
                 num_failing=num_ranks - 1 if is_shared else 0,
                 # Buckets hold gradients; outside of a microbatch a hook gets a warning alone.
-                hooks=HOOKS if has_contexts or kind in ("plain", "fsdp") else HOOKS[:2],
+                hooks=HOOKS
+                if (has_contexts or kind in ("plain", "fsdp")) and not may_idle
+                else HOOKS[:2],
                 may_move=kind in ("plain", "fsdp"),  # buckets hold parameters
                 has_before=before is not None,
-                # A fully sharded model cannot be copied.
-                modes=tuple(mode for mode in MODES if kind != "fsdp" or mode != "copy"),
+                # A fully sharded model cannot be copied, and experts of a copy get gradients of the
+                # same rows from several ranks.
+                modes=MODES if kind == "fsdp" else (*MODES, *(COPIES if is_plain else COPIES[:1])),
+                gradient_writes=GRADIENT_WRITES + (CLIPS if is_clipped else ()),
+                # Torch ignores an assignment to `.data` of a DTensor, if nothing refuses it.
+                detours=DETOURS[:-1] if is_declared or kind == "fsdp" else DETOURS,
+                num_idle=num_ranks - 1 if may_idle else 0,
             ),
         ),
         has_two=kind != "chained" and chance.random() < 0.3,

@@ -84,7 +84,7 @@ def test_the_programs_have_everything_that_they_are_about() -> None:
         assert any(way.layout.get(axis, 1) > 1 for way in ways), axis
     done = Counter(
         (program.ways[-1].kind, type(action))
-        for program in (draw_irregular(seed, num_ranks=1) for seed in range(1000, 2200))
+        for program in (draw_irregular(seed, num_ranks=1) for seed in range(1000, 2800))
         for action in program.ways[-1].actions
     )
     # Buckets hold parameters: a model moves before its sharded optimizer is built.

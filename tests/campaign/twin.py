@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from holdfast import Layout
 from tests.campaign.actions import (
     Action,
+    Detour,
     Drop,
     Evaluate,
     Freeze,
@@ -41,8 +42,10 @@ from tests.campaign.ways import (
     Hooks,
     Values,
     change_settings,
+    clip,
     evaluate,
     evaluate_average,
+    evaluate_otherwise,
     is_hooked,
     param_groups,
     reload,
@@ -76,6 +79,8 @@ class Situation:
     """True if something got a gradient that was frozen at the start."""
     is_hooked: bool = False
     """True if hooks are at parameters."""
+    is_split: bool = False
+    """True if ranks have other settings."""
 
 
 class Twin:
@@ -126,6 +131,8 @@ class Twin:
                 write(self.model, action)
                 if action.how == "load_state_dict" and not self._has_loaded_mains:
                     self._refresh_mains()
+            case Detour():
+                return {"output": evaluate_otherwise(self.model, action)}
             case Freeze() | Thaw():
                 self._set_trainable(action)
             case Save():
@@ -147,7 +154,10 @@ class Twin:
             case ReloadOptimizer():
                 reload(self._optimizer)
             case Set():
-                change_settings(self._optimizer, action)
+                if action.ranks is None:
+                    change_settings(self._optimizer, action.factor)
+                else:
+                    self.situation.is_split = True
             case Toggle():
                 toggle(self.model, action)
             case Schedule():
@@ -193,9 +203,12 @@ class Twin:
         situation.is_open = not (action.is_last and action.does == "all")
         if action.does == "nothing":
             return {}
+        groups = {rank: layout.group("dp_cp", rank) for rank in layout.ranks}
+        idle = [groups[rank].index(rank) for rank in (layout.ranks[i] for i in action.idle)]
         shares = [
             rows_of(action.step, index=index, shares=self._shares, parts=action.num_parts)
             for index in range(self._shares)
+            if index not in idle
         ]
         batches = [[parts[action.part] for parts in shares]]
         if self.program.traits.dtype == torch.bfloat16:  # each rank rounds a gradient of its own
@@ -212,7 +225,13 @@ class Twin:
                     self._add_gradients()
                 loss.backward()
                 self._add_gradients()
-        return {"losses": [float(each.detach()) for each in losses]}
+        found = iter(losses)
+        return {
+            "losses": [
+                None if index in idle else float(next(found).detach())
+                for index in range(self._shares)
+            ]
+        }
 
     def _add_gradients(self) -> None:
         self.situation.has_gradients = True
@@ -270,7 +289,17 @@ class Twin:
 
     def _write_gradients(self, action: WriteGradients) -> None:
         written = {*self.model.blocks[action.block].parameters()}
-        for i in [i for i in self._sums if self._all[i] in written]:
+        positions = [i for i in self._sums if self._all[i] in written]
+        if action.how in ("clip norm", "clip value"):
+            averaged = [nn.Parameter(self._sums[i].detach()) for i in positions]
+            for p in averaged:
+                p.grad = p.detach() / self._shares
+            clip(averaged, action.how, scale=1.0)
+            for i, p in zip(positions, averaged, strict=True):
+                assert p.grad is not None
+                self._sums[i] = p.grad * self._shares
+            return
+        for i in positions:
             if action.how == "halve":
                 self._sums[i].mul_(0.5)
             else:

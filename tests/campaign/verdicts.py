@@ -13,6 +13,7 @@ from torch import Tensor
 from holdfast import HoldfastError, Layout
 from tests.campaign.actions import (
     Action,
+    Detour,
     Drop,
     Evaluate,
     Load,
@@ -89,7 +90,7 @@ REFUSALS = (
     ),
     Refusal(
         name="written in a step",
-        actions=(Microbatch, Evaluate, Swap),
+        actions=(Microbatch, Evaluate, Swap, Detour),
         text=_STALE,
         fits=lambda now: now.is_written,
     ),
@@ -128,6 +129,18 @@ REFUSALS = (
         actions=(TwiceBackward,),
         text=r"a gradient came after its bucket was reduced.* one backward call in each microbatch",
         fits=lambda now: True,
+    ),
+    Refusal(
+        name="replaced",
+        actions=(Detour,),
+        text=r"parameter '.*' .* since fully_shard_model|a fully sharded model cannot be copied",
+        fits=lambda now: True,
+    ),
+    Refusal(
+        name="settings differ",
+        actions=(Step,),
+        text=r"ranks differ in (lr|weight_decay) of parameter group",
+        fits=lambda now: now.is_split,
     ),
     Refusal(
         name="no state dict",
@@ -249,8 +262,10 @@ def _refusal(action: Action, answers: Sequence[Answer], twin: Twin) -> str | Non
 
 
 def _has_to_raise(action: Action, twin: Twin) -> bool:
-    """Return True for an update without any gradient, which is a mistake in the loop."""
-    return isinstance(action, Step) and not action.bad and not twin.situation.has_gradients
+    """Return True for an update without any gradient, or of ranks with other settings."""
+    now = twin.situation
+    no_gradient = isinstance(action, Step) and not action.bad and not now.has_gradients
+    return no_gradient or (isinstance(action, Step) and now.is_split)
 
 
 def _differences(found: Values, expected: Values, *, index: int) -> list[str]:
@@ -258,9 +273,9 @@ def _differences(found: Values, expected: Values, *, index: int) -> list[str]:
     for name, value in expected.items():
         if name == "losses":
             name, value = "loss", value[index]
-        mine = found[name]
         if value is None:
             continue
+        mine = found[name]
         if isinstance(value, dict):
             gaps = {n: _gap(mine[n], whole) for n, whole in value.items()}
             off = {n: gap for n, gap in gaps.items() if not gap < 1e-6}

@@ -21,6 +21,9 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.func import functional_call
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from holdfast import Checkpointer, ConfigError, OptimizerState, ProcessGroups
@@ -35,6 +38,8 @@ from holdfast.optim import (
 )
 from tests.campaign.actions import (
     Action,
+    Detour,
+    DetourKind,
     Drop,
     Evaluate,
     Fault,
@@ -140,6 +145,8 @@ class Trained:
         self._hooks = Hooks(self.model)
         self._scheduler = scheduler_of(self._inner)
         self._scaler = LossScaler(initial=64.0, growth_interval=2) if way.has_scaler else None
+        self._own_factor = 1.0
+        """Of settings, on this rank and not on all."""
 
     def do(self, action: Action) -> Values:
         """Do what an action says."""
@@ -157,6 +164,8 @@ class Trained:
             case Swap():
                 save = self._save if action.saves else None
                 return {"output": evaluate_average(self.model, save=save)}
+            case Detour():
+                return {"output": evaluate_otherwise(self.model, action)}
             case Freeze() | Thaw():
                 set_trainable(self.model, action, at_start=self._trainable)
             case Save():
@@ -166,13 +175,16 @@ class Trained:
             case Drop():
                 self._drop(action.how, to_zeros=action.to_zeros)
             case WriteGradients():
-                write_gradients(self.model, action)
+                scale = 1.0 if self._scaler is None else self._scaler.scale
+                write_gradients(self.model, action, scale=scale)
             case Hook():
                 self._hooks.register(action)
             case ReloadOptimizer():
                 reload(self._inner)
             case Set():
-                change_settings(self.optimizer, action)
+                if action.ranks is None or self._index in action.ranks:
+                    change_settings(self.optimizer, action.factor)
+                    self._own_factor = 1.0 if action.ranks is None else action.factor
             case Toggle():
                 toggle(self.model, action)
             case Schedule():
@@ -191,6 +203,9 @@ class Trained:
             set_trainable(self.model, Thaw(), at_start=self._trainable)
         if is_hooked(action, text):
             self._hooks.remove()
+        if isinstance(action, Step):
+            change_settings(self.optimizer, 1 / self._own_factor)
+            self._own_factor = 1.0
 
     def state(self) -> dict[str, object]:
         """Return what is saved and loaded."""
@@ -213,6 +228,11 @@ class Trained:
     # ---- inside ----
 
     @property
+    def _index(self) -> int:
+        """Of this rank in the layout."""
+        return self.groups.layout.ranks.index(self.groups.rank)
+
+    @property
     def _inner(self) -> Any:
         optimizer = self.optimizer
         return optimizer.optimizer if isinstance(optimizer, ReducedOptimizer) else optimizer
@@ -222,10 +242,10 @@ class Trained:
         index, shares = groups.index("dp_cp"), groups.size("dp_cp")
         rows = rows_of(action.step, index=index, shares=shares, parts=action.num_parts)[action.part]
         failing = action.failing
-        fails = failing is None or groups.layout.ranks.index(groups.rank) in failing
+        fails = failing is None or self._index in failing
         fault = action.fault if fails else None
         with self._microbatch(is_last=action.is_last):
-            if action.does == "nothing":
+            if action.does == "nothing" or self._index in action.idle:
                 return {}
             with _fault_of(self.model, fault, action.block):
                 loss = self.model(rows).mean() / action.num_parts
@@ -253,7 +273,7 @@ class Trained:
             "max_norm": action.max_norm,
             "count_zeros": True,
             "scaler": self._scaler,
-            "is_finite": self.groups.layout.ranks.index(self.groups.rank) not in action.bad,
+            "is_finite": self._index not in action.bad,
         }
         if self.sharded is not None:
             outcome = self.sharded.step(self._stepped, **options)
@@ -423,8 +443,15 @@ def _fault_of(model: Generated, fault: Fault | None, block: int) -> Iterator[Non
 
 def evaluate(model: Generated, mode: str) -> Tensor:
     """Return the losses of some rows, without gradients."""
-    if mode == "copy":
+    if mode in ("copy", "trained copy"):
         model = copy.deepcopy(model)
+    if mode == "trained copy":
+        _train_alone(model)
+    if mode == "average":
+        averaged = AveragedModel(model, avg_fn=lambda old, new, _: (old + new) / 2)
+        averaged.update_parameters(model)
+        averaged.update_parameters(model)
+        model = averaged.module
     if mode == "generation":
         model.eval()
     with torch.inference_mode() if mode == "inference_mode" else torch.no_grad():
@@ -432,6 +459,74 @@ def evaluate(model: Generated, mode: str) -> Tensor:
         output = [model(torch.arange(length)) for length in lengths][-1]
     model.train()
     return output.clone()
+
+
+def _train_alone(model: Generated) -> None:
+    """Make a step of plain gradient descent, as with a copy that is tried out."""
+    loss = model(torch.arange(6)).mean()
+    if loss.requires_grad:
+        loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+class _Halved(nn.Module):
+    """A parametrization."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * 0.5
+
+
+def evaluate_otherwise(model: Generated, action: Detour) -> Tensor:
+    """Evaluate with half of a parameter in its place, which then has the parameter again."""
+    block = _block(model, action.block)
+    leaf: Any = block.parts[0]
+    if action.how == "functional":
+        before = leaf.up
+        halved = {f"blocks.{action.block}.parts.0.up": before.detach() * 0.5}
+        try:
+            with torch.no_grad():
+                output: Tensor = functional_call(model, halved, (torch.arange(6),))
+        finally:  # torch does not put back what is of a module at two places
+            leaf._parameters["up"] = before
+        return output.clone()
+    places = [*leaf._parameters]
+    try:
+        with _in_place(block, leaf, action.how):
+            return evaluate(model, "no_grad")
+    finally:
+        for name in places:  # a parametrization has moved it to the end
+            leaf._parameters[name] = leaf._parameters.pop(name)
+
+
+@contextlib.contextmanager
+def _in_place(block: Block, leaf: Any, how: DetourKind) -> Iterator[None]:
+    before = leaf.up
+    try:
+        if how == "parametrization":
+            parametrize.register_parametrization(leaf, "up", _Halved())
+        elif how == "data":
+            data = before.data
+            before.data = data * 0.5
+        elif how == "assignment":
+            leaf.up = nn.Parameter(before.detach() * 0.5)
+        else:
+            other = copy.deepcopy(leaf)
+            with torch.no_grad():
+                other.up.mul_(0.5)
+            block.parts[0] = other
+        yield
+    finally:
+        if how == "parametrization":
+            parametrize.remove_parametrizations(leaf, "up", leave_parametrized=False)
+        elif how == "data":
+            before.data = data
+        elif how == "assignment":
+            leaf.up = before
+        else:
+            block.parts[0] = leaf
 
 
 @torch.no_grad()
@@ -481,28 +576,44 @@ def set_trainable(
     model: Generated, action: Freeze | Thaw, *, at_start: Mapping[nn.Parameter, bool]
 ) -> None:
     """Freeze a block, or thaw it."""
-    if isinstance(action, Thaw) and action.block is None:
+    if action.block is None:
         for p, trained in at_start.items():
             p.requires_grad_(trained)
-    else:
-        assert action.block is not None
-        for p in _block(model, action.block).parameters():
-            p.requires_grad_(isinstance(action, Thaw))
+        return
+    parameters = [*_block(model, action.block).parameters()]
+    if action.number is not None:
+        parameters = [parameters[action.number % len(parameters)]]
+    for p in parameters:
+        p.requires_grad_(isinstance(action, Thaw))
 
 
 @torch.no_grad()
-def write_gradients(model: Generated, action: WriteGradients) -> None:
+def write_gradients(model: Generated, action: WriteGradients, *, scale: float) -> None:
     """Change gradients by hand; a warning that they are elsewhere is as good as a refusal."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         try:
-            for p in _block(model, action.block).parameters():
+            parameters = [*_block(model, action.block).parameters()]
+            if action.how in ("clip norm", "clip value"):
+                clip(parameters, action.how, scale=scale)
+                return
+            for p in parameters:
                 if action.how == "none":
                     p.grad = None
                 elif p.grad is not None:
                     p.grad.mul_(0.5)
         except RuntimeWarning as warning:
             raise ConfigError(str(warning)) from warning
+
+
+def clip(parameters: list[nn.Parameter], how: str, *, scale: float) -> None:
+    """Clip each gradient as torch does, which joins none of several meshes; they are scaled."""
+    for p in parameters:
+        if p.grad is not None:
+            if how == "clip norm":
+                nn.utils.clip_grad_norm_([p], 0.01 * scale)
+            elif not p.is_complex():
+                nn.utils.clip_grad_value_([p], 0.005 * scale)
 
 
 class Hooks:
@@ -556,12 +667,12 @@ def _halve_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * 0.5
 
 
-def change_settings(optimizer: Any, action: Set) -> None:
+def change_settings(optimizer: Any, factor: float) -> None:
     """Change what parameter groups state, as schedules do."""
     inner = optimizer.optimizer if isinstance(optimizer, ReducedOptimizer) else optimizer
     for group in inner.param_groups:
-        group["lr"] *= action.factor
-        group["weight_decay"] *= action.factor
+        group["lr"] *= factor
+        group["weight_decay"] *= factor
 
 
 def reload(optimizer: torch.optim.Optimizer) -> None:

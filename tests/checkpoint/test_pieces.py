@@ -73,6 +73,21 @@ def test_any_cutting_loads_into_any_other(
             assert torch.equal(there, whole)
 
 
+def test_one_piece_of_each_of_many(tmp_path: Any) -> None:
+    """They are matched together, and each has its own place."""
+    wholes = {f"w{i}": torch.randn(4, 3) for i in range(24)}
+    boxes: dict[str, Box] = {name: ((i % 3, 0), (2, 3)) for i, name in enumerate(wholes)}
+    there = {name: torch.zeros(4, 3) for name in wholes}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"s": wholes})
+        pieces = {name: pieces_of(there[name], [boxes[name]], strided=True) for name in wholes}
+        checkpointer.load({"s": pieces})
+    for i, (name, whole) in enumerate(wholes.items()):
+        rows = slice(i % 3, i % 3 + 2)
+        assert torch.equal(there[name][rows], whole[rows])
+        assert not there[name].sum(1)[: rows.start].any()
+
+
 @pytest.mark.parametrize("lost", [0, 2])
 def test_an_element_in_no_piece_is_refused(tmp_path: Any, lost: int) -> None:
     whole = torch.arange(12.0).view(3, 4)

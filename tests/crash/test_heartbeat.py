@@ -35,7 +35,7 @@ def _slow(context: RankContext, root: str, slow: int, mode: str) -> list[str]:
         def late(*args: object, **kwargs: object) -> object:
             if mode == "async":
                 done = real(*args, **kwargs) if context.rank != slow else None  # type: ignore[operator]
-            time.sleep(3.5 * ALIVE_S if context.rank == slow else 0)
+            time.sleep(2 * ALIVE_S if context.rank == slow else 0)
             return real(*args, **kwargs) if mode == "sync" or context.rank == slow else done  # type: ignore[operator]
 
         if mode == "sync":

@@ -169,8 +169,12 @@ def _killed_at(root: Path, draw: random.Random) -> int:
         assert error.signal == signal.SIGKILL, error
     killed = time.monotonic()
     copied = 0
-    # From the instant of the kill until nothing changes any more.
+    pause_s = 0.0
+    # From the instant of the kill until nothing changes any more. Loads follow one another while
+    # much changes; a writer that waits for another's share does so for its whole deadline.
     while True:
+        time.sleep(pause_s)
+        pause_s = min(0.25, 0.001 + 1.2 * pause_s)
         if kill_s is not None and time.monotonic() > killed + kill_s:
             end_processes_of(root, signal.SIGKILL)
         processes = processes_of(root)

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from torch.distributed.distributed_c10d import _get_default_store
 
 from holdfast import (
     Checkpointer,
@@ -38,17 +39,19 @@ from tests.harness import RankContext, run_ranks
 
 
 def _absent(context: RankContext, root: str) -> str:
+    store = _get_default_store()
     layout = Layout(dp=3)
     with ProcessGroups.create(layout, timeout_s=2) as groups:
         checkpointer = Checkpointer(root, groups=groups)
         if context.rank == 1:
-            time.sleep(6)
+            store.wait(["0", "2"])  # until they have raised
             return ""
         began = time.monotonic()
         with pytest.raises(DeadlineError) as caught:
             checkpointer.save(1, state_of(1))
         assert time.monotonic() - began < 30
         assert checkpointer.latest() is None
+        store.set(f"{context.rank}", "raised")
         return str(caught.value)
 
 

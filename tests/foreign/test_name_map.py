@@ -7,7 +7,9 @@ that does nothing goes unnoticed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -260,6 +262,52 @@ def test_a_random_map_makes_what_numpy_makes_and_its_inverse_undoes_it(
             )
     back = name_map.inverse().apply(mapped).catalog
     assert_equal(model_of(back), random_map.before)
+
+
+def random_pattern(rng: random.Random, kinds: Mapping[str, str]) -> str:
+    """The wildcards in any order, with text between some of them."""
+    pieces = []
+    for name in rng.sample(list(kinds), len(kinds)):
+        pieces += [rng.choice("abc")] * (rng.random() < 0.4)
+        pieces.append(f"{{{name}:{kinds[name]}}}" if kinds[name] != "name" else f"{{{name}}}")
+    pieces += [rng.choice("abz")] * (rng.random() < 0.5)
+    return rng.choice("._").join(pieces)
+
+
+def test_an_inverse_gives_the_names_back_or_the_map_says_that_it_does_not(tmp_path: Path) -> None:
+    """X5: `{a:path}.{b:path}` to `{b}.{a}`, and a kept name like those that were made.
+
+    Each was undone to other names, silently.
+    """
+    outcomes: Counter[str] = Counter()
+    for seed in range(500):
+        rng = random.Random(seed)
+        words = ["a", "b", "c", "0", "1", "a_b"]
+        names = {".".join(rng.choices(words, k=rng.randint(1, 4))) for _ in range(4)}
+        model = {name: np.array([i], dtype="u1") for i, name in enumerate(sorted(names))}
+        rules = []
+        for _ in range(rng.randint(1, 2)):
+            wildcards = "xy"[: rng.choice((1, 2))]
+            kinds = {each: rng.choice(["path", "path", "name", "int"]) for each in wildcards}
+            patterns = [random_pattern(rng, kinds) for _ in range(2)]
+            rules.append(rename(*patterns, optional=True))
+        name_map = NameMap(rules, unmatched="keep")
+        try:
+            mapped = name_map.apply(catalog_of(tmp_path, model, held=True))
+            back = name_map.inverse().apply(mapped.catalog).catalog
+        except ConfigError:
+            outcomes["refused"] += 1
+            continue
+        is_undone = model_of(back) == model
+        assert is_undone == (not mapped.report.not_undone), (seed, mapped.report.lines())
+        assert mapped.report.not_undone == list(mapped.catalog.left_out)
+        outcomes["undone" if is_undone else "stated"] += bool(mapped.report.changes)
+    assert min(outcomes[each] for each in ("undone", "stated", "refused")) > 2, outcomes
+    twice = NameMap([rename("{a:path}.{b:path}", "{b}.{a}")], name="swap")
+    mapped = twice.apply(catalog_of(tmp_path, {"x.y.z": np.zeros(1)}, held=True))
+    assert mapped.report.not_undone == [
+        "swap loses the names that were: its inverse would make y.z.x of z.x.y, which was x.y.z"
+    ]
 
 
 def check_ranges(payload: Any, array: Array, catalog: Any, rng: np.random.Generator) -> None:

@@ -330,3 +330,57 @@ def test_next_to_the_whole_model_other_files_are_left_out(tmp_path: Path) -> Non
         report = checkpointer.load_all(source=tmp_path)
     assert list(report.values["model"]) == ["a"]
     assert list(report.left_out) == [f"{name}: name this file to read it" for name in others]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_two_models_in_a_folder_are_not_one_and_none_is_taken(tmp_path: Path, suffix: str) -> None:
+    """X24: a model next to the index of an earlier save, which other programs prefer."""
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[suffix]
+    save = {"safetensors": save_file, "bin": torch.save}[suffix]
+    files = [f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
+    for name, file in zip("ab", files, strict=True):
+        save({name: torch.ones(2)}, tmp_path / file)
+    index = tmp_path / f"{stem}.{suffix}.index.json"
+    index.write_text(json.dumps({"weight_map": dict(zip("ab", files, strict=True))}))
+    assert sorted(open_catalog(tmp_path).tensors) == ["model.a", "model.b"]
+    whole = tmp_path / f"{stem}.{suffix}"
+    save({"a": torch.zeros(2), "c": torch.zeros(2)}, whole)
+    with pytest.raises(CorruptionError, match=f"name {whole.name} to read it"):
+        open_catalog(tmp_path)
+    assert sorted(open_catalog(whole).tensors) == ["model.a", "model.c"]
+    (tmp_path / files[1]).rename(tmp_path / "elsewhere")
+    with pytest.raises(CorruptionError, match="left from an earlier save, name one file"):
+        open_catalog(tmp_path)
+    index.unlink()
+    with pytest.raises(CorruptionError, match=f"there is no {files[1]}"):
+        open_catalog(tmp_path)
+    (tmp_path / "elsewhere").rename(tmp_path / files[1])
+    catalog = open_catalog(tmp_path)
+    assert sorted(catalog.tensors) == ["model.a", "model.c"]
+    assert [each.partition(":")[0] for each in catalog.left_out] == files
+
+
+def test_what_is_next_to_shards_without_an_index_is_left_out(tmp_path: Path) -> None:
+    """X24: an adapter became a part of the model, and so did shards of an earlier save."""
+    for i in (1, 2):
+        save_file({f"w{i}": torch.ones(2)}, tmp_path / f"model-0000{i}-of-00002.safetensors")
+    save_file({"lora": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    catalog = open_catalog(tmp_path)
+    assert sorted(catalog.tensors) == ["model.w1", "model.w2"]
+    assert [each.partition(":")[0] for each in catalog.left_out] == ["adapter_model.safetensors"]
+    save_file({"w": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    with pytest.raises(CorruptionError, match="shards of 2 models"):
+        open_catalog(tmp_path)
+
+
+def test_an_index_of_a_variant_is_read(tmp_path: Path) -> None:
+    """X24: the half that was there of `variant="fp16"` was a model."""
+    names = {f"w{i}": f"model.fp16-part{i}.safetensors" for i in (1, 2)}
+    for name, file in names.items():
+        save_file({name: torch.ones(2)}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.fp16.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    assert len(open_catalog(tmp_path).tensors) == 2
+    (tmp_path / names["w2"]).unlink()
+    with pytest.raises(CorruptionError, match=r"'w2' is to be in 'model\.fp16-part2\.safe"):
+        open_catalog(tmp_path)

@@ -154,6 +154,31 @@ def test_sharded_weights_of_hugging_face(tmp_path: Path) -> None:
     check_catalog(tmp_path, "model", tensors)
 
 
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_a_damaged_file_of_a_folder_is_an_error(tmp_path: Path, weights: str) -> None:
+    """X24: an optimizer that was cut on a full disk was left out, and a conversion succeeded."""
+    save = torch.save if weights.endswith(".bin") else save_file
+    save({"w": torch.ones(2)}, tmp_path / weights)
+    optimizer = tmp_path / "optimizer.pt"
+    torch.save({"state": {0: {"m": torch.ones(2)}}, "param_groups": []}, optimizer)
+    whole = optimizer.read_bytes()
+    assert set(open_catalog(tmp_path).parts) == {"model", "optimizer"}
+    torch.save({}, tmp_path / "scheduler.pt")
+    for damaged, why in (
+        (whole[:-100], "missing: damaged"),
+        (whole.replace(b"param_groups", b"param_gruops"), "another CRC-32"),
+        (b"", "is empty; damaged"),
+        (bytes(4096), "starts with zeros; damaged"),
+    ):
+        optimizer.write_bytes(damaged)
+        with pytest.raises(CorruptionError, match=rf"optimizer\.pt.*{why}.*alone, name it"):
+            open_catalog(tmp_path)
+    # Whole files that are never read, and those of other programs, are left out by name.
+    for other in (b"GGUF" + bytes(100), b"\x80\x04N."):
+        optimizer.write_bytes(other)
+        assert "optimizer.pt: " in " ".join(open_catalog(tmp_path).left_out)
+
+
 def test_memory_in_common_is_kept_or_noted(tmp_path: Path) -> None:
     weight, flat = torch.randn(3, 4), torch.randn(8)
     value = {

@@ -97,6 +97,22 @@ def transposed(groups: ProcessGroups) -> None:
     fully_shard_model(net, groups, experts=())
 
 
+def a_subclass(groups: ProcessGroups) -> None:
+    class Quantized(torch.Tensor):
+        pass
+
+    net = build()
+    net.table = nn.Parameter(net.table.detach().as_subclass(Quantized))
+    fully_shard_model(net, groups, experts=())
+
+
+def with_a_gradient(groups: ProcessGroups) -> None:
+    net = build()
+    if groups.rank == 2:
+        net.table.grad = torch.ones_like(net.table)
+    fully_shard_model(net, groups, experts=())
+
+
 def twice(groups: ProcessGroups) -> None:
     net = build()
     shard(net, groups)
@@ -187,6 +203,8 @@ CASES: list[tuple[str, Callable[[ProcessGroups], None], type[HoldfastError], tup
     ("dense", a_container, ConfigError, ("'layers'", "ModuleList", "forward")),
     ("dense", a_stranger, ConfigError, ("Linear", "not a module of the model")),
     ("dense", transposed, ConfigError, ("'table'", "contiguous")),
+    ("dense", a_subclass, ConfigError, ("'table'", "Quantized", "cannot be cut")),
+    ("dense", with_a_gradient, ConfigError, ("rank 2", "'table'", "has a gradient")),
     ("dense", twice, ConfigError, ("already",)),
     ("dense", torchs_own, ConfigError, ("layers.0", "already")),
     ("dense", unknown_strategy, ConfigError, ("zero3", "optim_grads_params")),

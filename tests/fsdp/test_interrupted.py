@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast import Checkpointer, ConfigError, HoldfastError, Layout, PlanError, ProcessGroups
 from holdfast.fsdp import ShardedModel, fully_shard_model
+from holdfast.optim import ReducedOptimizer, ShardedOptimizer
 from tests.fsdp.common import STRATEGIES, build, difference, full, place, rows_of, sgd, shard, truth
 from tests.harness import RankContext, run_ranks
 
@@ -297,6 +298,70 @@ def written_after_evaluation(context: RankContext) -> None:
 def test_a_write_after_an_evaluation_is_kept() -> None:
     """I1: before, it went to whole copies, and was lost in the next step and in a save."""
     run_ranks(2, written_after_evaluation)
+
+
+class Normed(nn.Module):
+    """Keeps statistics of what it sees in training, which it uses in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def evaluated_in_a_step(context: RankContext) -> None:
+    """All ranks have the same rows, so that their statistics are those of one process."""
+    del context
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for kind in (*STRATEGIES, "sharded", "reduced"):
+            net, single = Normed(), Normed()
+            alone = sgd(single.parameters())
+            entered: Any
+            if kind in STRATEGIES:
+                entered = fully_shard_model(
+                    net, groups, experts=(), units=net.layers, strategy=kind
+                )
+                step = partial(entered.step, sgd(net.parameters()))
+            elif kind == "sharded":
+                entered = ShardedOptimizer(
+                    net, net.parameters(), make=sgd, groups=groups, over="dp_cp", divisor=2,
+                    overlap=True, bucket_nbytes=64,
+                )  # fmt: skip
+                step = entered.step
+            else:
+                entered = ReducedOptimizer(sgd(net.parameters()), groups, reduce="dp_cp", divisor=2)
+                step = entered.step
+            for number in range(6):
+                x = torch.randn(5, 4, generator=torch.Generator().manual_seed(number))
+                with entered.microbatch(is_last=number % 2 == 1):
+                    net(x).square().mean().backward()
+                single(x).square().mean().backward()
+                for without in (torch.no_grad, torch.inference_mode):
+                    for is_training in (False, True):
+                        with without():
+                            out, expected = (
+                                each.train(is_training)(x + 1) for each in (net, single)
+                            )
+                            assert torch.allclose(out, expected, atol=1e-5), (kind, number)
+                if number % 2:
+                    step()
+                    alone.step()
+                    alone.zero_grad()
+            if kind == "sharded":
+                entered.synchronize()
+            assert difference(net, single) < 1e-5, kind
+            for mine, other in zip(net.buffers(), single.buffers(), strict=True):
+                assert torch.allclose(mine, other, atol=1e-5), kind
+
+
+def test_evaluations_in_a_step_change_nothing_but_statistics() -> None:
+    """I1: before the last microbatch and after it, in either mode of the model."""
+    run_ranks(2, evaluated_in_a_step)
 
 
 def local_data(parameter: Any) -> None:
@@ -717,11 +782,12 @@ def in_other_orders(context: RankContext) -> None:
                     branch(sharded, x, each[context.rank])
                 sharded.drop_gradients()
             if strategy != "no_shard":  # which gathers nothing
-                with torch.no_grad():
-                    net(x, *ORDERS[1][context.rank])
-                with pytest.raises(PlanError, match=r"what comes next: .*'layers\.\d' .*rank 1"):
-                    branch(sharded, x, ((0, 1),))
-                sharded.drop_gradients()
+                for follows in (partial(branch, sharded, x, ((0, 1),)), sharded.compare_launches):
+                    with torch.no_grad():
+                        net(x, *ORDERS[1][context.rank])
+                    with pytest.raises(PlanError, match=r"comes next: .*'layers\.\d' .*rank 1"):
+                        follows()
+                    sharded.drop_gradients()
                 net(x, *ORDERS[1][context.rank]).sum().backward()
                 before = {name: full(p) for name, p in net.named_parameters()}
                 with pytest.raises(PlanError, match=r"what comes next: .*'layers\.\d' .*rank 1"):
@@ -729,6 +795,7 @@ def in_other_orders(context: RankContext) -> None:
                 assert all(torch.equal(full(p), before[n]) for n, p in net.named_parameters())
             with torch.no_grad():
                 net(x, (1, 0))
+            sharded.compare_launches()
             branch(sharded, x, ((0, 1),))
             sharded.step(optimizer)
             losses = [single(row, (0, 1)).sum() / 2 for row in rows]

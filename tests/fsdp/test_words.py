@@ -63,7 +63,8 @@ def said(context: RankContext) -> None:
             with torch.inference_mode():  # as the first forward of a unit
                 assert torch.equal(seldom.eval()(torch.ones(2, 6)), alone(torch.ones(2, 6)))
             for make_copy in (copy.deepcopy, AveragedModel):
-                for each in (net, net.layers[0], nn.ModuleList([net])):
+                inside = next(net.layers[0].children())
+                for each in (net, net.layers[0], inside, nn.ModuleList([net])):
                     with pytest.raises(ConfigError, match="for a moving average keep"):
                         make_copy(each)
             with pytest.raises(ConfigError, match="cannot be copied"):

@@ -179,6 +179,7 @@ def _be_rank(request: dict[str, Any], rank: int) -> None:
         os.chdir(request["directory"])
         # The server may have inherited another one, whose workers would not know the program.
         multiprocessing.set_start_method(None, force=True)
+        multiprocessing.current_process().name = "MainProcess"  # as that of a program
         sys.argv = ["program", *request["words"]]
         exec(compile(request["prelude"], "prelude", "exec"), {"rank": rank})
         # Not this file: what a program spawns would run it, and import torch with it.

@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "two loaders, made for each epoch": {"reload_dataloaders_every_n_epochs": 1, "second": True},
     "stopped by the module": {"stops": True},
+    "weights of 64 bits": {"precision": "64-true"},
 }  # fmt: skip
 
 

@@ -289,8 +289,8 @@ def _train(name: str, root: Path, seed: int) -> str:
     saving = HoldfastSave(groups_of(ProcessGroupCollection.use_mpu_process_groups()))
     newest = latest(saving.groups, root)
     if newest is not None:
-        loading = HoldfastLoad(saving.groups)
-        run.load(dist_checkpointing.load(run.state(is_loading=True), newest, loading))
+        both = HoldfastLoad(saving.groups).strategies
+        run.load(dist_checkpointing.load(run.state(is_loading=True), newest, **both))
     while run.step < STEPS:
         run.train()
         path = root / f"iter_{run.step:07d}"

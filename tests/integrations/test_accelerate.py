@@ -255,6 +255,30 @@ def test_saved_loaded_saved_without_a_difference(server: ForkServer, tmp_path: P
         assert equal_trees(plain(tree), plain(trees[1][part])), part
 
 
+LIMITED = """
+import sys, torch
+from pathlib import Path
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from holdfast.integrations.accelerate import AccelerateCheckpoints
+from holdfast.retention.tags import set_tag
+project = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=1)
+accelerator = Accelerator(cpu=True, project_config=project)
+model = accelerator.prepare(torch.nn.Linear(2, 2))
+checkpoints = AccelerateCheckpoints(accelerator, sys.argv[1])
+for checkpoints.step in range(4):
+    checkpoints.save().result()
+    if checkpoints.step == 1:
+        set_tag(checkpoints.checkpointer.storage, "best", step=1)
+checkpoints.close()
+print(checkpoints.checkpointer.steps())
+"""
+
+
+def test_a_tagged_step_stays_whatever_the_limit(server: ForkServer, tmp_path: Path) -> None:
+    assert server.lines(LIMITED, tmp_path / "run", directory=tmp_path) == ["[1, 3]"]
+
+
 @pytest.mark.slow
 def test_epochs_are_those_of_the_loader_in_training(server: ForkServer, tmp_path: Path) -> None:
     """Not of the one that was prepared first, with a pass before the first step."""

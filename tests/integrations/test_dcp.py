@@ -13,8 +13,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from holdfast import (
@@ -90,7 +92,9 @@ def trained(seed: int, *, sharded: bool = False) -> tuple[nn.Module, torch.optim
 def state_of(seed: int, *, sharded: bool = False) -> dict[str, Any]:
     """A state dict of many kinds of entries."""
     model, optimizer = get_state_dict(*trained(seed, sharded=sharded))
+    shared = torch.full((4,), float(seed))
     return {
+        "tied": {"embedding": shared, "head": shared},
         "model": model,
         "optimizer": optimizer,
         "step": seed,
@@ -224,6 +228,7 @@ def test_two_ranks_and_then_one(tmp_path: Path) -> None:
 
 
 def test_what_dcp_writes_a_checkpointer_loads_and_the_other_way(tmp_path: Path) -> None:
+    """X21. Tied tensors and lists of values included."""
     model, optimizer = trained(1)
     states = get_state_dict(model, optimizer)
     dcp.save({"model": states[0]}, checkpoint_id=tmp_path / "1", storage_writer=HoldfastWriter())
@@ -231,12 +236,54 @@ def test_what_dcp_writes_a_checkpointer_loads_and_the_other_way(tmp_path: Path) 
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.load({"model": twin})
         assert unlike(model.state_dict(), twin.state_dict()) == []
+        progress = {"step": 5, "losses": [1.0, 2.0], "seen": [model[0].bias.detach(), {"rows": 3}]}
+        tied = nn.ModuleList([model[0], model[0]])
         checkpointer.save(2, {"model": model, "optimizer": OptimizerState(optimizer, model),
-                              "progress": {"step": 5}})  # fmt: skip
-    other = {"model": trained(3)[0].state_dict(), "progress": {"step": 0}}
+                              "progress": progress, "tied": tied})  # fmt: skip
+    twin = trained(3)[0]
+    other: dict[str, Any] = {
+        "model": twin.state_dict(),
+        "progress": {"step": 0, "losses": [], "seen": [torch.zeros(9), {"rows": 0}]},
+        "tied": nn.ModuleList([twin[0], twin[0]]).state_dict(),
+    }
     dcp.load(other, storage_reader=HoldfastReader(tmp_path / "iter_0000002"))
     assert unlike(other["model"], model.state_dict()) == []
-    assert other["progress"] == {"step": 5}
+    assert unlike(other["tied"], tied.state_dict()) == []
+    assert unlike(other["progress"], progress) == []
+    whole: dict[str, Any] = {}
+    # What a conversion to another program's format calls: it loads whatever is offered.
+    _load_state_dict(
+        whole,
+        storage_reader=HoldfastReader(tmp_path / "iter_0000002"),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    assert whole.keys() >= {"tied.1.weight", "progress.losses", "optimizer.groups"}
+    short: dict[str, Any] = {"progress": {"step": 0, "losses": [], "seen": progress["seen"]}}
+    own.load(short, checkpoint_id=tmp_path / "iter_0000002")
+    assert short["progress"]["losses"] == [1.0, 2.0]
+
+
+def refusals_without_the_other_rank(context: RankContext, root: str) -> list[str]:
+    """What saves of one rank alone, and of a group of one, are refused with."""
+    writer, alone = HoldfastWriter(), dist.new_group([0])
+    words = []
+    for lonely in ({"no_dist": True}, {"process_group": alone}):
+        if context.rank == 0 or "no_dist" in lonely:
+            with pytest.raises(dcp.api.CheckpointException) as refused:
+                dcp.save({"a": torch.ones(1)}, checkpoint_id=f"{root}/1", storage_writer=writer,
+                         **lonely)  # fmt: skip
+            words.append(str(refused.value.failures[0][0]))
+    writer.close()
+    return words
+
+
+def test_a_save_without_the_other_ranks_is_refused_on_each(tmp_path: Path) -> None:
+    """X21. Before any of them waits for the others."""
+    results = run_ranks(2, refusals_without_the_other_rank, str(tmp_path)).results
+    assert [len(words) for words in results] == [2, 1]
+    for words in results:
+        assert all("does not support no_dist or groups of some ranks" in each for each in words)
 
 
 BOXES = [[((0, 0), (2, 3)), ((5, 3), (3, 4))], [((0, 3), (5, 4))], [((2, 0), (6, 3))]]

@@ -134,11 +134,20 @@ def test_workers_that_stay_from_epoch_to_epoch(server: ForkServer, tmp_path: Pat
 
 
 def test_gradients_that_are_accumulated_go_on(server: ForkServer, tmp_path: Path) -> None:
-    """X27. Every second batch is saved, and every third makes a step."""
+    """X27. Every second batch is saved, and every third makes a step.
+
+    X20. Values of the state are put into it.
+    """
     step = "        optimizer.step()\n        optimizer.zero_grad()\n"
     third = "".join(f"    {line}\n" for line in step.splitlines())
     third = "        if checkpoints.step % 3 == 2:\n" + third
-    accumulated = PROGRAM.replace(step, third)
+    counted = '        state["seen"] += 1\n        state["losses"].append(loss.item())\n'
+    accumulated = PROGRAM.replace(step, third + counted)
+    accumulated = accumulated.replace('optimizer": optimizer}', 'optimizer": optimizer, **values}')
+    accumulated = accumulated.replace("state = {", 'values = {"seen": 0, "losses": []}\nstate = {')
+    accumulated += (
+        "print(state['seen'], state['losses'], [p.tolist() for p in model.parameters()])\n"
+    )
     check_variant(server, tmp_path, accumulated, kill=KILL.format(at=3, rank=0), epochs=2)
 
 

@@ -207,7 +207,7 @@ def train():
     optimizer.step()
 
 if (newest := latest(saving.groups, root)) is not None:
-    loaded = dist_checkpointing.load(state(True), newest, HoldfastLoad(saving.groups))
+    loaded = dist_checkpointing.load(state(True), newest, **HoldfastLoad(saving.groups).strategies)
     for at, each in enumerate(chunks):
         each.module.load_state_dict(loaded[f"model{at}"])
     with torch.no_grad():
@@ -256,7 +256,7 @@ def test_pipelines_on_other_layouts(server: ForkServer, tmp_path: Path) -> None:
 # ---- sharded state dicts by hand ----
 
 BY_HAND = """
-import io, random, sys
+import argparse, io, random, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from megatron.core import dist_checkpointing as dc, parallel_state
@@ -265,7 +265,8 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.process_groups_config import ProcessGroupCollection
 from holdfast import HoldfastError
-from holdfast.integrations.megatron import HoldfastLoad, HoldfastSave, groups_of, latest
+from holdfast.integrations.megatron import (
+    HoldfastLoad, HoldfastSave, groups_of, latest, register)
 
 root = Path(sys.argv[1])
 dist.init_process_group("gloo")
@@ -273,6 +274,7 @@ rank = dist.get_rank()
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
 groups = groups_of(ProcessGroupCollection.use_mpu_process_groups())
 saving, loading = HoldfastSave(groups), HoldfastLoad(groups)
+both = loading.strategies
 tensor = ShardedTensor.from_rank_offsets
 
 def halves(key, data, replica_id, _):
@@ -294,6 +296,8 @@ def state(value, *, size=5, drift=0.0, lr=0.1):
         "odd": ShardedObject("odd", {(torch.float32, 0): torch.bfloat16}, (1,), (0,), rank),
         "local": LocalNonpersistentObject(value),
         "lr": lr, "names": ("a", None),
+        "args": argparse.Namespace(
+            path=Path("/a"), size=torch.Size([2]), kinds={torch.float32: io.BytesIO(b"x")}),
     }
 
 def path_of(step):
@@ -322,6 +326,7 @@ def check(loaded, value):
     assert loaded["rng"] == twin["rng"].data and loaded["odd"] == twin["odd"].data
     assert loaded["extra"].getvalue() == bytes([value])
     assert loaded["names"] == ("a", None)
+    assert loaded["args"].path == Path("/a") and torch.float32 in loaded["args"].kinds
 """
 
 
@@ -344,32 +349,67 @@ for step in (2, 3):
     queue.schedule_async_request(save(step, state(step), async_sharded_save=True))
 queue.close()
 for step in (1, 2, 3):
-    loaded = dc.load(state(7), path_of(step), loading)
+    loaded = dc.load(state(7), path_of(step), **both)
     check(loaded, step)
     assert loaded["local"] == 7
 assert latest(groups, root) == path_of(3)
 for size in (3, 9):
-    padded = dc.load(state(7, size=size), path_of(1), loading)["padded"]
+    padded = dc.load(state(7, size=size), path_of(1), **both)["padded"]
     rows = range(rank * size, (rank + 1) * size)
     assert padded[:, 0].tolist() == [
         1.0 if row < 5 else 2.0 if row < 10 else 7.0 + rank for row in rows]
 more = {**state(7), "new": tensor("norm.new", torch.zeros(2), replica_id=rank)}
-refused("norm.new", dc.load, dict(more), path_of(1), loading)
-refused("norm.new", dc.load, dict(more), path_of(1), loading, strict="raise_all")
+refused("norm.new", dc.load, dict(more), path_of(1), **both)
+refused("norm.new", dc.load, dict(more), path_of(1), **both, strict="raise_all")
 less = state(7)
 del less["same"]
-loaded, missing, unexpected = dc.load({**less, "new": more["new"]}, path_of(1), loading,
+loaded, missing, unexpected = dc.load({**less, "new": more["new"]}, path_of(1), **both,
                                       strict="return_all")
 assert (missing, unexpected) == ({"norm.weight"}, {"norm.new"})
-loaded = dc.load(dict(more), path_of(1), loading, strict="log_all")
-assert torch.equal(loaded["same"], state(1)["same"].data) and "new" not in loaded
+for strict in ("log_all", "log_unexpected", "ignore_all"):
+    loaded = dc.load(dict(more), path_of(1), **both, strict=strict)
+    assert torch.equal(loaded["same"], state(1)["same"].data) and "new" not in loaded
+refused("norm.new", dc.load, dict(more), path_of(1), **both, strict="raise_unexpected")
+refused("norm.weight", dc.load, dict(less), path_of(1), **both, strict="raise_all")
+assert "same" not in dc.load(dict(less), path_of(1), **both, strict="raise_unexpected")
+_, missing, unexpected = dc.load(
+    {**less, "new": more["new"]}, path_of(1), **both, strict="return_unexpected")
+assert (missing, unexpected) == (set(), {"norm.new"})
 assert set(dc.load_tensors_metadata(path_of(1), loading)) == {
     "norm.weight", "layers.weight", "fc1", "vocabulary"}
 """)  # fmt: skip
 
 
+def test_several_saves_before_the_first_is_finalized(server: ForkServer, tmp_path: Path) -> None:
+    """A step of them is not removed before Megatron has written its file; callers may spawn."""
+    by_hand(server, tmp_path, """
+import multiprocessing, pickle
+from holdfast import KeepLast
+
+keeping = HoldfastSave(groups, retention=KeepLast(1))
+queue = AsyncCallsQueue()
+for step in (1, 2, 3):
+    queue.schedule_async_request(save(step, state(step), keeping, async_sharded_save=True))
+queue.close()
+assert latest(groups, root) == path_of(3)
+request = save(4, state(4), keeping, async_sharded_save=True)
+waits = pickle.loads(pickle.dumps(request.async_fn))
+child = multiprocessing.get_context("fork").Process(target=waits)
+child.start()
+child.join()
+assert (root / "iter_0000004" / "manifest.json").is_file()
+request = request._replace(async_fn=None)
+request.execute_sync()
+dist.barrier()
+assert [each.name for each in sorted(root.glob("iter_*"))] == ["iter_0000004"]
+check(dc.load(state(7), path_of(4), **both), 4)
+keeping.close()
+""")  # fmt: skip
+
+
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     by_hand(server, tmp_path, """
+trusting_common = HoldfastSave(groups, common=lambda state: {})
 save(1, state(1))
 refused("norm.weight: different bytes on ranks", save, 2, state(1, drift=1.0))
 refused("megatron.common.lr", save, 2, state(1, lr=0.1 + rank))
@@ -377,24 +417,83 @@ refused("saving.common", save, 2, state(1), preprocess_common_before_consistancy
 refused("saving.common", save, 2, state(1), validate_access_integrity=False)
 refused("of a step", dc.save, state(1), str(root), saving,
         preprocess_common_before_consistancy_check=saving.common)
+class Own:
+    pass
+refused("could not load it again: ", save, 2, {**state(1), "own": Own()}, trusting_common)
+refused("is inside of a tuple", save, 2, {**state(1), "pair": (tensor("a", torch.ones(2)), 1)})
+refused("pass both strategies", dc.load, state(7), path_of(1), HoldfastLoad(groups))
 different = state(1)
 different["extra"].data = io.BytesIO(bytes([rank]))
 refused("extra/shard_0_1", save, 2, different)
 assert latest(groups, root) == path_of(1)
-check(dc.load(state(7), path_of(1), loading), 1)
+check(dc.load(state(7), path_of(1), **both), 1)
 trusting = HoldfastSave(groups, main_replica_only=("*",), common=lambda state: {})
 different["same"].data.add_(rank)
 save(2, {**different, "lr": rank}, trusting)
-loaded = dc.load(state(7), path_of(2), loading)
+loaded = dc.load(state(7), path_of(2), **both)
 assert torch.equal(loaded["same"], state(1)["same"].data) and loaded["lr"] == 0
 trusting.close()
+trusting_common.close()
+""")  # fmt: skip
+
+
+def test_calls_that_name_no_strategy(server: ForkServer, tmp_path: Path) -> None:
+    """Those of Megatron-LM; and its wrappers that spread saves and loads over the ranks."""
+    by_hand(server, tmp_path, """
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy, load_content_metadata, remove_sharded_tensors)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper)
+
+register(loading, saving)
+register(loading, saving)
+own = ("holdfast", 1)
+dc.save(state(1), path_of(1), own, content_metadata={"form": 3, "dp_cp_group": None})
+loaded = dc.load(state(7), path_of(1))
+check(loaded, 1)
+assert load_content_metadata(preloaded_state_dict=loaded) == {"form": 3}
+assert load_content_metadata(path_of(1)) == {"form": 3}
+assert dc.load_common_state_dict(path_of(1))["names"] == ("a", None)
+plain = dc.load_plain_tensors(path_of(1))
+assert torch.equal(plain["norm.weight"], state(1)["same"].data)
+assert plain["layers.weight"].shape == (2, 4, 3) and plain["vocabulary"].shape == (10, 2)
+refused("does not support remove_sharded_tensors", remove_sharded_tensors, path_of(1), "norm")
+refused("megatron.common.lr", dc.save, state(1, lr=rank), path_of(2), own)
+
+queue = AsyncCallsQueue()
+for step, is_async in ((2, False), (3, True), (4, True)):
+    spread = FullyParallelSaveStrategyWrapper(saving)
+    request = dc.save(state(step), path_of(step), spread, async_sharded_save=is_async)
+    if is_async:
+        queue.schedule_async_request(request)
+queue.close()
+for step in (2, 3, 4):
+    spread = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(path_of(step)))
+    check(dc.load(state(7), path_of(step), spread, strict="raise_all"), step)
+
+load_common = loading.common.load_common
+def saved_again(path):
+    common = load_common(path)
+    save(4, state(5))
+    return common
+loading.common.load_common = saved_again
+refused("was saved again while it was loaded", dc.load, state(7), path_of(4))
+loading.common.load_common = load_common
+check(dc.load(state(7), path_of(4)), 5)
+
+other = root / "torch_dist"
+other.mkdir(exist_ok=True)
+dist.barrier()
+dc.save({"same": state(6)["same"], "lr": 0.3}, str(other))
+loaded = dc.load({"same": state(7)["same"]}, str(other))
+assert loaded["lr"] == 0.3 and torch.equal(loaded["same"], state(6)["same"].data)
 """)  # fmt: skip
 
 
 def test_the_files_of_megatron_are_those_of_the_checkpoint(
     server: ForkServer, tmp_path: Path
 ) -> None:
-    """Damaged, or not there since a run was killed before it had written them."""
+    """Damaged, which a load does not notice; or not there, since a run was killed before that."""
     by_hand(server, tmp_path, """
 save(1, state(1))
 common, config = (Path(path_of(1)) / name for name in ("common.pt", "metadata.json"))
@@ -403,18 +502,21 @@ if rank == 0:
     content = common.read_bytes()
     torch.save({"lr": 3.0, "names": ("a", None)}, common)
 dist.barrier()
-refused("is not the file that was saved", dc.load, state(7), path_of(1), loading)
+loaded = dc.load(state(7), path_of(1), **both)
+check(loaded, 1)
+assert loaded["lr"] == 0.1
 dist.barrier()
+save(2, state(2))
 if rank == 0:
     config.unlink()
-latest(groups, root)
-check(dc.load(state(7), path_of(1), loading), 1)
+assert latest(groups, root) == path_of(2)
+check(dc.load(state(7), path_of(1), **both), 1)
 if rank == 0:
     assert common.read_bytes() == content
 """)  # fmt: skip
-    assert main(["verify", str(tmp_path / "run")]) == 0
+    assert main(["verify", str(tmp_path / "run" / "iter_0000001")]) == 0
     (tmp_path / "run" / "iter_0000001" / "other.pt").touch()
-    assert main(["verify", str(tmp_path / "run")]) == 1
+    assert main(["verify", str(tmp_path / "run" / "iter_0000001")]) == 1
 
 
 DISTRIBUTED = """
@@ -445,12 +547,12 @@ parallel_state.destroy_model_parallel()
 parallel_state.initialize_model_parallel()
 groups.close()
 groups = groups_of(ProcessGroupCollection.use_mpu_process_groups())
-saving, loading = HoldfastSave(groups), HoldfastLoad(groups)
+saving, both = HoldfastSave(groups), HoldfastLoad(groups).strategies
 model, optimizer = trained(1)
 save(1, sharded(model, optimizer, form), saving)
 _, twin = model_twin = trained(2)
 assert not all(map(torch.equal, held(optimizer), held(twin)))
-loaded = dc.load(sharded(*model_twin, form), path_of(1), loading)
+loaded = dc.load(sharded(*model_twin, form), path_of(1), **both)
 inner = twin.chained_optimizers[0]
 state_of = inner._set_main_param_and_optimizer_states
 def with_step(param, tensors):  # torch's Adam has a step of its own, which Megatron forgets here

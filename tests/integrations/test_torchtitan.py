@@ -102,18 +102,21 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torchtitan.components.checkpointer import CheckpointManager
 from holdfast import HoldfastError
+from holdfast.retention.tags import set_tag
+from holdfast.storage import PosixStorage
 
 config.checkpoint.enable = False
 trainer = config.build()
 adapter = config.model_spec.state_dict_adapter(trainer.model_config, None)
 count = itertools.count()
 
-def manager(name=None, of=HoldfastManager, **options):
+def manager(name=None, of=HoldfastManager, states=(), **options):
     options = {"enable": True, "interval": 1, "last_save_model_only": False, **options}
     return of.Config(folder=name or f"folder{next(count)}", **options).build(
         dataloader=trainer.dataloader, model_parts=trainer.model_parts,
         optimizers=trainer.optimizers, lr_schedulers=trainer.lr_schedulers,
-        states={"train_state": trainer}, sd_adapter=adapter, base_folder=folder)
+        states={"train_state": trainer, **dict(states)}, sd_adapter=adapter,
+        base_folder=folder)
 
 def set_to(value):
     trainer.step = value
@@ -147,6 +150,11 @@ for mode in ("disabled", "async", "async_with_pinned_mem"):
     assert loaded(manager(mode)) == (3, 3, 3)
     assert steps_in(Path(folder, mode)) == ["iter_0000002", "iter_0000003"]
 assert loaded(manager("async"), 2) == (2, 2, 2)
+kept = manager("tagged", keep_latest_k=2)
+set_to(1)
+kept.save(1)
+set_tag(PosixStorage(kept.folder), "best", step=1)
+assert steps_in(saved(kept, (2, 3, 4))) == [f"iter_000000{step}" for step in (1, 3, 4)]
 assert loaded(manager("async", exclude_from_loading=["train_state", "lr_scheduler"])) == (90, 90, 3)
 saved(manager("async", load_only=True), (4,))
 assert len(steps_in(Path(folder, "async"))) == 2
@@ -181,6 +189,7 @@ def refused(words, call, *args, **options):
         raise AssertionError(f"not refused: {words}")
 
 refused("does not support a remote checkpoint.folder", manager, "s3://bucket/run")
+refused("does not support a state named 'rng'", manager, states={"rng": trainer})
 wrong = manager("async", exclude_from_loading=["loader"])
 refused("exclude_from_loading: ['loader'] is not a state", wrong.load)
 wrong.close()

@@ -233,6 +233,9 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     kept = PROGRAM.replace("use_cpu=True", workers)
     ends = server.run(kept, tmp_path / "kept", 1, directory=tmp_path)
     assert "does not support dataloader_persistent_workers" in ends[0].output
+    in_time = PROGRAM.replace("use_cpu=True", "enable_jit_checkpoint=True, use_cpu=True")
+    ends = server.run(in_time, tmp_path / "in-time", 1, directory=tmp_path)
+    assert "does not support enable_jit_checkpoint" in ends[0].output
 
 
 @pytest.mark.slow

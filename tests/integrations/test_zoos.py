@@ -94,12 +94,16 @@ def test_hooks_means_and_schedules_of_lightning_go_on(
         ("saved with the validation", (7, 14)),
         ("two loaders, made for each epoch", (5, 7)),
         ("stopped by the module", (9,)),
+        ("weights of 64 bits", (12,)),
     ],
 )
 def test_habits_of_users_of_lightning_go_on(
     lightning: ForkServer, tmp_path: Path, name: str, at: tuple[int, ...]
 ) -> None:
-    """X27. Gradients that no step has used, loaders that begin again, runs that stop."""
+    """X27. Gradients that no step has used, loaders that begin again, runs that stop.
+
+    Lightning converts a module to its precision only when it is loaded.
+    """
     check_habits(lightning, tmp_path, name, at)
 
 

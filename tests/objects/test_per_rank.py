@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
 
 from holdfast import (
+    AppliesLater,
     Checkpointer,
     Layout,
     LayoutError,
@@ -415,3 +419,112 @@ def test_expert_axes_where_there_is_no_expert_view() -> None:
         flatten_state({"p": PerRank(1, axes=("ep",))}, layout=layout, rank=0, codecs=Codecs())
     flat = flatten_state({"p": PerRank(1)}, layout=layout, rank=3, codecs=Codecs())
     assert flat.nodes["p"]["v"] == {"cp=1,dp=0,pp=1,tp=0": 1}  # type: ignore[index]
+
+
+class CountingSampler(DistributedSampler[int]):
+    """A sampler that continues where a run has stopped, as a state counts the samples of a rank."""
+
+    taken = 0
+
+    def __iter__(self) -> Iterator[int]:
+        first, self.taken = self.taken, 0
+        for index in list(super().__iter__())[first:]:
+            self.taken = first = first + 1
+            yield index
+        self.taken = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+SAMPLES: Any = list(range(24))
+
+
+def of_torchdata(num_shares: int, index: int, batch_size: int, num_workers: int = 0) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    sampler = DistributedSampler(SAMPLES, num_shares, index, seed=1)
+    return StatefulDataLoader(SAMPLES, batch_size, sampler=sampler, num_workers=num_workers)
+
+
+POSITIONS: dict[str, Callable[[int, int, int], Any]] = {
+    "sampler": lambda num_shares, index, _: CountingSampler(SAMPLES, num_shares, index, seed=1),
+    "loader": of_torchdata,
+}
+
+
+def taken_of_one(source: Any, most: int = 24) -> list[int]:
+    """The samples of some batches of a loader, or of a sampler."""
+    return [int(sample) for batch in itertools.islice(source, most) for sample in np.ravel(batch)]
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_no_sample_is_lost_or_taken_twice_under_another_number_of_ranks(
+    tmp_path: Path, kind: str
+) -> None:
+    """O5: a count of a rank's samples is equal on all ranks, and another place under others."""
+    if kind == "loader":
+        pytest.importorskip("torchdata")
+    make = POSITIONS[kind]
+    checkpointer = Checkpointer(tmp_path)
+    for number, (num_shares, most) in enumerate(itertools.product((1, 2, 4), (0, 2))):
+        seen = []
+        for index in range(num_shares):
+            iterator = iter(source := make(num_shares, index, 2))
+            seen += taken_of_one(iterator, most)
+        checkpointer.save(number, {"data": source})
+        for others, batch_size in ((1, 3), (2, 1), (4, 2)):
+            rest = []
+            twins = [make(others, index, batch_size) for index in range(others)]
+            if others != num_shares and (most or kind == "sampler"):
+                for state in ({"data": twins[0]}, {"data": AppliesLater(twins[0])}):
+                    with pytest.raises(MismatchError, match=f"data: .* one of {num_shares} shares"):
+                        checkpointer.load(state, step=number)
+                continue
+            for twin in twins:
+                checkpointer.load({"data": twin}, step=number)
+                rest += taken_of_one(twin)
+            assert sorted(seen + rest) == SAMPLES
+
+
+def test_positions_are_stored_with_the_shares_of_the_data(tmp_path: Path) -> None:
+    """O5: also of a loader with workers; a state without them, as of before, is taken."""
+    pytest.importorskip("torchdata")
+    checkpointer = Checkpointer(tmp_path)
+    loader = of_torchdata(2, 0, 2, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    checkpointer.save(1, {"data": loader})
+    with pytest.raises(MismatchError, match="one of 2 shares of the data, and here there are 1"):
+        checkpointer.load({"data": AppliesLater(of_torchdata(1, 0, 2, num_workers=1))})
+    old = of_torchdata(2, 0, 2)
+    checkpointer.save(2, {"data": old.state_dict()})
+    checkpointer.load({"data": of_torchdata(4, 0, 2)})
+
+
+def rows_of(shards: list[int]) -> Iterator[tuple[int, dict[str, int]]]:
+    for shard in shards:
+        yield from ((row, {"n": row}) for row in range(6 * shard, 6 * shard + 6))
+
+
+def test_a_dataset_that_is_split_by_node_is_no_other_share(tmp_path: Path) -> None:
+    """O5: its state has a place among the shards of a rank, and not how many ranks there are."""
+    datasets = pytest.importorskip("datasets")
+    split = pytest.importorskip("datasets.distributed").split_dataset_by_node
+    checkpointer = Checkpointer(tmp_path)
+    shards = datasets.iterable_dataset.ExamplesIterable(rows_of, {"shards": list(range(4))})
+    whole = datasets.IterableDataset(shards)
+
+    def of_node(world_size: int) -> Any:
+        return split(whole, 0, world_size)
+
+    rows = of_node(4)
+    iterator = iter(rows)
+    assert next(iterator) == {"n": 0}
+    checkpointer.save(2, {"data": rows})
+    with pytest.raises(MismatchError, match="one of 4 shares"):
+        checkpointer.load({"data": AppliesLater(of_node(2))})
+    assert checkpointer.load({"data": AppliesLater(of_node(4))}).handed_over == ("data",)

@@ -190,6 +190,26 @@ def test_a_new_group_takes_consent(tmp_path: Path) -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.7]
 
 
+def test_groups_that_became_one_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    model = net(0)
+    first, *rest = model.parameters()
+    optimizer = Adam([{"params": [first], "lr": 0.1}, {"params": rest}])
+    train(model, optimizer, range(2))
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, parts(model, optimizer))
+    twin, other = trained()
+    before = copy.deepcopy(twin.state_dict()), tree_of(other)
+    with pytest.raises(
+        MismatchError, match=r"group 0 of 1 .* in groups \[0, 1\], whose settings d"
+    ):
+        checkpointer.load(parts(twin, other))
+    assert not list(differences(before, (twin.state_dict(), tree_of(other))))
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"]
+    checkpointer.save(2, parts(model, optimizer))
+    checkpointer.load(parts(twin, other))
+    assert other.state[twin.scale]["step"] == 2
+
+
 def test_a_moment_of_another_shape_is_refused(tmp_path: Path) -> None:
     """Without the module's own part, which would say so, too; into a fresh and a used optimizer."""
     model = nn.Linear(3, 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam
 from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import SWALR, AveragedModel
 
-from holdfast import Checkpointer, OptimizerState, Stored
+from holdfast import Checkpointer, MismatchError, OptimizerState, Stored
 from tests.objects.optimizers import differences, net, train
 
 
@@ -64,14 +64,18 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 class Run:
-    """Model, optimizer of two groups, and a scheduler."""
+    """Model, optimizer of two groups, and a scheduler. `places`: the groups in another order."""
 
-    def __init__(self, seed: int, name: str, kind: str) -> None:
+    def __init__(self, seed: int, name: str, kind: str, places: Sequence[int] = (0, 1)) -> None:
         self.model = net(seed)
         parameters = list(self.model.parameters())
-        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.05}]
-        if kind != "sgd":
-            groups[1]["lr"] = torch.tensor(0.05)  # type: ignore[assignment]
+        groups: list[Any] = [
+            {"params": parameters[:2]},
+            {"params": parameters[2:], "lr": 0.05 if kind == "sgd" else torch.tensor(0.05)},
+        ]
+        if len(places) > 2:  # the second group cut in two
+            groups.append({**groups[1], "params": groups[1]["params"].pop()})
+        groups = [groups[place] for place in places]
         self.optimizer = KINDS[kind](groups)
         self.scheduler = SCHEDULES[name](self.optimizer)
         self.rates: list[list[float]] = []
@@ -128,6 +132,100 @@ def test_a_scheduler_is_kept(tmp_path: Path, name: str, kind: str) -> None:
         assert not list(differences(stored(tmp_path, 1), stored(tmp_path, 2 + number)))
         twin.go_on(range(4, 7))
         assert not list(differences(run.everything(), twin.everything()))
+
+
+def rates_by_name(run: Run) -> dict[str, float]:
+    """The learning rate of each parameter."""
+    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    groups = run.optimizer.param_groups
+    return {names[p]: float(group["lr"]) for group in groups for p in group["params"]}
+
+
+RULES: dict[str, Callable[[Any], Any]] = {
+    "rules of each group": lambda o: schedules.LambdaLR(
+        o, [partial(pow, 0.9) for _ in o.param_groups]
+    ),
+    "plateau by group": lambda o: schedules.ReduceLROnPlateau(
+        o, patience=0, factor=0.5, mode="max",
+        min_lr=[0.3 * float(group["lr"]) for group in o.param_groups],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["cosine restarts", "polynomial", "cyclic", "chained", "sequence", "swa", *RULES]
+)
+def test_a_schedule_follows_its_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    """R1: its values are by position, and the groups of the resumed program in another order."""
+    if kind == "adam tensor lr" and name == "cyclic":
+        pytest.skip("cycles a momentum that Adam with a tensor learning rate shares")
+    for rule, make in RULES.items():
+        monkeypatch.setitem(SCHEDULES, rule, make)
+    run = Run(0, name, kind)
+    run.go_on(range(4))
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, run.state())
+    run.go_on(range(4, 9))
+    for places, order in {
+        (1, 0): ("model", "optimizer", "scheduler"),
+        (2, 0, 1): ("scheduler", "model", "optimizer"),
+    }.items():
+        twin = Run(1, name, kind, places)
+        if name == "rules of each group" and len(places) > 2:
+            with pytest.raises(MismatchError, match="lr_lambdas: stored is a sequence of 2"):
+                checkpointer.load(twin.state(order), step=1)
+            continue
+        checkpointer.load(twin.state(order), step=1)
+        assert twin.scheduler.get_last_lr() == [g["lr"] for g in twin.optimizer.param_groups]
+        twin.go_on(range(4, 9))
+        assert rates_by_name(twin) == rates_by_name(run)
+        assert not list(differences(run.model.state_dict(), twin.model.state_dict()))
+
+
+class Floors(schedules.ExponentialLR):
+    """A schedule with a value for each group that only its class knows."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.floors = [float(group["lr"]) / 2 for group in optimizer.param_groups]
+        super().__init__(optimizer, 0.9)
+
+
+@pytest.mark.parametrize("name", ["lambda with memory", "floors"])
+def test_values_of_groups_that_cannot_follow_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """R1: what rules keep, and lists of a class of the user's."""
+    monkeypatch.setitem(SCHEDULES, "floors", Floors)
+    run = Run(0, name, "sgd")
+    run.go_on(range(2))
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, run.state())
+    with pytest.raises(MismatchError, match=r"scheduler\.\w+: .* group 0 .* was group 1 of the s"):
+        checkpointer.load(Run(1, name, "sgd", places=(1, 0)).state())
+    checkpointer.load(Run(1, name, "sgd").state())
+
+
+def test_a_group_that_is_new_has_the_values_of_its_schedule(tmp_path: Path) -> None:
+    """R1, O4: by consent, as the group itself."""
+    run = Run(0, "cosine restarts", "sgd")
+    run.optimizer.param_groups.pop()
+    run.scheduler = SCHEDULES["cosine restarts"](run.optimizer)
+    run.go_on(range(2))
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, run.state())
+    twin = Run(1, "cosine restarts", "sgd", places=(1, 0))
+    with pytest.raises(MismatchError, match=r"optimizer\.groups\.0"):
+        checkpointer.load(twin.state())
+    checkpointer.load(twin.state(), allow_missing=["optimizer.groups.0", "optimizer.state.*"])
+    assert twin.scheduler.base_lrs == [0.05, 0.1]
+    run.go_on(range(2, 6))
+    twin.go_on(range(2, 6))
+    first = "first.weight"
+    assert rates_by_name(twin)[first] == rates_by_name(run)[first]
+    assert rates_by_name(twin)["second.bias"] == pytest.approx(rates_by_name(run)[first] / 2)
 
 
 def inverse_root(epoch: int, *, warmup: int) -> float:

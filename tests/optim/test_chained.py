@@ -149,6 +149,14 @@ def refusals(reports: dict[str, Any], net: Any, groups: ProcessGroups) -> None:
     stranger = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="not one of the module's"):
         ShardedOptimizer(net, stranger.parameters(), over="dp_cp", **common)
+    listed: list[tuple[list[Any], str]] = [
+        ([net.dense, {"params": [net.dense]}], "cannot be mixed in one list"),
+        ([{"params": [net.dense]}, {"params": net.dense}], "is in the groups twice"),
+        ([net.dense.detach()], "a DTensor is not a parameter of a module"),
+    ]
+    for parameters, match in listed:
+        with pytest.raises(ConfigError, match=match):
+            ShardedOptimizer(net, parameters, over="dp_cp", **common)
     torch.manual_seed(1)
     plain = nn.Linear(3, 3)
     with pytest.raises(ConfigError, match=r"plain tensor on ranks .*which hold different experts"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _get_default_store
 
 from holdfast import Layout, ProcessGroups
 from holdfast.errors import DeadlineError, HoldfastError
@@ -20,6 +21,7 @@ from tests.optim.test_settings import KINDS, SIZES, Alone
 DEADLINE_S = 1.0
 LATE_S = 4 * DEADLINE_S
 """Longer than both waits of the others: for the sum of a step, and for the rank to hear of it."""
+LEFT = "rank 0 has left its step"
 SHORT_S = 0.2
 """The limit of agreement, which a rank that is late in a step may exceed."""
 
@@ -55,6 +57,8 @@ def late(context: RankContext, kind: str, phase: str) -> Report:
         with pytest.raises(HoldfastError) as caught:
             alone.step(1)
         error = caught.value
+        if context.rank == 0:
+            _get_default_store().set(LEFT, "")
         return Report(
             error=type(error).__name__,
             missing_ranks=error.details.get("missing_ranks"),
@@ -79,7 +83,7 @@ def _mark(kind: str) -> tuple[pytest.MarkDecorator, ...]:
 
 
 def fail_late(*_: object) -> None:
-    time.sleep(LATE_S)
+    _get_default_store().wait([LEFT])
     raise OSError("boom")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -104,6 +105,29 @@ def averaged(context: RankContext) -> None:
         with pytest.raises(ConfigError, match="stepped by itself, before reduce= has made its"):
             inner.step()
         assert optimizer.step().norm > 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                with optimizer.microbatch(is_last=True):
+                    parameter.sum().backward()
+            optimizer.step(max_norm=1.0)
+            with optimizer.microbatch(is_last=True):
+                parameter.sum().backward()
+            inner.zero_grad()
+            with optimizer.microbatch(is_last=True):
+                parameter.sum().backward()
+                nn.utils.clip_grad_norm_([parameter], 1.0)  # as part of the backward
+        nn.utils.clip_grad_norm_([parameter], 1.0)
+        with pytest.warns(RuntimeWarning, match=r"clip with step\(max_norm="):
+            optimizer.step()
+        parameter, inner = one(1.0)
+        optimizer = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
+        with optimizer.microbatch(is_last=False):
+            parameter.sum().backward()
+        nn.utils.clip_grad_value_([parameter], 0.1)
+        with pytest.warns(RuntimeWarning, match=r"clip with step\(max_norm="):
+            optimizer.microbatch(is_last=True).__enter__()
+        optimizer.drop_gradients()
         parameter, inner = one(2.0)
         ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)  # gone at once
         parameter.sum().backward()

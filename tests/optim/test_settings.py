@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast import Layout, ProcessGroups
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, HoldfastError, PlanError
 from holdfast.optim import LossScaler, MultiModuleOptimizer, ShardedOptimizer
 from holdfast.optim.scalars import ScalarWatch
 from holdfast.parallel import ModuleGroups
@@ -49,9 +49,17 @@ class Alone:
             self.call = MultiModuleOptimizer(groups, {"one": stepper}).step
 
     def step(self, number: int, **options: Any) -> Any:
+        self.backward(number)
+        return self.call(**options)
+
+    def backward(self, number: int) -> None:
         with self.around(is_last=True):
             train_module(self.trained, rows_of(number, "one"))
-        return self.call(**options)
+
+    def drop_gradients(self) -> None:
+        stepper = self.trained.stepper
+        assert stepper is not None
+        stepper.drop_gradients()
 
     def values(self) -> dict[str, Tensor]:
         stepper = self.trained.stepper
@@ -144,6 +152,37 @@ def test_ranks_that_differ_in_a_setting_are_refused_by_name(kind: str) -> None:
     first, second = run_ranks(2, refused, kind).results
     assert first == second
     assert len(first) == (10 if kind == "fsdp" else 11)
+
+
+def in_other_orders(context: RankContext) -> None:
+    """A loop over a set of two optimizers: each process has an order of its own."""
+    order = (1, 0) if context.rank else (0, 1)
+    for kind in KINDS[:-1]:
+        with ProcessGroups.create(Layout(**SIZES), data_timeout_s=20) as groups:
+            both = [Alone(kind, groups) for _ in range(2)]
+            for each in both:
+                each.step(0)
+            before = [each.values() for each in both]
+            for each in both:
+                each.backward(1)
+            for place in order:
+                with pytest.raises(
+                    ConfigError, match=r"number of the optimizer: \d on ranks 0; \d"
+                ):
+                    both[place].call(max_norm=1.0)
+            with pytest.raises(PlanError, match=r"what comes next: .* on rank 0; .* on rank 1"):
+                both[order[0]].backward(1)
+            for each in both:
+                each.drop_gradients()
+            for each, values in zip(both, before, strict=True):
+                now = each.values()
+                assert all(torch.equal(now[name], values[name]) for name in values), kind
+                assert not each.step(2).skipped
+
+
+def test_optimizers_that_a_rank_takes_in_another_order_do_not_mix() -> None:
+    """I2: norms and updates of one were made of gradients of the other, silently."""
+    run_ranks(2, in_other_orders)
 
 
 def failing(context: RankContext, kind: str) -> list[str]:

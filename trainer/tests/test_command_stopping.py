@@ -114,7 +114,7 @@ def test_saved_is_printed_when_it_is_committed_and_soon_after(
     """At each line, the step is on disk; and the line does not wait for the next save."""
     seen: list[tuple[int, list[int]]] = []
     config = parse(
-        [*SMALL, "--steps", "200", "--save-interval", "190", "--save", "ck", "--async-save"]
+        [*SMALL, "--steps", "30", "--save-interval", "20", "--save", "ck", "--async-save"]
     )
     config.check(world_size=1)
 
@@ -124,9 +124,9 @@ def test_saved_is_printed_when_it_is_committed_and_soon_after(
                 seen.append((trainer.progress.step, list_steps(PosixStorage(tmp_path / "ck"))))
 
     def slowly(metrics: object) -> None:
-        time.sleep(0.02 if trainer.progress.step >= 190 else 0)
+        time.sleep(0.02 if trainer.progress.step >= 20 else 0)
 
-    reporter = Watching(LogConfig(log_interval=1000), num_steps=200)
+    reporter = Watching(LogConfig(log_interval=1000), num_steps=30)
     monkeypatch.setattr(reporter, "step", slowly)
     with (
         ProcessGroups.single() as groups,
@@ -137,8 +137,8 @@ def test_saved_is_printed_when_it_is_committed_and_soon_after(
         trainer.save()  # with the start of the writer, which is not the fault of later saves
         trainer._finish_save()
         trainer.run()
-    assert [steps for _, steps in seen] == [[0], [0, 190], [0, 190, 200]]
-    assert 190 <= seen[1][0] < 200
+    assert [steps for _, steps in seen] == [[0], [0, 20], [0, 20, 30]]
+    assert 20 <= seen[1][0] < 30
 
 
 def start(words: Sequence[str], *, launcher: Sequence[str] = TRAIN) -> subprocess.Popen[str]:

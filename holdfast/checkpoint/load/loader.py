@@ -55,6 +55,7 @@ from holdfast.state.markers import Stored
 from holdfast.state.matcher import LocalMemory, Matcher, MatchResult
 from holdfast.state.module_state import ModuleState
 from holdfast.state.module_versions import versions_below
+from holdfast.state.optimizer_state import OptimizerState
 from holdfast.state.parts import (
     OptionalPart,
     StatefulPart,
@@ -238,6 +239,7 @@ class Loader:
         return LoadReport(
             step=chosen,
             path=self._storage.describe(step_dir(chosen)),
+            save_id=files.manifest.save_id,
             loaded=tuple(path for path in paths if not is_below(path, later))
             if later
             else tuple(paths),
@@ -483,6 +485,10 @@ class Loader:
                 values[each.name] = tree
             if isinstance(each.part, StatefulPart):
                 matcher.result.allowed += each.part.missing
+        optimizers = [each.part for each in parts if isinstance(each.part, OptimizerState)]
+        for each in parts:
+            if isinstance(each.part, StatefulPart):
+                each.part.follow(optimizers)
         return values
 
 

@@ -71,9 +71,10 @@ class LaunchOrder:
 
     def note_compared(self, mark: OrderMark) -> None:
         """Note that the launches behind a mark are the same on all ranks."""
+        start = mark.start  # before the loop, which comes to the marks in any order
         for each in self._marks:
             if each is not mark:
-                each.digest = _digest(each.digest, self._launches[each.start : mark.start])
+                each.digest = _digest(each.digest, self._launches[each.start : start])
             each.start = 0
         mark.digest = 0
         self._launches.clear()

@@ -68,6 +68,7 @@ class ProcessGroups:
         "_held",
         "_is_closed",
         "_is_complete",
+        "_num_numbered",
         "_orders",
         "_owned",
         "_prefix",
@@ -118,6 +119,7 @@ class ProcessGroups:
         self._orders: MutableMapping[ProcessGroup, LaunchOrder] = _torch.kept_in_process(
             "orders", WeakKeyDictionary
         )
+        self._num_numbered = 0
         self._is_closed = False
         self._is_complete = False
 
@@ -414,6 +416,11 @@ class ProcessGroups:
         if communicator not in self._orders:
             self._orders[communicator] = LaunchOrder(is_shared=communicator.size() > 1)
         return self._orders[communicator]
+
+    def next_number(self) -> int:
+        """Return 1, 2, ...: equal on all ranks for what they make in the same order."""
+        self._num_numbered += 1
+        return self._num_numbered
 
     def direct(self) -> Direct:
         """Return what exchanges small tensors on the host with other ranks of the layout.

@@ -37,3 +37,22 @@ def test_long_orders_differ_by_one_launch() -> None:
     assert digests[0] == digests[1]
     assert digests[0][0] != digests[2][0]
     assert digests[0][1] == digests[2][1]
+
+
+def test_what_one_user_has_compared_the_other_one_still_has_to() -> None:
+    """I1: a comparison of one model hides nothing of what was launched before its own mark."""
+    digests = []
+    for first in [0, 1] * 8:
+        order = LaunchOrder(is_shared=True)
+        for number in range(2):
+            order.add(f"unit {number}")
+        early = order.mark()
+        order.note(first)
+        late = order.mark()
+        order.note(0)
+        order.note_compared(late)
+        assert order.has_uncompared(early)
+        digests.append(order.digest(early))
+    # Marks are kept in no order, which is another one on each rank.
+    assert len({*digests[::2]}) == len({*digests[1::2]}) == 1
+    assert digests[0] != digests[1]
