@@ -32,12 +32,11 @@ from holdfast.state.module_tree import (
     StateDictEntry,
     broadcast_elsewhere,
     declared_padding,
-    forms_of,
-    overrides,
+    makes_forms,
     plain_root,
+    prefixes_of,
     read_state_dict,
     refuse_empty,
-    refuse_hidden,
     refuse_hook_states,
     refuse_lost,
     same_memory,
@@ -284,7 +283,9 @@ class ModuleState:
     def _read(self) -> ModuleStateDict:
         """Return the module's state dict, in which nothing that is selected is missing."""
         shown = read_state_dict(self._module)
-        refuse_hidden(shown, self._module, self._is_selected)
+        lost = [held.name for held in shown.lost if self._is_selected(held.name, held.tensor)]
+        if lost:
+            refuse_lost(self._module, lost)
         return shown
 
     def _selected(self, shown: ModuleStateDict) -> list[StateDictEntry]:
@@ -294,7 +295,7 @@ class ModuleState:
         if callable(self._only):
             return [e for e in shown.entries.values() if self._only(e.name, e.value)]
         owners = {held.name: held for held in shown.registered}
-        any_hidden = [held.tensor.requires_grad for held in forms_of(shown, self._module)]
+        any_hidden = [held.tensor.requires_grad for held in shown.formed]
         result = []
         for entry in shown.entries.values():
             owner = entry.backing or next(_owners(entry.name, owners), None)
@@ -308,8 +309,7 @@ class ModuleState:
 
     def _hidden(self, shown: ModuleStateDict) -> list[RegisteredTensor]:
         """Return registered tensors that come back through forms, as far as they are selected."""
-        result = forms_of(shown, self._module)
-        return [held for held in result if self._is_selected(held.name, held.tensor)]
+        return [held for held in shown.formed if self._is_selected(held.name, held.tensor)]
 
     def _is_selected(self, name: str, tensor: torch.Tensor) -> bool:
         """Return True if a registered tensor is stored and loaded."""
@@ -754,10 +754,21 @@ def unrelated_to_forms(module: nn.Module, hidden: Sequence[RegisteredTensor]) ->
     Cost: two calls of `state_dict` and a digest of the forms for each tensor, at its first save.
     """
     tried: set[tuple[str, tuple[str, ...]]] = vars(module).setdefault(_TRIED, set())
-    unrelated = []
+    unrelated: list[str] = []
+    if not hidden:
+        return unrelated
+    scopes: dict[str, nn.Module] = {}
+    for prefix, _, inner, _ in walk_all(module):
+        if makes_forms(inner):
+            scopes.setdefault(prefix, inner)
+    names_in: dict[str, tuple[str, ...]] = {}
     for held in hidden:
-        scope, prefix = _scope_of(module, held.name)
-        names = tuple(sorted(each.name for each in _made_in(scope)))
+        # Around a tensor the outermost module that makes forms.
+        prefix = next((each for each in prefixes_of(held.name) if each in scopes), "")
+        scope = scopes.get(prefix, module)
+        if prefix not in names_in:
+            names_in[prefix] = tuple(sorted(each.name for each in _made_in(scope)))
+        names = names_in[prefix]
         if (held.name, names) in tried:
             continue
         before = _forms_in(scope)
@@ -771,17 +782,6 @@ def unrelated_to_forms(module: nn.Module, hidden: Sequence[RegisteredTensor]) ->
         else:
             unrelated.append(held.name)
     return unrelated
-
-
-def _scope_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the outermost module around a tensor that has code for its state dict."""
-    for prefix, _, inner, _ in walk_all(module):
-        has_code = getattr(inner, "_state_dict_hooks", None) or overrides(
-            inner, nn.Module, ("state_dict", "_save_to_state_dict")
-        )
-        if name.startswith(prefix) and has_code:
-            return inner, prefix
-    return module, ""
 
 
 def _made_in(scope: nn.Module) -> Iterable[StateDictEntry]:

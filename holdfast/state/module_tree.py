@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -431,6 +432,10 @@ class ModuleStateDict:
     """torch's versions of the modules."""
     versions: Mapping[str, int]
     """Those that are not usual, by the modules' logical names; also without torch's metadata."""
+    formed: Sequence[RegisteredTensor]
+    """The registered tensors for which only entries of other names can stand."""
+    lost: Sequence[RegisteredTensor]
+    """Those that it shows in no form."""
 
 
 def read_state_dict(module: nn.Module) -> ModuleStateDict:
@@ -456,6 +461,11 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
         if not is_wrapper
         for attribute, tensor in registered_in(inner).items()
     )
+    versions = {
+        logical.rstrip("."): version
+        for logical, _, inner, is_wrapper in tree
+        if not is_wrapper and (version := module_version(inner)) != USUAL_VERSION
+    }
     has_wrappers = any(is_wrapper for *_, is_wrapper in tree)
     memory = _Memory(registered)
     # Exact matches first, over all entries: an entry that is a slice of a tensor must not claim
@@ -483,15 +493,18 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
         if _is_extra(logical) and backing is not None and backing.name != logical:
             backing = None  # get_extra_state returned a tensor of the module: set_… wants it
         entries[logical] = StateDictEntry(key=key, name=logical, value=value, backing=backing)
+    hidden = _hidden(entries, registered)
+    formed, lost = hidden, hidden
+    if hidden:
+        own_names = {held.name for held in registered}
+        formed, lost = _split_by_forms(hidden, entries, own_names, tree)
     return ModuleStateDict(
         entries=entries,
         registered=registered,
         metadata=getattr(state, "_metadata", None),
-        versions={
-            logical.rstrip("."): version
-            for logical, _, inner, is_wrapper in tree
-            if not is_wrapper and (version := module_version(inner)) != USUAL_VERSION
-        },
+        versions=versions,
+        formed=formed,
+        lost=lost,
     )
 
 
@@ -508,33 +521,6 @@ def same_memory(one: object, other: object) -> bool:
         return False
     key = memory_key(one)
     return key is not None and key == memory_key(other)
-
-
-def forms_of(shown: ModuleStateDict, module: nn.Module) -> list[RegisteredTensor]:
-    """Return the registered tensors for which only entries of other names can stand."""
-    return [hidden for hidden in _hidden(shown) if _is_represented(shown, module, hidden)]
-
-
-def refuse_hidden(
-    shown: ModuleStateDict, module: nn.Module, is_selected: Callable[[str, torch.Tensor], bool]
-) -> None:
-    """Refuse a module that holds what its state dict shows in no form.
-
-    Args:
-        shown: The module's state dict.
-        module: The module.
-        is_selected: Whether the caller wants a tensor kept, by name and tensor.
-
-    Raises:
-        PlacementError: Naming what would be lost.
-    """
-    lost = [
-        hidden.name
-        for hidden in _hidden(shown)
-        if is_selected(hidden.name, hidden.tensor) and not _is_represented(shown, module, hidden)
-    ]
-    if lost:
-        refuse_lost(module, lost)
 
 
 def refuse_empty(shown: ModuleStateDict, module: nn.Module) -> None:
@@ -601,51 +587,74 @@ def _is_extra(name: str) -> bool:
     return name.rsplit(".", 1)[-1] == _EXTRA_STATE
 
 
-def _hidden(shown: ModuleStateDict) -> Iterable[RegisteredTensor]:
-    """Yield each persistent tensor that no entry is, covers wholly, or has the name of."""
-    seen = {id(entry.value) for entry in shown.entries.values()}
+def _hidden(
+    entries: Mapping[str, StateDictEntry], registered: Iterable[RegisteredTensor]
+) -> list[RegisteredTensor]:
+    """Return each persistent tensor that no entry is, covers wholly, or has the name of."""
+    seen = {id(entry.value) for entry in entries.values()}
     missed: list[RegisteredTensor] = []
-    for held in shown.registered:
+    for held in registered:
         if held.is_persistent and id(held.tensor) not in seen and not is_lazy(held.tensor):
             seen.add(id(held.tensor))
             missed.append(held)
     if not missed:
-        return
+        return []
     num_shown: dict[int, int] = {}
     claimed = _Memory(())
-    for entry in shown.entries.values():
+    for entry in entries.values():
         if entry.backing is not None and isinstance(entry.value, torch.Tensor):
             key = id(entry.backing.tensor)
             num_shown[key] = num_shown.get(key, 0) + entry.value.numel()
             claimed.claim(entry.value)
+    hidden = []
     for held in missed:
-        bearer = shown.entries.get(held.name)
+        bearer = entries.get(held.name)
         if bearer is not None and bearer.backing is None:
             continue
         size = local_of(held.tensor).numel()
         if 0 < size != num_shown.get(id(held.tensor), 0) and not claimed.covers(held.tensor):
-            yield held
+            hidden.append(held)
+    return hidden
 
 
-def _is_represented(shown: ModuleStateDict, module: nn.Module, hidden: RegisteredTensor) -> bool:
-    """Return True if forms of its module, or of one above, may stand for a hidden tensor."""
-    own = {held.name for held in shown.registered}
+def makes_forms(module: nn.Module) -> bool:
+    """Return True if a module has code for its state dict."""
     methods = ("state_dict", "_save_to_state_dict")
-    scopes = {
-        prefix
-        for prefix, _, inner, _ in walk_all(module)
-        if getattr(inner, "_state_dict_hooks", None) or overrides(inner, nn.Module, methods)
-    }
-    for entry in shown.entries.values():
-        if (
-            entry.backing is None
-            and entry.name not in own
-            and any(instances_in(entry.value, _DATA))
-        ):
-            homes = [prefix for prefix in scopes if entry.name.startswith(prefix)]
-            if homes and hidden.name.startswith(max(homes, key=len)):
-                return True
-    return False
+    hooks = getattr(module, "_state_dict_hooks", None)
+    return bool(hooks) or overrides(module, nn.Module, methods)
+
+
+def prefixes_of(name: str) -> list[str]:
+    """Return the prefixes of the modules around a tensor, the root's first: "", "a.", "a.b."."""
+    parts = name.split(".")
+    return ["".join(f"{part}." for part in parts[:i]) for i in range(len(parts))]
+
+
+def _split_by_forms(
+    hidden: Iterable[RegisteredTensor],
+    entries: Mapping[str, StateDictEntry],
+    own: AbstractSet[str],
+    tree: Iterable[tuple[str, str, nn.Module, bool]],
+) -> tuple[list[RegisteredTensor], list[RegisteredTensor]]:
+    """Return hidden tensors that forms of their module, or of one above, may stand for; the others.
+
+    Args:
+        hidden: See `_hidden`.
+        entries: Of the state dict.
+        own: Names of the registered tensors.
+        tree: All modules, see `walk_all`.
+    """
+    scopes = {prefix for prefix, _, inner, _ in tree if makes_forms(inner)}
+    homes: set[str] = set()
+    for entry in entries.values() if scopes else ():
+        is_form = entry.backing is None and entry.name not in own
+        if is_form and any(instances_in(entry.value, _DATA)):
+            homes.update([each for each in prefixes_of(entry.name) if each in scopes][-1:])
+    formed: list[RegisteredTensor] = []
+    lost: list[RegisteredTensor] = []
+    for held in hidden:
+        (lost if homes.isdisjoint(prefixes_of(held.name)) else formed).append(held)
+    return formed, lost
 
 
 def _extent(tensor: torch.Tensor) -> tuple[str, int, int] | None:
