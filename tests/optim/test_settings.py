@@ -122,9 +122,7 @@ def refused(context: RankContext, kind: str) -> list[str]:
             if context.rank:
                 group[key] = other
             shown = f"{was:g}" if isinstance(was, float) else str(was)
-            refuse(
-                rf"differ in {key} of parameter group 0: {shown} on rank 0; {other} on rank 1;"
-            )
+            refuse(rf"differ in {key} of parameter group 0: {shown} on rank 0; {other} on rank 1;")
             group[key] = was
         group["lr"] = 0.2  # on all
         group["momentum"] = 1.0 if context.rank else 1  # equal, in another form
@@ -166,9 +164,7 @@ def in_other_orders(context: RankContext) -> None:
             for each in both:
                 each.backward(1)
             for place in order:
-                with pytest.raises(
-                    ConfigError, match=r"number of the optimizer: \d on rank 0; \d"
-                ):
+                with pytest.raises(ConfigError, match=r"number of the optimizer: \d on rank 0; \d"):
                     both[place].call(max_norm=1.0)
             with pytest.raises(PlanError, match=r"what comes next: .* on rank 0; .* on rank 1"):
                 both[order[0]].backward(1)
