@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,10 @@ from holdfast.integrations.world import (
     text_of_coordinator,
 )
 from holdfast.parallel import ProcessGroups
+from holdfast.parallel.control.guard import Guard
 from holdfast.policies.keep import KeepPolicy
 from holdfast.state import RNG, OptimizerState, Stored
+from holdfast.state.schedules import follow_groups
 
 _OWN = ("state_dict", "optimizer_states")
 """Entries of Lightning's checkpoint that are parts of their own here."""
@@ -324,7 +327,11 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         return {**own, **values["lightning"]["checkpoint"]}
 
     def _load_optimizers(self, trainer: Trainer) -> None:
-        """Load what the Trainer has made since the rest was loaded."""
+        """Load what the Trainer has made since the rest was loaded.
+
+        It has restored its schedules before, by the position of each group: they follow the groups.
+        """
+        assert self._groups is not None
         restore_before_optimizers(self._callbacks, trainer)
         parts = _optimizers(trainer)
         names = self._callbacks["gradients"]
@@ -332,6 +339,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             parts["gradients"] = gradients_part(empty_gradients(_parameters(trainer), names))
         self._running().load(parts, step=self._resumed)
         self._loads.close()
+        follow = partial(_follow_groups, trainer, parts)
+        Guard[None](self._groups.control, "load: schedules").run(follow)
 
     def _accumulated(self, trainer: Trainer) -> Gradients:
         """Return the gradients that no step has used."""
@@ -482,6 +491,15 @@ def _nothing_gathered(strategy: Any) -> Iterator[Mapping[str, Any]]:
 def _parameters(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
     """Return the parameters by name."""
     return dict(trainer.lightning_module.named_parameters())
+
+
+def _follow_groups(trainer: Trainer, parts: Mapping[str, object]) -> None:
+    """Give schedules the values of the groups that a load of the optimizers has found."""
+    for number, config in enumerate(trainer.lr_scheduler_configs):
+        path = f"lightning.checkpoint.lr_schedulers.{number}"
+        for each in parts.values():
+            if isinstance(each, OptimizerState):
+                follow_groups(config.scheduler, path, each.groups_loaded, {})
 
 
 def _optimizers(trainer: Trainer) -> dict[str, object]:

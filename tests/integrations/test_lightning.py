@@ -261,6 +261,19 @@ HoldfastCheckpoint.on_train_start = replace
     assert server.lines(PROGRAM, tmp_path / "b", 2, **named) == straight
 
 
+def test_schedules_follow_groups_in_another_order(server: ForkServer, tmp_path: Path) -> None:
+    """R1. Lightning restores schedules itself, by the positions of groups."""
+    groups = """[{"params": self.layers[2].parameters(), "lr": 0.1},
+                  {"params": self.layers[0].parameters(), "lr": 0.001}]"""
+    rates = PROGRAM.replace("self.parameters(), lr", f"{groups}, lr").replace(
+        "CosineAnnealingLR(optimizer, 20)", "LambdaLR(optimizer, lambda step: 0.9**step)"
+    )
+    straight = server.lines(rates, tmp_path / "a", 2, directory=tmp_path)
+    server.lines(rates, tmp_path / "b", 1, directory=tmp_path)
+    turned = rates.replace(groups, f"{groups}[::-1]")
+    assert server.lines(turned, tmp_path / "b", 2, directory=tmp_path) == straight
+
+
 def test_what_is_frozen_now_is_named(server: ForkServer, tmp_path: Path) -> None:
     """By the program itself, whose reasons no checkpoint has; Lightning trains on silently."""
     server.lines(PROGRAM, tmp_path / "a", 1, directory=tmp_path)
