@@ -5,6 +5,7 @@ Public names are resolved on first use, so that importing a torch-free room neve
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -254,7 +255,10 @@ def __getattr__(name: str) -> object:
     for room, names in _ROOMS.items():
         if name in names:
             return getattr(import_module(room), name)
-    raise AttributeError(f"module 'holdfast' has no attribute '{name}'")
+    # With name and module Python adds which name was meant.
+    raise AttributeError(
+        f"module 'holdfast' has no attribute '{name}'", name=name, obj=sys.modules[__name__]
+    )
 
 
 def __dir__() -> list[str]:
