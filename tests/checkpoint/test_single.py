@@ -475,6 +475,22 @@ def test_a_name_that_is_misspelled_is_answered_with_the_right_one() -> None:
     assert "Checkpointer" in dir(holdfast)
 
 
+def test_a_part_that_is_misspelled_is_answered_with_those_stored(tmp_path: Path) -> None:
+    state = {"model": nn.Linear(2, 1), "rng": RNG(), "progress": {"step": 1}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        for part in ("modle", "mode", "models"):
+            with pytest.raises(MismatchError, match=r"; its parts are model, rng, progress$"):
+                checkpointer.load({part: state["model"]})
+        with pytest.raises(MismatchError, match=r"progress\.epoch.* lets them be\)$"):
+            checkpointer.load({"progress": {"step": 1, "epoch": 1}})
+
+
+def test_generators_have_names() -> None:
+    with pytest.raises(ConfigError, match="it takes a dict of generators by name"):
+        RNG(generators=torch.Generator())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("policy", [KeepLast(1), EverySteps(1)])
 def test_a_policy_is_joined_to_policies_only(policy: Any) -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
