@@ -5,7 +5,6 @@ Public names are resolved on first use, so that importing a torch-free room neve
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -255,10 +254,7 @@ def __getattr__(name: str) -> object:
     for room, names in _ROOMS.items():
         if name in names:
             return getattr(import_module(room), name)
-    # With name and module Python adds which name was meant.
-    raise AttributeError(
-        f"module 'holdfast' has no attribute '{name}'", name=name, obj=sys.modules[__name__]
-    )
+    raise AttributeError(f"module 'holdfast' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

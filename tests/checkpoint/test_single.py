@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
 from holdfast import (
     RNG,
     Checkpointer,
@@ -465,14 +464,6 @@ def test_an_argument_of_another_kind_is_refused_at_once(
     """A wrong `retention` failed after the commit: a save that is committed was called failed."""
     with pytest.raises(ConfigError, match=words):
         Checkpointer(tmp_path, **{argument: value})
-
-
-def test_a_name_that_is_misspelled_is_answered_with_the_right_one() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Checkpoint'") as raised:
-        _ = holdfast.Checkpoint
-    # From these two and `dir` Python finds the name that it prints behind the message.
-    assert (raised.value.name, raised.value.obj) == ("Checkpoint", holdfast)
-    assert "Checkpointer" in dir(holdfast)
 
 
 def test_a_part_that_is_misspelled_is_answered_with_those_stored(tmp_path: Path) -> None:
