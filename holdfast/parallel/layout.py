@@ -217,8 +217,9 @@ class Layout(_Lookups):
         if dp is None:
             if world_size % rest:
                 raise LayoutError(
-                    f"Layout {name!r}: {counted(world_size, 'rank')} cannot be divided by {product} "
-                    f"(remainder {world_size % rest}). Change a size or the number of ranks."
+                    f"Layout {name!r}: {counted(world_size, 'rank')} cannot be divided by "
+                    f"{product} (remainder {world_size % rest}). "
+                    "Change a size or the number of ranks."
                 )
             dp = world_size // rest
         elif rest * _checked_size("dp", dp, name) != world_size:
