@@ -17,7 +17,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 ## One more than the two processors that continuous integration has: many tests wait, for deadlines
 ## and for each other.
 PYTEST_WORKERS ?= 3
-## Each worker gets a third of the short tests, in the order of their files, and one that is through
+## Each worker gets an equal share of the short tests, in the order of files, and one that is through
 ## takes half of what another still has (`--dist worksteal`): a file's fixtures, and the servers of
 ## frameworks, are made once but in the few files that are parted, and all workers end together.
 ## Whole files (loadfile) do not: those with few tests, which are the longest, would come last.
