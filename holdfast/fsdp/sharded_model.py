@@ -228,7 +228,7 @@ class ShardedModel(MicrobatchTaker):
         self._microbatches = Microbatches({ALONE: self}, groups)
         self._stepper: ShardedModelStepper | None = None
         """Stepper with the optimizer of the last `step`."""
-        self.number = groups.next_number()
+        self.number = groups.next_number("optimizer")
         # On each module: a part of a state may be one of them, or have the model inside.
         for module in model.modules():
             set_worker(self, on=module)

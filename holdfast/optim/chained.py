@@ -77,7 +77,7 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                 for each in self._optimizers.values()
             ]
         )
-        self.number = self._groups.next_number()
+        self.number = self._groups.next_number("optimizer")
 
     def __getitem__(self, name: str) -> Any:
         """Return one of the optimizers."""
@@ -123,6 +123,13 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
 
     def join_microbatch(self) -> Sequence[Pending]:
         return [work for each in self._optimizers.values() for work in each.join_microbatch()]
+
+    def take_turn(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.take_turn()
+
+    def turns(self) -> list[int]:
+        return [turn for each in self._optimizers.values() for turn in each.turns()]
 
     def gradient_parts(self) -> list[GradientPart]:
         return [part for each in self._optimizers.values() for part in each.gradient_parts()]

@@ -158,10 +158,22 @@ class Stepper(MicrobatchTaker):
     def share_norm(self) -> float:
         """Return the 2-norm of this rank's shares of the reduced gradients. Collective.
 
-        To be called before a step. The squares of all ranks add up to the square of the whole norm;
-        the norm is not finite if an element is not.
+        To be called before a step, of several optimizers in the same order on all ranks, which the
+        step compares. The squares of all ranks add up to the square of the whole norm; the norm is
+        not finite if an element is not.
         """
+        self.take_turn()
         return math.sqrt(share_square(self.gradient_parts(), layout=self.groups.layout))
+
+    def take_turn(self) -> None:
+        """Number the reductions that are made here before a step, if some are missing."""
+
+    def turns(self) -> list[int]:
+        """Return the numbers of reductions made before this step; compared by it.
+
+        Ranks that ask two optimizers in another order add gradients of one to those of the other.
+        """
+        return []
 
     def joint_sums(self, *, num_numbers: tuple[int, int]) -> JointSums | None:
         """Return what makes a step in two messages, from now on; None if this kind cannot.
@@ -537,6 +549,7 @@ class StepEngine:
                 mine.usage[module] = stepper.usage()
                 mine.num_new[module] = stepper.num_new()
                 mine.hyperparameters[module] = stepper.hyperparameters()
+                mine.turns[module] = stepper.turns()
             except Exception as error:
                 failure = failure or _in_module(module, error)
                 # After a deadline the communicator is broken, and no rank waits on it any more.

@@ -87,7 +87,7 @@ class MultiModuleOptimizer(TorchInterface):
             groups.layouts,
             self._steppers,
             name="MultiModuleOptimizer",
-            number=groups.union.next_number(),
+            number=groups.union.next_number("optimizer"),
             loss_module=name_of_loss,
             divisors=_compare_ranks(groups.layouts, by_rank),
             edges=groups.layouts.edges,

@@ -194,6 +194,7 @@ class ReducedOptimizer(PlainStepper):
         self._left: set[tuple[int, int]] | None = None
         """Gradients at the end of the last microbatch: identity and version of each."""
         self._has_warned = False
+        self._turns: list[int] = []
         self._last_used: set[nn.Parameter] | None = None
         """Parameters with a gradient in the last step, for which `reduce` made collectives."""
         failure: Exception | None = None
@@ -222,7 +223,7 @@ class ReducedOptimizer(PlainStepper):
         # What is saved is the torch optimizer, which does not know of this one.
         set_worker(self, on=optimizer)
         optimizer.register_step_pre_hook(_Reduction(self))
-        self.number = groups.next_number()
+        self.number = groups.next_number("optimizer")
 
     def check_reduced(self) -> None:
         """Raise ConfigError if gradients that `reduce` makes equal are those of this rank alone."""
@@ -307,6 +308,15 @@ class ReducedOptimizer(PlainStepper):
         self._reduce_once()
         self._last_used = {p for p in self.parameters() if p.grad is not None}
         return gradient_parts(self.parameters(), copies=self._copies)
+
+    def take_turn(self) -> None:
+        over = self._reduce
+        is_alone = over is None or (isinstance(over, str) and self.groups.size(over) == 1)
+        if not is_alone and not self._is_reduced:
+            self._turns.append(self.groups.next_number("reduction"))
+
+    def turns(self) -> list[int]:
+        return self._turns
 
     def _reduce_once(self) -> None:
         if self._is_reduced:
@@ -447,6 +457,7 @@ class ReducedOptimizer(PlainStepper):
         self._is_interrupted = False
         self.optimizer.zero_grad(set_to_none=True)
         self._is_reduced = False
+        self._turns = []
         self._left = None
 
     def unfinished_work(self) -> str | None:

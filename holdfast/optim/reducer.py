@@ -155,6 +155,8 @@ class GradientReducer:
         """True if this microbatch launches at its end: another one is within it."""
         self.is_apart = False
         """True if the gradients of this step are reduced all the same: the norm was asked for."""
+        self.turns: list[int] = []
+        """The numbers of what was reduced before this step, see `Stepper.turns`."""
         self._num_missing = [len(bucket.parameters) for bucket in buckets]
         self._is_eager = False
         self._owes_round = False
@@ -172,6 +174,15 @@ class GradientReducer:
     def is_finished(self) -> bool:
         """True if shares hold the averaged gradients of this step."""
         return self._is_finished
+
+    @property
+    def owes_reductions(self) -> bool:
+        """True if `finish` launches some; equal on all ranks."""
+        groups = self._shard_groups
+        is_launched = self._is_reduced and not self.is_joint
+        if self._is_finished or (is_launched and groups.between is None and groups.tied is None):
+            return False
+        return any(each is not None for each in (groups.reduce, groups.between, groups.tied))
 
     @property
     def is_in_step(self) -> bool:
@@ -348,6 +359,7 @@ class GradientReducer:
             slot.is_used = False
         self._next = 0
         self._is_reduced = self._is_finished = self._owes_round = self.is_apart = False
+        self.turns = []
 
     def show_gradients(self) -> None:
         """Give parameters their own class back: from here on reading `.grad` is harmless."""

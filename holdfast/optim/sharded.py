@@ -182,7 +182,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         )
         for bucket in self._buckets:
             bucket.set_own_uses()
-        self.number = groups.next_number()
+        self.number = groups.next_number("optimizer")
 
     # ---- training ----
 
@@ -221,10 +221,22 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         return ()  # `drop_gradients` waits for them
 
     def finish_gradients(self) -> None:
-        """Reduce the gradients that are not reduced yet, and wait; `step` calls it.
+        """Reduce the gradients that are not reduced yet, and wait, as `step` does.
 
-        Cost: a reduce-scatter per bucket not launched yet.
+        Of several optimizers in the same order on all ranks, which the step compares. Cost: a
+        reduce-scatter per bucket not launched yet.
         """
+        self.take_turn()
+        self._finish_gradients()
+
+    def take_turn(self) -> None:
+        if self._reducer.owes_reductions:
+            self._reducer.turns.append(self._groups.next_number("reduction"))
+
+    def turns(self) -> list[int]:
+        return self._reducer.turns
+
+    def _finish_gradients(self) -> None:
         if self._reducer.is_finished:
             self._check_open()
             return
@@ -284,7 +296,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         )
 
     def gradient_parts(self) -> list[GradientPart]:
-        self.finish_gradients()
+        self._finish_gradients()
         return self._parts
 
     def launched(self) -> dict[str, Launched]:

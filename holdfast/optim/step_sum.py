@@ -15,7 +15,10 @@ from holdfast.parallel import Layout
 
 _FAILED = 0.0
 """The digest of a rank that failed; a real one is at least 1."""
+_TURNS = "number of the reduction before the step"
 _REASONS = {
+    _TURNS: "all ranks call share_norm() and finish_gradients() of several optimizers in the same "
+    "order: gradients of this one were added to those of another",
     "number of the optimizer": "all ranks step the optimizers on their groups in the same order, "
     "which are numbered as they were built (a set of them has another order in each process)",
     "max_norm": "one limit holds for the norm of the whole gradient",
@@ -52,6 +55,8 @@ class Contribution:
     """By module, `Stepper.num_new` of this rank."""
     hyperparameters: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     """By module, by parameter group, by name."""
+    turns: dict[str, list[int]] = field(default_factory=dict)
+    """By module, `Stepper.turns`."""
     carried: set[tuple[str, str]] = field(default_factory=set)
     """Edges of this rank over which gradients may have come."""
 
@@ -68,7 +73,7 @@ class Contribution:
 
     def described(self) -> bytes:
         """Return everything that ranks may differ in, for `StepSum.refuse_differences`."""
-        return _text([self.settings, self.hyperparameters])
+        return _text([self.settings, self.hyperparameters, self.turns])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +180,11 @@ class StepSum:
             values += mine.terms.get(module, [0.0] * terms.size)
             values += mine.usage.get(module, (0, 0))
             values.append(mine.num_new.get(module, 0))
-            digest = self._digest(module, mine.hyperparameters.get(module, []))
+            hyperparameters, turns = (
+                mine.hyperparameters.get(module, []),
+                mine.turns.get(module, []),
+            )
+            digest = self._digest(module, [*hyperparameters, turns] if turns else hyperparameters)
             values += slots(self._layouts[module].ranks, digest)
         values += [float(edge in mine.carried) for edge in self._edges]
         # One more than the tokens: 0 is the slot of a rank that does not count.
@@ -227,7 +236,13 @@ class StepSum:
         answers = {rank: json.loads(each) for rank, each in described.items()}
         refuse_different({rank: answers[rank][0] for rank in self._ranks}, where=name)
         for module, ranks in self._stages:
-            by_rank = {rank: _named(answers[rank][1].get(module, [])) for rank in ranks}
+            by_rank = {
+                rank: {
+                    **_named(answers[rank][1].get(module, [])),
+                    _TURNS: answers[rank][2].get(module, []),
+                }
+                for rank in ranks
+            }
             refuse_different(by_rank, where=f"{name}: module {module!r}" if module else name)
         raise ConfigError(f"{name}: ranks differ in settings of the step. Nothing was updated")
 

@@ -27,15 +27,18 @@ from tests.optim.multi_module.common import (
 )
 
 KINDS = ("sharded", "chained", "fsdp", "stepper", "reduced", "modules")
+ASKED = ("sharded", "chained", "reduced")
+"""Kinds that reduce gradients where their norm is asked for."""
 SIZES = {"dp": 2}
 
 
 class Alone:
     """One module on both ranks, and its step in one of the ways that there are."""
 
-    def __init__(self, kind: str, groups: ProcessGroups | ModuleGroups) -> None:
+    def __init__(self, kind: str, groups: ProcessGroups | ModuleGroups, **options: object) -> None:
         own = groups["one"] if isinstance(groups, ModuleGroups) else groups
-        spec = Spec(sizes=SIZES, kind={"stepper": "fsdp", "modules": "sharded"}.get(kind, kind))
+        kind_of = {"stepper": "fsdp", "modules": "sharded"}.get(kind, kind)
+        spec = Spec(sizes=SIZES, kind=kind_of, options=options)
         self.trained = Trained("one", spec, own, momentum)
         stepper = self.trained.stepper
         assert stepper is not None
@@ -155,9 +158,9 @@ def test_ranks_that_differ_in_a_setting_are_refused_by_name(kind: str) -> None:
 def in_other_orders(context: RankContext) -> None:
     """A loop over a set of two optimizers: each process has an order of its own."""
     order = (1, 0) if context.rank else (0, 1)
-    for kind in KINDS[:-1]:
+    for kind, options in (("sharded", {"bucket_nbytes": 1 << 10}), *((k, {}) for k in KINDS[:-1])):
         with ProcessGroups.create(Layout(**SIZES), data_timeout_s=20) as groups:
-            both = [Alone(kind, groups) for _ in range(2)]
+            both = [Alone(kind, groups, **options) for _ in range(2)]
             for each in both:
                 each.step(0)
             before = [each.values() for each in both]
@@ -174,6 +177,30 @@ def in_other_orders(context: RankContext) -> None:
                 now = each.values()
                 assert all(torch.equal(now[name], values[name]) for name in values), kind
                 assert not each.step(2).skipped
+            ask_before_the_step(both, order, kind=kind)
+
+
+def ask_before_the_step(both: list[Alone], order: tuple[int, int], *, kind: str) -> None:
+    """Norms that each rank asks in an order of its own, and then in one order."""
+    before = [each.values() for each in both]
+    for number in (3, 4):
+        for each in both:
+            train_module(each.trained, rows_of(number, "one"))  # no microbatch, which reduces
+        steppers = [each.trained.stepper for each in both]
+        for place in order if number == 3 else (1, 0):
+            stepper = steppers[place]
+            assert stepper is not None
+            stepper.share_norm()
+        for each, values in zip(both, before, strict=True):
+            if number == 3 and kind in ASKED:
+                with pytest.raises(
+                    ConfigError, match=r"before the step: \[\d.* on rank 1; .*added to"
+                ):
+                    each.call()
+                now = each.values()
+                assert all(torch.equal(now[name], values[name]) for name in values), kind
+            else:
+                assert not each.call().skipped
 
 
 def test_optimizers_that_a_rank_takes_in_another_order_do_not_mix() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -118,7 +119,7 @@ class ProcessGroups:
         self._orders: MutableMapping[ProcessGroup, LaunchOrder] = _torch.kept_in_process(
             "orders", WeakKeyDictionary
         )
-        self._num_numbered = 0
+        self._num_numbered: Counter[str] = Counter()
         self._is_closed = False
         self._is_complete = False
 
@@ -416,10 +417,10 @@ class ProcessGroups:
             self._orders[communicator] = LaunchOrder(is_shared=communicator.size() > 1)
         return self._orders[communicator]
 
-    def next_number(self) -> int:
-        """Return 1, 2, ...: equal on all ranks for what they make in the same order."""
-        self._num_numbered += 1
-        return self._num_numbered
+    def next_number(self, kind: str) -> int:
+        """Return 1, 2, ... for each kind: equal on all ranks for what they do in the same order."""
+        self._num_numbered[kind] += 1
+        return self._num_numbered[kind]
 
     def direct(self) -> Direct:
         """Return what exchanges small tensors on the host with other ranks of the layout.
