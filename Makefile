@@ -17,8 +17,11 @@ DOCS_READY := $(DOCS_VENV)/.ready
 ## One more than the two processors that continuous integration has: many tests wait, for deadlines
 ## and for each other.
 PYTEST_WORKERS ?= 3
-## Short tests go to workers by whole files (`--dist loadfile`): a file's fixtures, and the servers
-## of frameworks, are made once and not in each worker. Long ones go one by one, to end together.
+## Each worker gets an equal share of the short tests, in the order of files, and one that is through
+## takes half of what another still has (`--dist worksteal`): a file's fixtures, and the servers of
+## frameworks, are made once but in the few files that are parted, and all workers end together.
+## Whole files (loadfile) do not: those with few tests, which are the longest, would come last.
+## Long ones go one by one.
 ## Tests of other packages are all long (`tests/test_structure.py`), and slow to import.
 export OMP_NUM_THREADS ?= 1
 ## Compiled modules are kept, so that neither the other worker, nor a writer, a command or the next
@@ -48,7 +51,7 @@ demo-faults: setup
 	@$(BIN)/python -m demo.faults --out demo/out
 
 test: setup lint
-	@$(BIN)/pytest -n $(PYTEST_WORKERS) --dist loadfile --ignore tests/packages -m "not slow and not nightly and not gpu"
+	@$(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal --ignore tests/packages -m "not slow and not nightly and not gpu"
 
 test-slow: setup
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "slow and not nightly and not gpu"

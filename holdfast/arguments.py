@@ -129,6 +129,23 @@ def check_flag(value: object, *, name: str) -> bool:
     return check_choice(value, name=name, choices=(True, False))
 
 
+def check_instance(value: object, *, name: str, kind: type[T], hint: str = "") -> T:
+    """Return `value` if it is an object of a class, and not the class itself.
+
+    Args:
+        value: Any object.
+        name: The argument, for the message.
+        kind: The class that it must be of.
+        hint: What the message ends with.
+
+    Raises:
+        ConfigError: `value` is anything else.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be a {kind.__name__}, got {_shown(value)}{hint}")
+    return value
+
+
 def _shown(value: object) -> str:
     """Return the repr of a value on one line, shortened for a message."""
     try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 from functools import cache
-from inspect import signature
+from inspect import isclass, isfunction, signature
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import holdfast
 from holdfast.collector import collector_paused
@@ -202,12 +202,29 @@ def test_the_version_is_the_packages() -> None:
     assert holdfast.__version__ == __version__
 
 
-def test_the_annotations_of_a_checkpointer_resolve() -> None:
+def public_callables() -> list[tuple[str, Any]]:
+    """Each public class, function and method by its name, with what has its annotations."""
+    found: list[tuple[str, Any]] = []
+    for name in sorted(set(holdfast.__all__) - {"__version__"}):
+        public = getattr(holdfast, name)
+        found.append((name, public))
+        for key, member in vars(public).items() if isclass(public) else ():
+            inner = member.fget if isinstance(member, property) else member
+            inner = getattr(inner, "__func__", inner)
+            is_ours = isfunction(inner) and inner.__module__.startswith("holdfast.")
+            if is_ours and (key == "__init__" or not key.startswith("_")):
+                found.append((f"{name}.{key}", inner))
+    return found
+
+
+def test_the_annotations_of_public_names_resolve() -> None:
     """Tools that make command lines or documents of signatures ask for them."""
-    for name, method in vars(holdfast.Checkpointer).items():
-        if callable(method):
-            hints = get_type_hints(method)
-            assert set(signature(method).parameters) - {"self"} <= hints.keys(), name
+    found = dict(public_callables())
+    assert {"Bridge.__init__", "ProcessGroups.create", "Checkpointer.save"} <= found.keys()
+    for name, public in found.items():
+        hints = get_type_hints(public)
+        if isfunction(public):
+            assert set(signature(public).parameters) - {"self", "cls"} <= hints.keys(), name
 
 
 def imported_too_early(context: RankContext) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,7 @@ from holdfast.bridge.crossing import Crossing, Packed
 from holdfast.bridge.header import Given, Header, check_headers, checked_counts, describe_given
 from holdfast.bridge.route import Route
 from holdfast.errors import ConfigError
-
-if TYPE_CHECKING:
-    from holdfast.parallel.groups.module_groups import ModuleGroups
+from holdfast.parallel.groups.module_groups import ModuleGroups
 
 
 class Bridge:

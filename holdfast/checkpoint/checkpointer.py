@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
+from holdfast.arguments import check_instance
 from holdfast.checkpoint.load.loader import Loader
 from holdfast.checkpoint.options import (
     CkptFormat,
@@ -139,8 +140,11 @@ class Checkpointer:
             ckpt_format=ckpt_format,
         )
         self._storage = _storage_at(root)
-        self._groups = groups if groups is not None else _default_groups()
+        groups = groups if groups is not None else _default_groups()
+        hint = ": ProcessGroups.create(layout) makes them"
+        self._groups = check_instance(groups, name="groups", kind=ProcessGroups, hint=hint)
         codecs = codecs if codecs is not None else Codecs()
+        check_instance(codecs, name="codecs", kind=Codecs, hint=", such as Codecs(enums=[Color])")
         self._codecs, self._on_drift = codecs, on_drift
         self._root = RootIdentity(self._storage)
         self._saver = Saver(

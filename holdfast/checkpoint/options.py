@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
-from holdfast.arguments import check_choice, check_flag, check_int, check_number
+from holdfast.arguments import (
+    check_choice,
+    check_flag,
+    check_instance,
+    check_int,
+    check_number,
+)
 from holdfast.errors import ConfigError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.format.manifest import Envelope, encode_metadata
@@ -118,6 +124,10 @@ class SaverOptions:
         )
         check_choice(self.staging_buffers, name="staging_buffers", choices=(1, 2))
         keep("deadline_s", check_number(self.deadline_s, name="deadline_s", above=0))
+        if self.retention is not None:
+            # Found after a commit, it would be raised as the failure of a save that is committed.
+            hint = ", such as KeepLast(3)"
+            check_instance(self.retention, name="retention", kind=KeepPolicy, hint=hint)
         check_flag(self.fingerprints, name="fingerprints")
         every = check_int(
             self.check_replicas_every, name="check_replicas_every", least=0, hint="; 0 for never"

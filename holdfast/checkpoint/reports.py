@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
 import msgspec
 
 from holdfast.errors import counted, in_bytes, some_of
-
-if TYPE_CHECKING:
-    from holdfast.parallel import Control
+from holdfast.parallel import Control
 
 _MAX_SUMMARY = 150
 _NAMES = (

@@ -309,6 +309,7 @@ class ShardedModel(MicrobatchTaker):
             self._set(reduces=True, reduces_outer=True, reshards=True)
 
     def reduces_on(self, group: dist.ProcessGroup) -> bool:
+        """Return True if units reduce their gradients on this communicator."""
         return self._log.launches_on(group)
 
     def launch_late(self, *, within: str) -> bool:
@@ -357,6 +358,7 @@ class ShardedModel(MicrobatchTaker):
         self._log.end_comparison(is_same=is_same)
 
     def has_uncompared_launches(self) -> bool:
+        """Return True if there are launches that the ranks have not compared yet."""
         return self._log.has_uncompared()
 
     def launch_missing(self, missing: Mapping[str, Sequence[Description]]) -> Sequence[Pending]:

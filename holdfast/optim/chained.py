@@ -187,6 +187,7 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         return super().unfinished_work() or unfinished_on(*self._optimizers.values())
 
     def optimizer_parameters(self) -> Sequence[OptimizerParameter]:
+        """Return the parameters of all optimizers, their groups in one numbering."""
         each = self._optimizers.values()
         return in_one_numbering(
             [one.optimizer for one in each], [one.optimizer_parameters() for one in each]
@@ -202,10 +203,12 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         return {name: record for records in each for name, record in records.items()}
 
     def begin_load(self, *, with_main: bool) -> None:
+        """Prepare the sharded optimizers for a load; called by `OptimizerState`."""
         for optimizer in self._sharded():
             optimizer.begin_load(with_main=with_main)
 
     def finish_load(self, *, with_main: bool) -> None:
+        """Complete what a load has filled in; called by `OptimizerState`."""
         for optimizer in self._sharded():
             optimizer.finish_load(with_main=with_main)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.arguments import check_int
-from holdfast.errors import LayoutError, shorten_ranks
+from holdfast.errors import LayoutError, counted, shorten_ranks
 from holdfast.format.manifest import LayoutInfo
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
@@ -217,8 +217,9 @@ class Layout(_Lookups):
         if dp is None:
             if world_size % rest:
                 raise LayoutError(
-                    f"Layout {name!r}: {world_size} ranks cannot be divided by {product} "
-                    f"(remainder {world_size % rest}). Change a size or the number of ranks."
+                    f"Layout {name!r}: {counted(world_size, 'rank')} cannot be divided by "
+                    f"{product} (remainder {world_size % rest}). "
+                    "Change a size or the number of ranks."
                 )
             dp = world_size // rest
         elif rest * _checked_size("dp", dp, name) != world_size:

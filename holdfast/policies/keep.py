@@ -30,6 +30,8 @@ class KeepPolicy:
 
     def __or__(self, other: KeepPolicy) -> AnyOf:
         """Keep what either policy keeps."""
+        if not isinstance(other, KeepPolicy):
+            return NotImplemented
         return AnyOf((self, other))
 
 

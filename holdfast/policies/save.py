@@ -78,6 +78,8 @@ class SavePolicy:
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
         """Save when either policy does."""
+        if not isinstance(other, SavePolicy):
+            return NotImplemented
         return SaveWhenAny((*self.leaves(), *other.leaves()))
 
 

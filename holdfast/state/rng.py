@@ -388,6 +388,11 @@ class RNG:
         self._shared = None if shared is None else axis_names(shared)
         self._generators: dict[str, Generator] = {}
         self._shared_by_name: dict[str, tuple[str, ...] | None] = {}
+        if not isinstance(generators, Mapping | None):
+            raise ConfigError(
+                f"RNG: generators is a {type(generators).__name__}; it takes a dict of generators "
+                f"by name, as in RNG(generators={{'shuffle': generator}})"
+            )
         for name, given in (generators or {}).items():
             stream = given if isinstance(given, Stream) else Stream(given, self._shared)
             check_generator(name, stream.generator)

@@ -13,6 +13,7 @@ from holdfast.storage.storage_protocol import Storage
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,20}:/{1,2}(?=[^/])", re.ASCII)
 
 _FILE = re.compile(r"file:/", re.ASCII | re.IGNORECASE)
+_HOME = re.compile(r"~[\w.-]*(/|$)")
 _ALMOST = re.compile(r"(s3a?|gs|gcs|az|azure|abfs|memory)(:|//)", re.ASCII | re.IGNORECASE)
 
 
@@ -32,19 +33,26 @@ def shown(place: str | os.PathLike[str]) -> str:
     return as_url(place) if is_url(place) else os.fspath(place)
 
 
-def require_whole_url(place: str | os.PathLike[str]) -> None:
-    """Raise ConfigError for what begins like the URL of a bucket, and is none.
+def check_place(place: str | os.PathLike[str]) -> None:
+    """Raise ConfigError for what begins like a URL or a home directory, and is neither.
 
-    Else a save to `s3:bucket/run` would go to a directory of this name on this machine.
+    Else a save to `s3:bucket/run` or `~/run` would go to a directory of this name below the current
+    one, and a run that is started elsewhere would find nothing there.
     """
     text = os.fspath(place)
+    if _HOME.match(text):
+        raise ConfigError(
+            f"{text!r}: only a shell makes a home directory of ~, at the start of a word; in a "
+            f"program write os.path.expanduser({text!r}); for a directory of this name write its "
+            f"absolute path"
+        )
     if _FILE.match(text):
         raise ConfigError(f"{text!r}: a directory is written as its path, without file:")
     match = None if is_url(text) else _ALMOST.match(text)
     if match is not None:
         raise ConfigError(
             f"{text!r} is not a whole URL: write {match[1].lower()}://bucket/run; for a directory "
-            f"of this name write ./{text}"
+            f"of this name write its absolute path"
         )
 
 
@@ -52,13 +60,13 @@ def open_storage(place: str | os.PathLike[str], **settings: object) -> Storage:
     """Return the storage at a directory or a URL; nothing is read.
 
     Raises:
-        ConfigError: The place is empty, or the URL is not whole, or not one of a known store, or
-            the package for it is missing.
+        ConfigError: The place is empty or starts with ~, or the URL is not whole, or not one of a
+            known store, or the package for it is missing.
     """
     if not os.fspath(place):
         # As of a variable that is not set: `Path("")` would be the current directory.
         raise ConfigError("'' is not a place; for the current directory write '.'")
-    require_whole_url(place)
+    check_place(place)
     if not is_url(place):
         return PosixStorage(Path(place))
     # Here and not above: most runs need no object store, and obstore may not be installed.

@@ -447,7 +447,14 @@ class PosixStorage:
         while not place.exists():
             new.append(place)
             place = place.parent
-        self._root.mkdir(parents=True, exist_ok=True)
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            # Not as EEXIST, whose advice is to remove what is there: it may be a file of value.
+            if self._root.is_symlink() and not self._root.exists():
+                end = f"it is a link to {os.readlink(self._root)}, which does not exist"
+                raise FileNotFoundError(errno.ENOENT, end) from None
+            raise NotADirectoryError(errno.ENOTDIR, "it exists and is not a directory") from None
         if not self._is_named and not new:
             new.append(self._root.resolve())
         if not durable or not new:

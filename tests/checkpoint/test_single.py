@@ -25,6 +25,9 @@ from holdfast import (
     Checkpointer,
     Codecs,
     ConfigError,
+    EverySteps,
+    KeepLast,
+    Layout,
     MismatchError,
     OptimizerState,
     PerRank,
@@ -418,20 +421,71 @@ def test_one_checkpoint_is_no_root(in_bucket: bool, tmp_path: Path) -> None:
     assert inside.storage.list("") == before
 
 
-def test_a_file_is_no_root(tmp_path: Path) -> None:
-    """R6: and was none before, so it has not vanished."""
+@pytest.mark.parametrize("place", ["file", "link to file", "link to nothing"])
+def test_a_file_is_no_root(tmp_path: Path, place: str) -> None:
+    """R6: and was none before, so it has not vanished. Nothing advises to remove a user's file."""
     (tmp_path / "file").write_text("")
-    checkpointer = Checkpointer(tmp_path / "file")
+    if place != "file":
+        (tmp_path / place).symlink_to(place.removeprefix("link to "))
+    checkpointer = Checkpointer(tmp_path / place)
     assert checkpointer.latest() is None
     for call in (partial(checkpointer.load, {"t": 1}), partial(checkpointer.save, 1, {"t": 1})):
-        with pytest.raises(StorageError, match=r"not a directory|cannot make the directory"):
+        with pytest.raises(StorageError, match=r"not a directory|link to nothing, which") as raised:
             call()
+        assert "remove it" not in str(raised.value)
 
 
-@pytest.mark.parametrize("root", [None, "", 3, b"run", PosixStorage, ["run"]])
-def test_what_is_no_place_is_refused_at_once(root: Any) -> None:
-    with pytest.raises(ConfigError, match=r"root must be a path|'' is not a place"):
+@pytest.mark.parametrize(
+    ("root", "words"),
+    [
+        *[(root, "root must be a path") for root in (None, 3, b"run", PosixStorage, ["run"])],
+        ("", "'' is not a place"),
+        *[(root, "expanduser") for root in ("~/run", Path("~/run"), "~", "~ana/run")],
+    ],
+)
+def test_what_is_no_place_is_refused_at_once(root: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         Checkpointer(root)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("retention", 3, r"retention must be a KeepPolicy, got 3, such as KeepLast\(3\)"),
+        ("retention", KeepLast, "retention must be a KeepPolicy, got <class"),
+        ("save_when", EverySteps, "save_when=.* is not a save policy"),
+        ("groups", Layout(tp=1), "groups must be a ProcessGroups, got Layout"),
+        ("codecs", [int], r"codecs must be a Codecs, got \[<class 'int'>\]"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_at_once(
+    tmp_path: Path, argument: str, value: Any, words: str
+) -> None:
+    """A wrong `retention` failed after the commit: a save that is committed was called failed."""
+    with pytest.raises(ConfigError, match=words):
+        Checkpointer(tmp_path, **{argument: value})
+
+
+def test_a_part_that_is_misspelled_is_answered_with_those_stored(tmp_path: Path) -> None:
+    state = {"model": nn.Linear(2, 1), "rng": RNG(), "progress": {"step": 1}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        for part in ("modle", "mode", "models"):
+            with pytest.raises(MismatchError, match=r"; its parts are model, rng, progress$"):
+                checkpointer.load({part: state["model"]})
+        with pytest.raises(MismatchError, match=r"progress\.epoch.* lets them be\)$"):
+            checkpointer.load({"progress": {"step": 1, "epoch": 1}})
+
+
+def test_generators_have_names() -> None:
+    with pytest.raises(ConfigError, match="it takes a dict of generators by name"):
+        RNG(generators=torch.Generator())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", [KeepLast(1), EverySteps(1)])
+def test_a_policy_is_joined_to_policies_only(policy: Any) -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        _ = policy | 3
 
 
 def test_a_closed_checkpointer_saves_nothing(tmp_path: Path) -> None:

@@ -273,6 +273,8 @@ def test_layout_of_a_world_derives_dp() -> None:
     assert Layout.of_world(24, tp=2, pp=3, dp=4) == Layout(tp=2, pp=3, dp=4)
     with pytest.raises(LayoutError, match=r"24 ranks cannot be divided by .* 5 .* \(remainder 4\)"):
         Layout.of_world(24, tp=5)
+    with pytest.raises(LayoutError, match=r"'model': 1 rank cannot be divided"):
+        Layout.of_world(1, tp=2)
     with pytest.raises(LayoutError, match=r"times dp = 3 makes 18 ranks, but world_size is 24"):
         Layout.of_world(24, tp=2, pp=3, dp=3)
 

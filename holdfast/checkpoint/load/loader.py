@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -222,7 +222,7 @@ class Loader:
             state = dict.fromkeys(files.manifest.parts, Stored(all_ranks=True))
         matcher, parts, memory = self._match(files, state, options)
         result = matcher.result
-        raise_mismatch(result, chosen)
+        raise_mismatch(result, chosen, files.manifest.parts)
         _refuse_left_over(written, result, chosen)
         executor, unexpected, dropped = self._agree_on_reads(
             files, hosts, result, memory, parts, options, before
@@ -562,14 +562,24 @@ def describe_fallbacks(failed: Sequence[FellBack]) -> str:
     return "; ".join(f"step {each.step} is damaged: {each.why}" for each in failed)
 
 
-def raise_mismatch(result: MatchResult, step: int) -> None:
-    """Raise MismatchError with everything that does not fit and what to do; nothing if all fits."""
+def raise_mismatch(result: MatchResult, step: int, stored: Iterable[str]) -> None:
+    """Raise MismatchError with everything that does not fit and what to do; nothing if all fits.
+
+    Args:
+        result: What was matched.
+        step: The step of the checkpoint.
+        stored: The names of its parts: one that is misspelled in the state is missing here.
+    """
     sentences = []
     if result.missing:
         sentences.append(
             f"the checkpoint lacks {counted(len(result.missing), 'entry')} that the state asks "
             f"for: {some_of(result.missing)} (allow_missing=[patterns] lets them be)"
         )
+        starts = tuple(f"{name}{end}" for name in stored for end in (".", "["))
+        if not all(f"{path}.".startswith(starts) for path in result.missing):
+            names = [start.removesuffix(".") for start in starts[::2]]
+            sentences[-1] += f"; its parts are {some_of(names)}"
         if any(path.endswith("]") for path in result.missing):
             sentences[-1] += (
                 "; a value per rank may have a policy for coordinates that are not stored: "

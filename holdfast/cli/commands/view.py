@@ -42,8 +42,8 @@ class Args:
     file, how long saves took, which steps exist."""
 
     path: Annotated[Path, POSITIONAL]
-    """A checkpoint, a directory of checkpoints or its URL, or the directory of a run (the newest
-    step); also one in a foreign format."""
+    """A checkpoint, or a directory of checkpoints or its URL (then the newest committed step); also
+    one in a foreign format."""
 
     out: Path = Path("holdfast-view.html")
     """The file to write; one that is not such a page is not overwritten."""

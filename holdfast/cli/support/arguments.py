@@ -31,6 +31,7 @@ from typing import (
 )
 
 from holdfast.errors import ConfigError
+from holdfast.storage.places import check_place
 
 T = TypeVar("T")
 
@@ -98,9 +99,12 @@ class Option:
         try:
             if "\0" in word:
                 raise ValueError
-            return _whole_number(word) if self.kind is int else self.kind(word)
+            value = _whole_number(word) if self.kind is int else self.kind(word)
         except ValueError:
             raise self._refuse(word) from None
+        if self.kind is Path:
+            check_place(word)  # a shell leaves the ~ of --out=~/page.html to the program
+        return value
 
     def _refuse(self, word: str, hint: str = "") -> ConfigError:
         return ConfigError(

@@ -30,7 +30,7 @@ from holdfast.format.reader import Snapshot
 from holdfast.format.summaries import requests_of_save
 from holdfast.format.versions import Lease, lease_chosen
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage, shown
-from holdfast.storage.places import as_url, require_whole_url
+from holdfast.storage.places import as_url, check_place
 
 _MAX_RUN_DEPTH = 2
 _MAX_RUN_DIRECTORIES = 2000
@@ -49,8 +49,8 @@ class StoredCheckpoint:
 
 
 def open_root(path: Path) -> Storage:
-    """The storage at a directory or URL; ConfigError if the directory does not exist."""
-    require_whole_url(path)
+    """Return the storage at a directory or URL; ConfigError if the directory does not exist."""
+    check_place(path)
     if is_url(path):
         return open_storage(path)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import builtins
 import math
 import re
 import struct
@@ -78,7 +79,7 @@ class Codec:
     """The stored form of one type: the plain tree that `encode` returns and `decode` takes."""
 
     name: str
-    type: type[Any]
+    type: builtins.type[Any]
     encode: Callable[[Any], object]
     decode: Callable[[Any], Any]
 

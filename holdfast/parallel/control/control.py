@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -26,9 +26,7 @@ from holdfast.errors import (
     late_ranks,
     named_ranks,
 )
-
-if TYPE_CHECKING:
-    from holdfast.parallel.control.transport import Transport
+from holdfast.parallel.control.transport import Transport
 
 INLINE_NBYTES = 512
 """Payloads up to this size travel in the frame itself."""

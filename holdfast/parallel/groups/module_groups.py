@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+
+from torch.distributed.distributed_c10d import Store
 
 from holdfast.errors import GroupError, HoldfastError, disagreement, shorten_ranks
 from holdfast.parallel.control.control import Control
@@ -13,9 +14,6 @@ from holdfast.parallel.control.guard import Guard
 from holdfast.parallel.groups.crossings import Crossings
 from holdfast.parallel.groups.process_groups import DATA_TIMEOUT_S, ProcessGroups
 from holdfast.parallel.module_layouts import ModuleLayouts, ModuleRole
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
 
 
 class ModuleGroups:

@@ -6,8 +6,12 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from holdfast.arguments import check_number
 from holdfast.errors import GroupError, HoldfastError, LayoutError
@@ -28,11 +32,6 @@ from holdfast.parallel.groups.planned_groups import (
 )
 from holdfast.parallel.groups.rendezvous import Rendezvous
 from holdfast.parallel.layout import CLONED, Layout
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.distributed_c10d import Store
 
 DATA_TIMEOUT_S = 600.0
 """The limit of collectives by default: ten minutes, torch's own for NCCL, with every backend."""

@@ -153,6 +153,7 @@ def parse(words: str, *, default: Run | None = None) -> Run:
         ("--zero 7", "--zero needs 0, 1 or 2, not '7'"),
         ("--save=", "--save is empty"),
         ("--save -- ", "--save needs a path"),
+        ("--save=~/ck", "'~/ck': only a shell makes a home directory of ~"),
         ("--keep=yes", "--keep takes no value"),
         ("--num-steps 3 moe", "unexpected 'moe'"),
         ("--keep -1", "unexpected '-1'"),
