@@ -18,11 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.data_loader import (
-    DataLoaderDispatcher,
-    IterableDatasetShard,
-    SeedableRandomSampler,
-)
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch import nn
 
 from holdfast.checkpoint import LoadReport, PendingSave
@@ -37,7 +33,8 @@ from holdfast.integrations.fetches import (
     has_workers,
     num_rows,
     own_states,
-    samplers_of,
+    seeds_of,
+    set_seeds,
     set_streams,
     start_workers,
 )
@@ -423,7 +420,7 @@ class _Place:
             "is_whole": self._is_at_end(),
             "total_batch_size": self._num_samples,
             "rows": of_each_rank_or_first(num_rows(self._base)),
-            "seeds": of_each_rank_or_first([each.initial_seed for each in self._seeded()]),
+            "seeds": of_each_rank_or_first(seeds_of(self.loader)),
             "streams": of_each_rank(self._streams()),
         }
 
@@ -436,15 +433,16 @@ class _Place:
     def _streams(self) -> Mapping[str, Any]:
         """Return the streams of the pass's beginning, and those before the batch fetched ahead.
 
-        Where no batch of a pass is left to come, those of now are the beginning of the next one.
+        Where no batch of a pass is left to come, the next one begins with the loader's own
+        generators as they are now: another loader may draw from the same ones since a load.
         """
-        if self._moved is not None:  # nothing was fetched since the load
-            return self._moved
+        if self._moved is not None and self._batches and not self._is_whole:
+            return self._moved  # nothing was fetched since the load
         is_inside = self._batches > 0 and not self._is_at_end()
-        start = self._start if self._start is not None and is_inside else Streams(self._generators)
+        own = own_states(self._generators)
         return {
-            "start": start.states(),
-            "own": own_states(self._generators),
+            "start": self._start.states() if self._start is not None and is_inside else own,
+            "own": own,
             "fetch": self._watch.before(self._batches) if is_inside else None,
             "had_workers": self._had_workers if is_inside else has_workers(self._base),
         }
@@ -469,24 +467,17 @@ class _Place:
             compare_rows(tree["rows"], num_rows(self._base))
         self.loader.iteration, self._batches = tree["epoch"], samples // size
         self._is_whole, self._num_left = tree["is_whole"], tree["left"]
-        for sampler, seed in zip(self._seeded(), tree["seeds"], strict=True):
-            sampler.initial_seed = seed
+        set_seeds(self.loader, tree["seeds"])
         streams = tree["streams"] if isinstance(tree["streams"], dict) else {}
         if streams.get("had_workers"):
             start_workers(self._base, self._generators)
         self._moved, self.loaded = streams, loaded
         if self._is_whole or not self._batches:
-            own = {n: s for n, s in (streams.get("start") or {}).items() if n in self._generators}
-            set_streams(own, self._generators)
+            set_streams(streams.get("own") or {}, self._generators)
 
     def move_in_order(self, order: int) -> None:
         """Let the moved pass have begun before passes of a greater number."""
         self._order = self.began = order
-
-    def _seeded(self) -> list[Any]:
-        """Return the samplers whose order of each pass follows from a seed and its number."""
-        samplers = samplers_of(self.loader)
-        return [each for each in samplers if isinstance(each, SeedableRandomSampler)]
 
 
 def _batch_size(loader: Any) -> int:

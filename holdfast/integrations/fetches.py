@@ -9,6 +9,7 @@ streams are brought back for the one fetch.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ States = dict[str, State]
 Generators = Mapping[str, Generator]
 
 _WATCH = "_holdfast_watch"
+_END = object()
 _INNER = (
     "dataset", "datasets", "transform", "transforms", "collate_fn", "data_collator",
     "func", "__self__",
@@ -88,6 +90,29 @@ def generators_of(loader: Any) -> dict[str, Generator]:
 def own_states(generators: Generators) -> States:
     """Return the states of a loader's own generators alone."""
     return {name: accessors(each).get() for name, each in generators.items()}
+
+
+def seeds_of(loader: Any) -> list[int]:
+    """Return the seeds of the samplers whose order of each pass follows from one and its number."""
+    return [getattr(each, name) for each, name in _seeded(loader)]
+
+
+def set_seeds(loader: Any, seeds: Iterable[int]) -> None:
+    """Give those samplers the seeds that they had when they were saved."""
+    for (each, name), seed in zip(_seeded(loader), seeds, strict=False):
+        setattr(each, name, seed)
+
+
+def _seeded(loader: Any) -> list[tuple[Any, str]]:
+    """Return those samplers, and the attribute in which each has its seed."""
+    names = ("seed", "initial_seed")
+    return [
+        (each, name)
+        for each in samplers_of(loader)
+        if callable(getattr(each, "set_epoch", None))
+        for name in names
+        if type(getattr(each, "__dict__", {}).get(name)) is int
+    ]
 
 
 def num_rows(loader: Any) -> int | None:
@@ -190,8 +215,15 @@ class FetchWatch:
         """Yield what a batch sampler yields; each fetch comes right after its indices."""
         self._recent.clear()
         passed_over, self._passed_over = self._passed_over, range(0)
-        for index, each in enumerate(indices):
+        source = iter(indices)
+        for index in itertools.count():
             number, fetch = divmod(index, self._num_fetches)
+            if self._skip is not None and number > self._skip:
+                # Before the sampler is asked: at its end one with a generator of its own draws.
+                self.finish()
+            each = next(source, _END)
+            if each is _END:
+                break
             if number not in passed_over:
                 if fetch == 0:
                     self._before(number)
@@ -200,7 +232,7 @@ class FetchWatch:
 
     def _before(self, number: int | None) -> None:
         """Set the streams that a resume has for this fetch, and read those that it will have."""
-        if self._skip is not None and (number is None or number > self._skip):
+        if number is None:
             self.finish()
         elif self._skip is not None and number == self._skip and self._fetch is not None:
             set_streams(self._fetch, self._generators)

@@ -63,6 +63,8 @@ from holdfast.state.schedules import follow_groups
 
 _OWN = ("state_dict", "optimizer_states")
 """Entries of Lightning's checkpoint that are parts of their own here."""
+_SEED = "PL_GLOBAL_SEED"
+"""The environment variable that Lightning seeds the samplers of ranks with, for each new loader."""
 _SHARDED = "ModelParallelStrategy"
 """Reads and writes by itself, without a `CheckpointIO`, and gathers what it would write."""
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", _SHARDED)
@@ -265,6 +267,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             **state_of_callbacks(trainer),
             "loops": self._boundaries.state(),
             "gradients": [*gradients],
+            "seed": os.environ.get(_SEED),
         }
         parts = {
             "model": ConvertedModule(trainer.lightning_module, trainer.precision_plugin),
@@ -320,6 +323,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         if self._boundaries is not None:
             self._boundaries.resume(self._callbacks["loops"])
         restore_tickets_and_tuned(self._callbacks, trainer)
+        if trainer.training:
+            _set_seed(self._callbacks["seed"])
         # What the program still draws before the first batch, it draws as a new run does.
         set_streams(before.states())
         # The module has its state already: Lightning loads it into itself, and no optimizer yet.
@@ -486,6 +491,13 @@ def _nothing_gathered(strategy: Any) -> Iterator[Mapping[str, Any]]:
     finally:
         for name in made:
             delattr(strategy, name)
+
+
+def _set_seed(seed: str | None) -> None:
+    """Let Lightning seed samplers as in the run that was saved."""
+    os.environ.pop(_SEED, None)
+    if seed is not None:
+        os.environ[_SEED] = seed
 
 
 def _parameters(trainer: Trainer) -> dict[str, torch.nn.Parameter]:

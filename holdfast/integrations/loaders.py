@@ -17,6 +17,8 @@ from holdfast.integrations.fetches import (
     has_workers,
     num_rows,
     own_states,
+    seeds_of,
+    set_seeds,
     set_streams,
     start_workers,
 )
@@ -128,7 +130,7 @@ class LoaderPlace:
         self.began = time.monotonic_ns()
         self._had_workers = has_workers(self._loader)
         if moved is None or not moved["batches"]:
-            return self._begin_new(moved["start"] if moved is not None else {})
+            return self._begin_new()
         before = Streams()
         set_streams(moved["start"], self._generators)
         self._start = Streams(self._generators)
@@ -137,13 +139,11 @@ class LoaderPlace:
         set_streams(before.states())
         return self._rest(iterator, {**moved, "first": first})
 
-    def _begin_new(self, start: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the batches of a new pass, with the loader's own generators as they were saved."""
+    def _begin_new(self) -> Iterator[Any]:
+        """Return the batches of a new pass."""
         now, self.now = self.now, None
         if now is not None:
             set_streams(now)
-        own = {name: state for name, state in start.items() if name in self._generators}
-        set_streams(own, self._generators)
         self._batches, self._start, self._first = 0, Streams(self._generators), None
         return self._new(self._make(self._loader))
 
@@ -183,20 +183,25 @@ class LoaderPlace:
                 self._batches, self._start, self._first = 0, None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place: batches, samples, and the streams that a resume draws with."""
-        if self._moved is not None:  # nothing was fetched since the load
+        """Return the place: batches, samples, and the streams that a resume draws with.
+
+        Between two passes those are the loader's own generators as they are now: another loader
+        may draw from the same ones since a load.
+        """
+        if self.is_waiting and self._moved is not None:  # nothing was fetched since the load
             return dict(self._moved)
         batches = self._batches - self.ahead()
         is_inside = 0 < batches < self.limit()
-        start = self._start if is_inside and self._start is not None else Streams(self._generators)
+        own = own_states(self._generators)
         first = self._first.states() if is_inside and self._first is not None else None
         return {
             "batches": batches if is_inside else 0,
             "samples_per_batch": self._num_samples,
             "rows": num_rows(self._loader),
             "had_workers": self._had_workers if is_inside else has_workers(self._loader),
-            "start": start.states(),
-            "own": own_states(self._generators),
+            "seeds": seeds_of(self._loader),
+            "start": self._start.states() if is_inside and self._start is not None else own,
+            "own": own,
             "first": first,
             "fetch": self._watch.before(batches) if is_inside else None,
         }
@@ -217,6 +222,9 @@ class LoaderPlace:
             compare_rows(state["rows"], num_rows(self._loader))
         if state["had_workers"]:
             start_workers(self._loader, self._generators)
+        set_seeds(self._loader, state["seeds"])
         self._batches = samples // self._num_samples
+        if not self._batches:
+            set_streams(state["own"], self._generators)
         self._moved = dict(state)
         self._moved |= {"batches": self._batches, "samples_per_batch": self._num_samples}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from holdfast.integrations.loaders import place_of
 
@@ -90,6 +90,78 @@ def test_generators_of_datasets_and_collators_go_on(name: str, at: int) -> None:
     rest = iter(second)
     assert next(rest).tolist() == ahead.tolist()
     assert [[batch.tolist() for batch in each] for each in (rest, second)] == expected
+
+
+def _order(loader: DataLoader[torch.Tensor]) -> list[list[float]]:
+    return [batch[:, 0].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("num_rows", [11, 12])
+def test_the_draw_of_a_sampler_at_its_end_counts(num_rows: int) -> None:
+    """X20. A `RandomSampler` with a generator draws once more: with the last rows, or after them.
+
+    A resume set the generator back after that draw, and later passes had another order.
+    """
+
+    def loader_of(seed: int) -> DataLoader[torch.Tensor]:
+        own = torch.Generator().manual_seed(seed)
+        return DataLoader(
+            Subset(Rows(), range(num_rows)), batch_size=2, shuffle=True, generator=own
+        )
+
+    for at in range(2, 7):
+        first, second = loader_of(1), loader_of(2)
+        place, resumed = place_of(first), place_of(second)
+        assert place is not None
+        assert resumed is not None
+        place.ahead = lambda: 1
+        rest = iter(first)
+        ahead = [next(rest) for _ in range(at)][-1]
+        resumed.load_state_dict(place.state_dict())
+        expected = [ahead[:, 0].tolist(), *([each[:, 0].tolist() for each in rest])]
+        assert _order(second) == expected
+        assert _order(second) == _order(first), at
+
+
+def test_a_generator_that_two_loaders_share_goes_on_once() -> None:
+    """X20. A validation whose pass begins after a resume does not set the training's back."""
+    orders = []
+    states: list[Any] = []
+    for seed in (1, 2):
+        own = torch.Generator().manual_seed(seed)
+        loaders: list[DataLoader[torch.Tensor]] = [
+            DataLoader(Rows(), batch_size=4, shuffle=True, generator=own) for _ in range(2)
+        ]
+        places: Any = [place_of(each) for each in loaders]
+        if states:
+            for place, state in zip(places, states, strict=True):
+                place.load_state_dict(state)
+        else:
+            _order(loaders[0])
+            states = [each.state_dict() for each in places]
+        order = [_order(loaders[0])]
+        saved_again = places[1].state_dict()["own"]
+        assert torch.equal(saved_again["loader-0"], own.get_state())
+        orders.append([*order, _order(loaders[1]), _order(loaders[0])])
+    assert orders[0] == orders[1]
+
+
+def test_the_seed_of_a_distributed_sampler_goes_on() -> None:
+    """X20. Lightning and Fabric take it from the environment, where `seed_everything` puts it."""
+
+    def loader_of(seed: int) -> DataLoader[torch.Tensor]:
+        sampler: Any = DistributedSampler(Rows(), 2, 0, seed=seed)
+        return DataLoader(Rows(), batch_size=2, sampler=sampler)
+
+    first, second = loader_of(1), loader_of(2)
+    place, resumed = place_of(first), place_of(second)
+    assert place is not None
+    assert resumed is not None
+    rest = iter(first)
+    next(rest)
+    resumed.load_state_dict(place.state_dict())
+    assert _order(second) == [each[:, 0].tolist() for each in rest]
+    assert _order(second) == _order(first)
 
 
 def test_data_of_another_length_is_named_within_a_pass(caplog: pytest.LogCaptureFixture) -> None:
