@@ -39,8 +39,7 @@ DEFAULT_MEMORY_NBYTES = 256 << 20
 """Memory that a conversion takes for the bytes on their way, unless another budget is given."""
 _NUM_THREADS = 4
 _MAX_WAITING = 8 * _NUM_THREADS
-"""Boxes that are handed to the threads ahead: each takes a kilobyte, and a model may have a
-million."""
+"""Boxes that wait for a thread: each takes a kilobyte, and a model may have a million."""
 _MIN_PIECE_NBYTES = 1 << 20
 _SHARE = 4
 """A piece is this fraction of its thread's share: reading strided boxes needs more than once its
