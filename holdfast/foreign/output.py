@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -30,9 +33,13 @@ from holdfast.foreign.catalog import Catalog, OpenFiles, TensorReader
 from holdfast.storage import Sink, Storage
 from holdfast.storage.unnamed import remove_unnamed, unnamed
 
+T = TypeVar("T")
+
 DEFAULT_MEMORY_NBYTES = 256 << 20
 """Memory that a conversion takes for the bytes on their way, unless another budget is given."""
 _NUM_THREADS = 4
+_MAX_WAITING = 8 * _NUM_THREADS
+"""Boxes that wait for a thread: each takes a kilobyte, and a model may have a million."""
 _MIN_PIECE_NBYTES = 1 << 20
 _SHARE = 4
 """A piece is this fraction of its thread's share: reading strided boxes needs more than once its
@@ -143,7 +150,8 @@ def write_output(
         above: Where the result gets its name.
         name: Of the file or folder, which must not exist.
         reopen: Opens the result by its format, to prove it.
-        memory_nbytes: Budget for the bytes on their way.
+        memory_nbytes: Budget for the bytes on their way; what describes the tensors, some 2 KB
+            for each, comes on top.
         on_progress: Called as bytes are written, and again as they are compared.
         on_leftover: Called with the path of each leftover that was removed.
 
@@ -218,16 +226,12 @@ class _Copier:
                 with storage.create(path, nbytes=file.nbytes) as sink:
                     for start, data in file.literals:
                         sink.write_at(start, memoryview(data))
-                    tasks = [
-                        pool.submit(self._copy, file.name, extent, sink, sources)
-                        for extent in file.extents
-                    ]
-                    for task in tasks:
-                        task.result()
+                    copy = partial(self._copy, file.name, sink=sink, sources=sources)
+                    _run_each(pool, copy, file.extents)
                     sink.sync()
                 self._extents += [(file.name, extent) for extent in file.extents]
 
-    def _copy(self, name: str, extent: Extent, sink: Sink, sources: OpenFiles) -> None:
+    def _copy(self, name: str, extent: Extent, *, sink: Sink, sources: OpenFiles) -> None:
         """Copy one box to its file, piece by piece."""
         hashed, crc, at = xxhash.xxh3_128(), 0, extent.start
         blocks = _BlockDigests(self._block)
@@ -281,14 +285,11 @@ class _Copier:
             odd = sorted(set(extents) ^ set(result.tensors))
             raise CorruptionError(f"{result.label}: what was written lacks or adds {odd[:3]}")
         with OpenFiles(result.storage) as sources, self._pool() as pool:
-            tasks = [
-                pool.submit(self._compare, name, extent, result, sources)
-                for name, extent in self._extents
-            ]
-            for task in tasks:
-                task.result()
+            compare = partial(self._compare, result=result, sources=sources)
+            _run_each(pool, compare, self._extents)
 
-    def _compare(self, name: str, extent: Extent, result: Catalog, sources: OpenFiles) -> None:
+    def _compare(self, placed: tuple[str, Extent], *, result: Catalog, sources: OpenFiles) -> None:
+        name, extent = placed
         source, target = self._catalog.tensors[extent.key], result.tensors[extent.to_key]
         is_alike = (source.dtype, source.shape) == (target.dtype, target.shape)
         hashed = xxhash.xxh3_128()
@@ -304,6 +305,17 @@ class _Copier:
     def _advance(self, nbytes: int) -> None:
         with self._lock:
             self._on_progress(nbytes)
+
+
+def _run_each(pool: ThreadPoolExecutor, call: Callable[[T], None], items: Iterable[T]) -> None:
+    """Call a function with each item in the threads of a pool; the first error is raised."""
+    waiting: deque[Future[None]] = deque()
+    for item in items:
+        if len(waiting) == _MAX_WAITING:
+            waiting.popleft().result()
+        waiting.append(pool.submit(call, item))
+    for task in waiting:
+        task.result()
 
 
 class _BlockDigests:

@@ -118,6 +118,14 @@ def test_verify_says_what_it_cannot_know(holdfast: Holdfast, place: Path) -> Non
         result = holdfast("convert", place / name, place / "to", "--to", "huggingface")
         assert (result.code, (place / "to").exists()) == (1, False)
         assert "layers.1.weight" in result.err
+        to = place / "one.safetensors"
+        result = holdfast("export", place / name, "--tensor", "*layers.1.weight", "--to", to)
+        assert (result.code, to.exists()) == (1, False)
+        assert "layers.1.weight" in result.err
+        # What is not read is not compared.
+        others = holdfast("export", place / name, "--tensor", "*half", "--to", to)
+        assert others.code == 0, others.err
+        to.unlink()
         (place / path).write_bytes(whole)
     file = place / "dcp/__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-3000])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import tracemalloc
+from concurrent.futures import Future
 from pathlib import Path
 from typing import get_args
 
@@ -387,6 +389,41 @@ def test_memory_stays_within_its_budget(tmp_path: Path) -> None:
         plan_conversion(catalog, tmp_path / "more", ConvertOptions(to="huggingface")).run(
             memory_nbytes=1000
         )
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "dcp"])
+def test_few_boxes_of_many_wait_for_their_turn(tmp_path: Path, kind: TargetFormat) -> None:
+    num_tensors = 1000
+    (tmp_path / "data").write_bytes(bytes(4 * num_tensors))
+    keys = [f"model.w{i}" for i in range(num_tensors)]
+    catalog = Catalog(
+        format="test",
+        storage=PosixStorage(tmp_path),
+        label="test",
+        identity=b"x",
+        tensors={
+            key: CatalogTensor(
+                key=key,
+                dtype="F32",
+                shape=(1,),
+                chunks=(Chunk(Box((0,), (1,)), FileBytes("data", 4 * i)),),
+            )
+            for i, key in enumerate(keys)
+        },
+        parts={"model": {key.removeprefix("model."): tensor_node(key) for key in keys}},
+    )
+    conversion = plan_conversion(catalog, tmp_path / "out", ConvertOptions(to=kind))
+    calls, waiting = 0, []
+
+    def count(nbytes: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (num_tensors - 1, 2 * num_tensors - 1):  # near the ends of copy and proof
+            waiting.append(sum(isinstance(each, Future) for each in gc.get_objects()))
+
+    conversion.run(on_progress=count)
+    assert calls == 2 * num_tensors
+    assert max(waiting) < 100
 
 
 def test_types_that_the_format_lacks_are_named(holdfast: Holdfast, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from holdfast.cli.support.messages import print_removed
 from holdfast.cli.support.steps import open_checkpoint
 from holdfast.cli.support.tables import make_console, progress_bar
 from holdfast.errors import ConfigError, counted, in_bytes
+from holdfast.foreign.checksums import refuse_damage
+from holdfast.foreign.view import CatalogStorage
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.elements import decode_elements
@@ -79,13 +81,16 @@ def run(args: Args) -> int:
 
     A file gets its name when it is complete and durable. Nothing that exists is overwritten.
 
-    Cost: reads each tensor once, in pieces of some MiB.
+    Cost: reads each tensor once, in pieces of some MiB; before, what a foreign format states a
+    CRC-32 of.
     """
     _refuse_unknown_kind(args.to)
     with open_checkpoint(args.path, step=args.step) as opened:
         snapshot = opened.snapshot
         keys = select_keys(args.tensor, snapshot.keys)
         refuse_drift(snapshot, keys)
+        if isinstance(snapshot.storage, CatalogStorage):
+            refuse_damage(snapshot.storage.catalog, keys=keys)
         outputs = [_output(snapshot.tensor(key), args) for key in keys]
         total = sum(output.info.nbytes for output in outputs)
         with progress_bar(quiet=False) as bar:
