@@ -40,6 +40,7 @@ from holdfast.policies.keep import KeepPolicy
 from holdfast.policies.save import SavePolicy
 from holdfast.policies.schedule import SaveSchedule
 from holdfast.storage import Storage, open_storage
+from holdfast.storage.reading import fail_within
 
 
 class Checkpointer:
@@ -143,6 +144,9 @@ class Checkpointer:
         groups = groups if groups is not None else _default_groups()
         hint = ": ProcessGroups.create(layout) makes them"
         self._groups = check_instance(groups, name="groups", kind=ProcessGroups, hint=hint)
+        if self._groups.control.size > 1:
+            # Before the other ranks give this one up: else they would not learn what has failed.
+            fail_within(self._storage, _RETRY_SHARE * self._groups.control.timeout_s)
         codecs = codecs if codecs is not None else Codecs()
         check_instance(codecs, name="codecs", kind=Codecs, hint=", such as Codecs(enums=[Color])")
         self._codecs, self._on_drift = codecs, on_drift
@@ -648,6 +652,10 @@ def _check_mapping(state: object) -> None:
     if not isinstance(state, Mapping):
         why = "the state must map names to parts; load_all() needs no state"
         raise ConfigError(f"load({type(state).__name__.removesuffix('Type')}): {why}")
+
+
+_RETRY_SHARE = 0.6
+"""Of the time that ranks wait for each other, how much one may send failed requests again."""
 
 
 def _storage_at(root: object) -> Storage:

@@ -31,6 +31,17 @@ def read_at_most(storage: Storage, path: str, nbytes: int) -> bytes:
     return data
 
 
+def fail_within(storage: Storage, limit_s: float) -> None:
+    """Have failed requests sent again for this long at most, from now on, by this process.
+
+    For a process for which others wait no longer: they shall learn what has failed, instead of
+    finding that it is late. A storage without requests is asked once and needs no limit.
+    """
+    limit = getattr(storage, "fail_within", None)
+    if limit is not None:
+        limit(limit_s)
+
+
 def read_if_there(
     storage: Storage, path: str, *, max_nbytes: int, too_large: Callable[[], HoldfastError]
 ) -> bytes | None:

@@ -80,7 +80,8 @@ class Storage(Protocol):
     with one request), `update_file` (a put on condition), `requests` (how many so far, by kind, for
     reports), `note` (see `annotate`), `is_one_place` (its root cannot be unmounted), `stamps_all`
     (the times of all files are by its own clock),
-    `collect_garbage` (for `repair`), and `address` (how a writer process opens it).
+    `collect_garbage` (for `repair`), `fail_within` (see `reading.py`),
+    and `address` (how a writer process opens it).
     `storage/objects/storage.py` has all of them. One whose processes share a kernel may have
     `locking` and `is_locked` (whether a save has a writer), and one that shows files before they
     are whole `file_stamp` (whether a file is the one that was written, or a copy), as

@@ -8,13 +8,14 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from holdfast import Checkpointer, HoldfastError, StorageError
+from holdfast import Checkpointer, HoldfastError, Layout, ProcessGroups, StorageError
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
@@ -22,6 +23,7 @@ from holdfast.storage import Storage
 from holdfast.writer import leftovers
 from holdfast.writer.leftovers import repair
 from tests.crash.common import state_of
+from tests.harness import RankContext, run_ranks
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
@@ -179,6 +181,49 @@ def test_an_outage_ends_within_the_time_and_is_named(
     assert [each.getMessage().split(";")[1] for each in caplog.records] == [
         " trying again, for 1 s at most", " trying again, for 0 s at most",
     ]  # fmt: skip
+
+
+def _store_that_fails(context: RankContext, url: str, proxy: str) -> list[str]:
+    messages = []
+    with ProcessGroups.create(Layout(dp=2), timeout_s=4) as groups:
+        storage = ObjectStorage(url, endpoint=proxy)
+        with Checkpointer(storage, groups=groups, settle_s=0.0) as checkpointer:
+            for call in (checkpointer.load, partial(checkpointer.save, 1)):
+                with pytest.raises(StorageError) as failure:
+                    call({"v": {"x": 1}})
+                messages.append(str(failure.value))
+        assert dict(storage.address()[1])["retry_s"] == 120.0  # of the writer process
+    return messages
+
+
+@pytest.mark.slow
+def test_ranks_learn_of_an_outage_before_they_give_each_other_up(s3: str) -> None:
+    """P2."""
+    url = f"s3://{new_bucket(s3)}/run"
+    with fault_proxy(s3, lambda method, path: "500 before") as (_, proxy):
+        results = run_ranks(2, _store_that_fails, url, proxy).results
+    for message in itertools.chain(*results):
+        assert "the store failed (status 500 InternalError)" in message
+
+
+@pytest.mark.slow
+def test_a_part_of_an_upload_is_sent_again_as_long_as_any_request(s3: str) -> None:
+    """P19: an outage of more than the some three seconds that ten tries take."""
+    began = time.monotonic()
+
+    def choose(method: str, path: str) -> Fault:
+        is_part = method == "PUT" and "partNumber=" in path
+        return "500 before" if is_part and time.monotonic() < began + outage_s else ""
+
+    name, outage_s = new_bucket(s3), 8.0
+    with fault_proxy(s3, choose) as (proxy, address):
+        storage = ObjectStorage(f"s3://{name}/run", endpoint=address, part_nbytes=5 << 20)
+        with storage.create("f", nbytes=11 << 20) as sink:
+            began = time.monotonic()
+            sink.write_at(0, memoryview(bytes(11 << 20)))
+            sink.sync()
+        assert proxy.faults["500 before"] > 3
+    assert ObjectStorage(f"s3://{name}/run").size("f") == 11 << 20
 
 
 ANSWERS = [

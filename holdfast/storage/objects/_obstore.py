@@ -32,6 +32,9 @@ _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
+_ANY_NUMBER = 1_000_000
+_LONGEST_RETRY_S = 170.0
+"""A signature of a request that obstore repeats must be valid to its end: three minutes."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>|\"code\": ?\"(\w{1,60})\"")
 _HAS_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
@@ -73,7 +76,7 @@ def memory_store(name: str) -> Any:
 
 
 def make_store(
-    scheme: str, bucket: str, options: Mapping[str, Any], *, num_retries: int, timeout_s: float
+    scheme: str, bucket: str, options: Mapping[str, Any], *, retry_s: float, timeout_s: float
 ) -> Any:
     """Return an obstore store for the root of a bucket.
 
@@ -81,7 +84,7 @@ def make_store(
         scheme: A key of `SCHEMES`.
         bucket: Name of the bucket or container.
         options: obstore's own settings; what is absent is taken from the environment.
-        num_retries: How often obstore itself asks again, for a request or a part of an upload.
+        retry_s: Seconds for which obstore itself asks again, for a request or a part of an upload.
         timeout_s: Seconds for one request.
 
     Raises:
@@ -94,8 +97,9 @@ def make_store(
     if _endpoint(scheme, settings).startswith("http://"):
         client.setdefault("allow_http", True)
     retries = {
-        "max_retries": num_retries,
-        "retry_timeout": timedelta(seconds=min(4 * timeout_s, 170)),
+        # By the time alone: ten tries with these pauses may be over in three seconds.
+        "max_retries": _ANY_NUMBER if retry_s else 0,
+        "retry_timeout": timedelta(seconds=min(retry_s, _LONGEST_RETRY_S)),
         "backoff": {"init_backoff": timedelta(milliseconds=100), "base": 2,
                     "max_backoff": timedelta(seconds=10)},
     }  # fmt: skip

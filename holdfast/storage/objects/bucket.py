@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from holdfast.errors import StorageError
@@ -110,8 +111,9 @@ class BucketClient:
         else:
             # Two clients: of a single request this class counts and times each try itself; the
             # parts of an upload obstore must repeat, since it alone has them.
-            self._store = make_store(scheme, name, options, num_retries=0, timeout_s=timeout_s)
-            self._uploads = make_store(scheme, name, options, num_retries=10, timeout_s=timeout_s)
+            self._make_store = partial(make_store, scheme, name, options, timeout_s=timeout_s)
+            self._store = self._make_store(retry_s=0.0)
+            self._uploads = self._make_store(retry_s=retry_s)
         self._s3_uploads = (
             S3Uploads(self._store, options, timeout_s=timeout_s) if scheme == "s3" else None
         )
@@ -121,6 +123,13 @@ class BucketClient:
         self._lock = threading.Lock()
         self._warned = -_WARN_AGAIN_S
         self.requests: Counter[str] = Counter()
+
+    def fail_within(self, limit_s: float) -> None:
+        """Send no failed request again for longer than this, from now on."""
+        if limit_s < self._retry_s:
+            self._retry_s = limit_s
+            if self._scheme != "memory":
+                self._uploads = self._make_store(retry_s=limit_s)
 
     def get(
         self, key: str, *, start: int = 0, nbytes: int | None = None
@@ -196,6 +205,7 @@ class BucketClient:
         mode: Any = "create" if tag is None else tag
         deadline = time.monotonic() + self._retry_s
         for pause_s in _pauses():
+            began = time.monotonic()
             failure = self._try(
                 "put",
                 key,
@@ -213,7 +223,7 @@ class BucketClient:
             is_as_before = present is None if tag is None else _is_of(present, tag)
             if failure.kind != "again" or not is_as_before:
                 return Put(None, present)
-            if time.monotonic() + pause_s > deadline:
+            if _is_last(began, pause_s, deadline):
                 raise RequestFailed(failure)
             self._warn(failure, deadline)
             time.sleep(pause_s)
@@ -345,10 +355,11 @@ class BucketClient:
         """Send a request that does no harm if it is carried out twice, until it is answered."""
         deadline = time.monotonic() + self._retry_s
         for pause_s in _pauses():
+            began = time.monotonic()
             answer = self._try(kind, key, ask, start=start, nbytes=nbytes)
             if not isinstance(answer, Failure):
                 return answer
-            if answer.kind != "again" or time.monotonic() + pause_s > deadline:
+            if answer.kind != "again" or _is_last(began, pause_s, deadline):
                 raise RequestFailed(answer)
             self._warn(answer, deadline)
             time.sleep(pause_s)
@@ -396,6 +407,15 @@ def _pauses() -> Iterator[float]:
     while True:
         yield generator.uniform(longest / 4, longest)
         longest = min(2 * longest, _LONGEST_PAUSE_S)
+
+
+def _is_last(began: float, pause_s: float, deadline: float) -> bool:
+    """Return True if another try would end after the deadline: it may take as long as the last.
+
+    One that is not answered takes all of `timeout_s`.
+    """
+    now = time.monotonic()
+    return now + pause_s + (now - began) > deadline
 
 
 def _is_of(present: tuple[memoryview, Meta] | None, tag: Tag) -> bool:

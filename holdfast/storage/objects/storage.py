@@ -177,6 +177,10 @@ class ObjectStorage:
         """Return the place, for messages."""
         return f"ObjectStorage({self.url!r})"
 
+    def fail_within(self, limit_s: float) -> None:
+        """See `storage.reading.fail_within`; another process that opens it has its full time."""
+        self._bucket.fail_within(limit_s)
+
     # ---- Reading ----
 
     def read(self, path: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
