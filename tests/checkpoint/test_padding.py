@@ -30,7 +30,7 @@ from holdfast import (
 )
 from holdfast.state import OptimizerParameter
 from holdfast.state.module_tree import parameter_names
-from holdfast.state.optimizer_protocol import UnshardedOptimizer
+from holdfast.state.optimizer_state import UnshardedOptimizer
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
 

@@ -183,4 +183,4 @@ def test_a_rank_later_than_the_data_limit_is_named(kind: str, lateness: float) -
     assert (first[0], first[1]) == ("DeadlineError", [1]), first
     assert second[0] == "DeadlineError", second
     if kind == "fsdp" and lateness < 2 * DEADLINE_S:
-        assert "waited for ranks 1, which came after the time limit" in first[2]
+        assert "waited for rank 1, which came after the time limit" in first[2]

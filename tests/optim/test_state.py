@@ -105,7 +105,7 @@ def fill(run: Run) -> None:
 
 def named(run: Run) -> list[tuple[Any, str]]:
     """Held parameters that are trained, with names; torch optimizers hold them whole."""
-    from holdfast.state.optimizer_protocol import UnshardedOptimizer
+    from holdfast.state.optimizer_state import UnshardedOptimizer
 
     optimizer = run.optimizer
     holder = optimizer if isinstance(optimizer, ShardedOptimizer) else UnshardedOptimizer(optimizer)
