@@ -764,7 +764,7 @@ class _Until:
             time.sleep(_LOOK_S)
 
     def _done(self, pending: PendingSave) -> None:
-        os.unlink(self._path)
+        Path(self._path).unlink(missing_ok=True)  # a cleaner of temporary files may be first
 
 
 def _directory(checkpoint_dir: str | Path) -> Path:
