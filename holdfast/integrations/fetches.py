@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast._torch import loader_iterator, start_iterator
+from holdfast.errors import counted
 from holdfast.state.rng import Generator, State, accessors, global_accessors
 
 States = dict[str, State]
@@ -97,9 +98,22 @@ def seeds_of(loader: Any) -> list[int]:
     return [getattr(each, name) for each, name in _seeded(loader)]
 
 
-def set_seeds(loader: Any, seeds: Iterable[int]) -> None:
-    """Give those samplers the seeds that they had when they were saved."""
-    for (each, name), seed in zip(_seeded(loader), seeds, strict=False):
+def set_seeds(loader: Any, seeds: Sequence[int]) -> None:
+    """Give those samplers the seeds that they had at the save, or say that they keep their own.
+
+    A framework may take another kind of sampler on another number of ranks.
+    """
+    seeded = _seeded(loader)
+    if len(seeded) != len(seeds):
+        logging.getLogger("holdfast").warning(
+            "a loader had %s with a seed when the checkpoint was saved and has %s now: the next "
+            "passes have another order than the saved run's; give the loader the samplers that it "
+            "had if it must be the same",
+            counted(len(seeds), "sampler"),
+            counted(len(seeded), "sampler"),
+        )
+        return
+    for (each, name), seed in zip(seeded, seeds, strict=True):
         setattr(each, name, seed)
 
 

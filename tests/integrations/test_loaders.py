@@ -164,6 +164,21 @@ def test_the_seed_of_a_distributed_sampler_goes_on() -> None:
     assert _order(second) == _order(first)
 
 
+def test_a_seed_without_its_sampler_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A program that has no such sampler any more trains in another order, and is told."""
+    sampler: Any = DistributedSampler(Rows(), 2, 0, seed=1)
+    place = place_of(DataLoader(Rows(), batch_size=2, sampler=sampler))
+    other = place_of(DataLoader(Rows(), batch_size=2))
+    assert place is not None
+    assert other is not None
+    place.load_state_dict(place.state_dict())
+    assert not caplog.text
+    other.load_state_dict(place.state_dict())
+    assert (
+        "had 1 sampler with a seed when the checkpoint was saved and has 0 samplers" in caplog.text
+    )
+
+
 def test_data_of_another_length_is_named_within_a_pass(caplog: pytest.LogCaptureFixture) -> None:
     """The rest has another order; from the end of a pass more data is a new pass over all of it."""
     loader = DataLoader(Rows(), batch_size=2)
