@@ -25,9 +25,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 MAX_MESSAGE_LENGTH = 4096
 """Limit of the characters of a message in an `ErrorRecord`."""
@@ -93,10 +95,15 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 def values_by_rank(values: Mapping[int, object]) -> str:
     """Return which ranks have which value: "1 on ranks 0, 2; 2 on rank 1"."""
-    ranks_by_value: dict[object, list[int]] = {}
+    return "; ".join(f"{value} on {named_ranks(held)}" for value, held in _holders(values).items())
+
+
+def _holders(values: Mapping[int, T]) -> dict[T, list[int]]:
+    """Return the ranks that have each value."""
+    holders: dict[T, list[int]] = {}
     for rank, value in values.items():
-        ranks_by_value.setdefault(value, []).append(rank)
-    return "; ".join(f"{value} on {named_ranks(held)}" for value, held in ranks_by_value.items())
+        holders.setdefault(value, []).append(rank)
+    return holders
 
 
 def in_bytes(nbytes: int) -> str:
@@ -259,10 +266,8 @@ def joined_error(
     The message has every distinct message, with the ranks that have it. The details are those of
     all records (see `joined_details`), `failed_ranks`, and `missing_ranks` if there are any.
     """
-    ranks_by_message: dict[str, list[int]] = {}
-    for rank, record in by_rank.items():
-        ranks_by_message.setdefault(record.message, []).append(rank)
-    lines = [f"{named_ranks(ranks)}: {message}" for message, ranks in ranks_by_message.items()]
+    messages = {rank: record.message for rank, record in by_rank.items()}
+    lines = [f"{named_ranks(ranks)}: {message}" for message, ranks in _holders(messages).items()]
     text = "\n".join([f"{len(by_rank)} of {num_ranks} ranks failed ({phase}):", *lines])
     if missing_ranks:
         text += (

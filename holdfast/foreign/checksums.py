@@ -1,8 +1,8 @@
 """Compares the bytes of a foreign checkpoint with the checksums that its files state.
 
 Archives of `torch.save`, and so the items of PyTorch DCP, have a CRC-32 of each storage. No loader
-of torch's compares them; here `verify`, a conversion and an export do.
-Loads read parts of storages, and cannot.
+of torch's compares them; here `verify`, a conversion and an export do. Loads read parts of
+storages, and cannot.
 """
 
 from __future__ import annotations

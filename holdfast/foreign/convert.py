@@ -178,7 +178,8 @@ def _refuse_idle(options: ConvertOptions) -> None:
     if options.config_from is not None and to != "huggingface":
         raise ConfigError(f"{to} has no place for the files of {options.config_from}")
     is_folder = to in ("huggingface", "dcp")
-    if options.max_file_nbytes != ConvertOptions(to=to).max_file_nbytes and not is_folder:
+    is_chosen = options.max_file_nbytes != safetensors_files.DEFAULT_MAX_FILE_NBYTES
+    if is_chosen and not is_folder:
         raise ConfigError(f"the size of files cannot be chosen for {to}: only of huggingface, dcp")
     if options.max_file_nbytes < 1:
         raise ConfigError("files of 0 bytes hold no tensor; choose a larger size")

@@ -21,7 +21,7 @@ def refuse_copies(model: nn.Module, *, units: Iterable[nn.Module]) -> None:
     for unit in units:
         vars(unit)["__reduce_ex__"] = _refuse_pickle
     for module in model.modules():
-        if any(True for _ in module.parameters()):  # a layer inside of a unit, too
+        if next(module.parameters(), None) is not None:  # a layer inside of a unit, too
             vars(module)["__deepcopy__"] = _refuse_deepcopy
         vars(module)["share_memory"] = _refuse_share_memory
         if callable(getattr(type(module), "save_pretrained", None)):

@@ -280,13 +280,14 @@ class ReducedOptimizer(PlainStepper):
         del is_last
         self._warn_of_changes()
         yield
-        if self._reduce is not None and self.groups.layout.world_size > 1:
+        is_alone = self._reduce is None or self.groups.layout.world_size == 1
+        if not is_alone and not self._has_warned:
             self._left = _versions(self.parameters())
 
     def _warn_of_changes(self) -> None:
         """Warn if gradients were changed after a microbatch, before they are equal on all ranks."""
         left, self._left = self._left, None
-        if left is None or self._has_warned or left.issuperset(_versions(self.parameters())):
+        if left is None or left.issuperset(_versions(self.parameters())):
             return
         self._has_warned = True
         warnings.warn(

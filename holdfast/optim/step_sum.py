@@ -180,12 +180,8 @@ class StepSum:
             values += mine.terms.get(module, [0.0] * terms.size)
             values += mine.usage.get(module, (0, 0))
             values.append(mine.num_new.get(module, 0))
-            hyperparameters, turns = (
-                mine.hyperparameters.get(module, []),
-                mine.turns.get(module, []),
-            )
-            digest = self._digest(module, [*hyperparameters, turns] if turns else hyperparameters)
-            values += slots(self._layouts[module].ranks, digest)
+            settings = [mine.hyperparameters.get(module, []), mine.turns.get(module, [])]
+            values += slots(self._layouts[module].ranks, self._digest(module, settings))
         values += [float(edge in mine.carried) for edge in self._edges]
         # One more than the tokens: 0 is the slot of a rank that does not count.
         count = 0 if mine.num_tokens is None else mine.num_tokens + 1
