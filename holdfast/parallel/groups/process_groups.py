@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
+from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -416,6 +417,30 @@ class ProcessGroups:
         if communicator not in self._orders:
             self._orders[communicator] = LaunchOrder(is_shared=communicator.size() > 1)
         return self._orders[communicator]
+
+    def uncompared_orders(self) -> dict[str, int]:
+        """Return a digest of the launches that ranks have not compared, by communicator.
+
+        Of all communicators of this process that are not destroyed, those of other `ProcessGroups`,
+        too. Ranks that have one in common have equal digests of it unless they launched unlike.
+        """
+        return {key: each.digest(each.unsaved) for key, each in self._orders_by_key().items()}
+
+    def uncompared_launches(self, key: str) -> list[str] | None:
+        """Return what `uncompared_orders` has a digest of, in words; None where it has not."""
+        order = self._orders_by_key().get(key)
+        return None if order is None else order.names(order.unsaved)
+
+    def _orders_by_key(self) -> dict[str, LaunchOrder]:
+        """Return the orders of all communicators, by names equal on all ranks.
+
+        They are short, since a save sends them in its first message.
+        """
+        return {
+            blake2b(_torch.group_name(communicator).encode(), digest_size=6).hexdigest(): order
+            for communicator, order in [*self._orders.items()]
+            if order.is_shared and _torch.is_alive(communicator)
+        }
 
     def next_number(self, kind: str) -> int:
         """Return 1, 2, ... for each kind: equal on all ranks for what they do in the same order."""
