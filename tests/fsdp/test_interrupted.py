@@ -812,6 +812,23 @@ def in_other_orders(context: RankContext, root: Path) -> None:
             assert difference(net, single) < 1e-4, strategy
 
 
+def stages_in_other_orders(context: RankContext) -> None:
+    """The ranks of one stage run its units in another order; no microbatch of theirs agrees."""
+    with ProcessGroups.create(Layout(pp=2, dp=2), data_timeout_s=20) as groups:
+        net = Branching()
+        sharded = fully_shard_model(net, groups, experts=(), units=net.layers, num_prefetched=0)
+        optimizer = sgd(net.parameters())
+        x = torch.ones(1, 4)
+        is_other = groups.index("pp") == 1 and groups.index("dp_cp") == 1
+        before = {name: full(p) for name, p in net.named_parameters()}
+        branch(sharded, x, ((1, 0) if is_other else (0, 1),))
+        with pytest.raises(PlanError, match=r"what comes next: .*'layers\.\d' .*rank 3"):
+            sharded.step(optimizer)
+        assert all(torch.equal(full(p), before[name]) for name, p in net.named_parameters())
+        branch(sharded, x, ((0, 1),))
+        assert not sharded.step(optimizer).skipped
+
+
 def two_models_in_other_orders(context: RankContext, is_adopted: bool) -> None:
     rows = [torch.full((1, 4), rank + 1.0) for rank in range(2)]
     x = rows[context.rank]
@@ -921,6 +938,11 @@ def test_ranks_that_run_other_units_do_not_get_each_others_weights(tmp_path: Pat
     What an evaluation in another order has found is not saved either.
     """
     run_ranks(2, in_other_orders, tmp_path)
+
+
+def test_stages_whose_ranks_run_other_units_are_refused_by_the_step() -> None:
+    """I1: microbatches of pipeline stages end in no agreement, so the step compares."""
+    run_ranks(4, stages_in_other_orders)
 
 
 @pytest.mark.parametrize("is_adopted", [False, True])
