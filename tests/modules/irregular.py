@@ -204,7 +204,7 @@ def _altered(program: Program, actions: Sequence[Microbatch | Do]) -> Iterator[M
         elif action.does == "forward":
             if chosen < 0.3:
                 action = replace(action, does="no_grad")
-        elif action.does == "all" and chosen < 0.15:
+        elif action.does == "all" and action.nan is None and chosen < 0.15:
             action = replace(action, form="evaluated" if other < 0.5 else "cleared")
         yield action
 
@@ -756,7 +756,7 @@ class World:
                 self._evaluate(Do(what="evaluate", how="no_grad", number=1))
                 self._seen = seen
             if each.form == "cleared":
-                self.num_tokens = 0
+                self.num_tokens, self.has_nan = 0, False
                 self.optimizer.zero_grad()
             if each.does == "all" and total.requires_grad:
                 total.backward()
