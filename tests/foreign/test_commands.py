@@ -131,7 +131,7 @@ def test_verify_says_what_it_cannot_know(holdfast: Holdfast, place: Path) -> Non
     file.write_bytes(file.read_bytes()[:-3000])
     result = holdfast("verify", place / "dcp")
     assert result.code == 1
-    assert "__0_0.distcp" in result.out
+    assert "__0_0.distcp" in result.err
 
 
 def test_commands_that_remove_leave_them_alone(holdfast: Holdfast, place: Path) -> None:
