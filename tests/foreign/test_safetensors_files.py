@@ -274,6 +274,11 @@ def test_a_file_of_a_model_that_was_not_downloaded_is_an_error(
     (tmp_path / "a.safetensors").unlink()
     with pytest.raises(ConfigError, match="git lfs pull"):
         open_catalog(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").unlink(missing_ok=True)
+        (tmp_path / f"{name}.safetensors").symlink_to(f"{name}.safetensors")
+    with pytest.raises(ConfigError, match=r"a\.safetensors .*a link that leads nowhere"):
+        open_catalog(tmp_path)
 
 
 def test_what_a_header_states_goes_along(tmp_path: Path, holdfast: Holdfast) -> None:
