@@ -133,6 +133,9 @@ STATE_SUFFIXES = (
 )
 """How the names of files end that have the state of a model, or a part of it."""
 
+_OTHER_SUFFIXES = (".json", ".jsonl", ".txt", ".md", ".py", ".yaml", ".model", ".jinja", ".csv")
+"""Of files that are next to weights and have no state."""
+
 
 def refuse_by_name(location: Location, known_below: Callable[[Location], str]) -> str:
     """Return the message for a place that is not read; empty if nothing is known about it.
@@ -211,15 +214,14 @@ def unread_folders(location: Location, known_below: Callable[[Location], str]) -
 
 def _folders(location: Location) -> list[tuple[str, Location]]:
     """Return the folders in a folder that may be checkpoints."""
-    storage = location.storage
-    # What has a suffix of a file is one, nearly always: no need to ask.
-    names = [name for name in location.names() if not name.startswith((".", "__"))]
     folders = []
-    for name in names[: 10 * _MAX_FOLDERS]:
-        if not name.endswith(STATE_SUFFIXES) and storage.is_dir(name):
-            inner = location.inside(name)
-            if inner is not None:
-                folders.append((name, inner))
+    for name in location.names()[: 10 * _MAX_FOLDERS]:
+        # To ask is a request in a bucket: not of names that are those of files.
+        if name.startswith((".", "__")) or name.endswith((*STATE_SUFFIXES, *_OTHER_SUFFIXES)):
+            continue
+        inner = location.inside(name) if location.storage.is_dir(name) else None
+        if inner is not None:
+            folders.append((name, inner))
         if len(folders) == _MAX_FOLDERS:
             break
     return folders
