@@ -27,7 +27,7 @@ from holdfast.foreign.catalog import (
     HeldBytes,
     chunks_of_view,
 )
-from holdfast.foreign.location import Location
+from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.other_formats import is_cut_by_rank, note_on_ranks
 from holdfast.foreign.pickle_nodes import NodeLeaf, array_form, module_versions, to_node
 from holdfast.foreign.pickled_values import (
@@ -133,10 +133,11 @@ def _open_folder(location: Location) -> Catalog:
                 step = max(step, step_there)
                 parts.add(stem, file.value, file, name)
         except CorruptionError as error:
-            if name in shards.files or not error.details.get("not_read"):
+            why = why_none(location, name)
+            if name in shards.files or why or not error.details.get("not_read"):
                 # Without it the others would look like all of it.
                 raise CorruptionError(
-                    f"{error}; to read another file of the folder alone, name it"
+                    f"{error}{why}; to read another file of the folder alone, name it"
                 ) from error
             # One odd file (arguments of a trainer) does not make all others unreadable.
             parts.left_out.append(f"{name}: {error}")

@@ -66,6 +66,11 @@ def _write_sharded(context: RankContext, path: str, tensors: dict[str, torch.Ten
     }
     assert any(isinstance(each, DTensor) for each in state.values())
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(path, save_distributed=True))
+    Path(f"{path}-and-whole").mkdir(exist_ok=True)
+    writer = dcp.HuggingFaceStorageWriter(
+        f"{path}-and-whole", save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(state, storage_writer=writer)
 
 
 def test_the_sharded_variant_of_dcp(tmp_path: Path) -> None:
@@ -75,6 +80,12 @@ def test_the_sharded_variant_of_dcp(tmp_path: Path) -> None:
     run_ranks(2, _write_sharded, str(path), tensors)
     assert len(list(path.glob("shard-*"))) == 2
     check_format(path, "model", tensors)
+    whole = tmp_path / "sharded-and-whole"
+    check_catalog(whole, "model", tensors)
+    # The shards that it was made of.
+    note = "sharded/: a folder with Hugging Face safetensors; name it to read it"
+    assert [*open_catalog(whole).left_out] == [note]
+    check_catalog(whole / "sharded", "model", tensors)
 
 
 def test_what_the_index_does_not_name_is_left_out_by_name(tmp_path: Path) -> None:

@@ -174,6 +174,7 @@ def test_a_damaged_file_of_a_folder_is_an_error(tmp_path: Path, weights: str) ->
         (whole.replace(b"param_groups", b"param_gruops"), "another CRC-32"),
         (b"", "is empty; damaged"),
         (bytes(4096), "starts with zeros; damaged"),
+        (b"version https://git-lfs.github.com/spec/v1\nsize 9\n", "git lfs pull"),
     ):
         optimizer.write_bytes(damaged)
         with pytest.raises(CorruptionError, match=rf"optimizer\.pt.*{why}.*alone, name it"):
