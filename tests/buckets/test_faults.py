@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import secrets
 import time
@@ -32,7 +33,7 @@ pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage, bucket
 from tests.buckets.proxy import FAULTS, Fault, at_random, fault_proxy
-from tests.buckets.server import new_bucket, open_uploads
+from tests.buckets.server import environment, new_bucket, open_uploads
 from tests.buckets.test_saves import version_of, versions
 
 QUICK = ("PUT", "500 after")
@@ -187,10 +188,17 @@ def test_an_outage_ends_within_the_time_and_is_named(
 
 def _store_that_fails(context: RankContext, url: str, proxy: str) -> list[str]:
     messages = []
+    os.environ.update(environment(proxy))
     with ProcessGroups.create(Layout(dp=2), timeout_s=4) as groups:
         storage = ObjectStorage(url, endpoint=proxy)
         with Checkpointer(storage, groups=groups, settle_s=0.0) as checkpointer:
-            for call in (checkpointer.load, partial(checkpointer.save, 1)):
+            other = f"{url}-of-before"
+            for call in (
+                checkpointer.load,
+                partial(checkpointer.load, source=other),
+                partial(checkpointer.load, source=ObjectStorage(other)),
+                partial(checkpointer.save, 1),
+            ):
                 with pytest.raises(StorageError) as failure:
                     call({"v": {"x": 1}})
                 messages.append(str(failure.value))
