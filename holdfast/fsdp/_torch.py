@@ -1127,8 +1127,8 @@ _NOTES: Mapping[str, str] = MappingProxyType(
             "the loss depends on has to be in the output of the unit, as tensors in tuples, lists, "
             "dicts or dataclasses: return what is kept in attributes (an auxiliary loss), or leave "
             "this module out of units=; strategy='optim' frees nothing before the step. A loss "
-            "that contains gradients (create_graph=True) needs parameters after a backward that has "
-            "freed them: train it with a ShardedOptimizer"
+            "that contains gradients (create_graph=True) needs parameters after a backward that "
+            "has freed them: train it with a ShardedOptimizer"
         ),
     }
 )
