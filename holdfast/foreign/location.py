@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.foreign.shared_opening import Answers, modified
+from holdfast.foreign.shared_opening import Answers, folders_in, modified
 from holdfast.format.names import parse_step_dir
 from holdfast.storage import PosixStorage, Source, Storage, is_url, open_storage
 from holdfast.storage.places import as_url
@@ -113,7 +113,7 @@ class Location:
             if storage.exists(name) and not storage.is_dir(name):
                 return cls(storage, name, url, answers)
         location = cls(_noted(open_storage(url), url, answers), None, url, answers)
-        if not location.names():
+        if not location.names() and not folders_in(location.storage):
             raise ConfigError(f"nothing is at {url}")
         return location
 
