@@ -102,7 +102,7 @@ class _Asked:
     def size(self, path: str) -> int:
         return self.ask(lambda: self.behind.size(path), "size", path)
 
-    def folders(self) -> list[str]:
+    def folders(self) -> Sequence[str]:
         # A method of some stores: of others `folders_in` asks for each name.
         names = self.ask(lambda: [os.fsencode(n) for n in folders_in(self.behind)], "folders")
         return [*map(os.fsdecode, names)]
