@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.foreign.shared_opening import Answers, modified
+from holdfast.foreign.shared_opening import Answers, folders_in, modified
 from holdfast.format.names import parse_step_dir
 from holdfast.storage import PosixStorage, Source, Storage, is_url, open_storage
 from holdfast.storage.places import Opener, as_url
@@ -122,7 +122,7 @@ class Location:
             if storage.exists(name) and not storage.is_dir(name):
                 return cls(storage, name, url, answers, opener)
         location = cls(_noted(opener(url), url, answers), None, url, answers, opener)
-        if not location.names():
+        if not location.names() and not folders_in(location.storage):
             raise ConfigError(f"nothing is at {url}")
         return location
 

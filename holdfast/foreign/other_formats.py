@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import some_of
 from holdfast.foreign.location import Location, why_none
+from holdfast.foreign.shared_opening import folders_in
 
 _MAX_FOLDERS = 100
 """So many folders in a folder are examined."""
@@ -133,9 +134,6 @@ STATE_SUFFIXES = (
 )
 """How the names of files end that have the state of a model, or a part of it."""
 
-_OTHER_SUFFIXES = (".json", ".jsonl", ".txt", ".md", ".py", ".yaml", ".model", ".jinja", ".csv")
-"""Of files that are next to weights and have no state."""
-
 
 def refuse_by_name(location: Location, known_below: Callable[[Location], str]) -> str:
     """Return the message for a place that is not read; empty if nothing is known about it.
@@ -151,7 +149,7 @@ def refuse_by_name(location: Location, known_below: Callable[[Location], str]) -
             return f"{location.storage.describe(name)} is not a checkpoint{why}"
     if location.file is not None:
         return _refused_file(location, location.file)
-    result = _find(location, names)
+    result = _find(location, [*dict.fromkeys([*names, *folders_in(location.storage)])])
     if result is not None:
         other, name = result
         return f"{location.label} has {name} ({other.title}), which is not read: {other.advice}"
@@ -214,17 +212,9 @@ def unread_folders(location: Location, known_below: Callable[[Location], str]) -
 
 def _folders(location: Location) -> list[tuple[str, Location]]:
     """Return the folders in a folder that may be checkpoints."""
-    folders = []
-    for name in location.names()[: 10 * _MAX_FOLDERS]:
-        # To ask is a request in a bucket: not of names that are those of files.
-        if name.startswith((".", "__")) or name.endswith((*STATE_SUFFIXES, *_OTHER_SUFFIXES)):
-            continue
-        inner = location.inside(name) if location.storage.is_dir(name) else None
-        if inner is not None:
-            folders.append((name, inner))
-        if len(folders) == _MAX_FOLDERS:
-            break
-    return folders
+    names = [name for name in folders_in(location.storage) if not name.startswith((".", "__"))]
+    inside = [(name, location.inside(name)) for name in names[:_MAX_FOLDERS]]
+    return [(name, folder) for name, folder in inside if folder is not None]
 
 
 def _refused_file(location: Location, name: str) -> str:

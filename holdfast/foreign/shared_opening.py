@@ -20,6 +20,9 @@ from holdfast.storage.reading import is_absence
 
 T = TypeVar("T")
 
+_MAX_NAMES = 1000
+_FILES = (".json", ".txt", ".md", ".py", ".model", ".safetensors", ".bin", ".pt", ".distcp")
+
 _Known = dict[bytes, tuple[bool, Any]]
 
 
@@ -99,6 +102,11 @@ class _Asked:
     def size(self, path: str) -> int:
         return self.ask(lambda: self.behind.size(path), "size", path)
 
+    def folders(self) -> Sequence[str]:
+        # A method of some stores: of others `folders_in` asks for each name.
+        names = self.ask(lambda: [os.fsencode(n) for n in folders_in(self.behind)], "folders")
+        return [*map(os.fsdecode, names)]
+
     def modified(self, path: str) -> float:
         return self.ask(lambda: modified(self.behind, path), "modified", path)
 
@@ -166,3 +174,15 @@ def modified(storage: Storage, path: str) -> float:
     """Return when a file was written, in seconds since 1970; 0 where a storage does not say."""
     look = getattr(storage, "modified", None)
     return float(look(path)) if look is not None else 0.0
+
+
+def folders_in(storage: Storage) -> Sequence[str]:
+    """Return the names of folders in the root, also those that a store of objects does not list.
+
+    Names with the suffix of a file that is next to weights are not looked at.
+    """
+    look = getattr(storage, "folders", None)
+    if look is not None:
+        return cast(Sequence[str], look())
+    names = storage.list("")[:_MAX_NAMES]
+    return [name for name in names if not name.endswith(_FILES) and storage.is_dir(name)]

@@ -115,6 +115,27 @@ def test_only_ranges_that_are_needed_are_asked_for(tmp_path: Path, url: str) -> 
     assert target.nbytes <= sum(asked) <= target.nbytes + 4096
 
 
+def test_folders_next_to_what_is_read_are_listed(tmp_path: Path, url: str) -> None:
+    """X4: a store of objects lists no folders but those that are ours."""
+    _write(tmp_path / "source", "dcp")
+    torch.save({"step": 3}, tmp_path / "random_states_0.pkl")
+    data = (tmp_path / "random_states_0.pkl").read_bytes()
+    _upload(tmp_path / "source", f"{url}/state/pytorch_model_fsdp_0")
+    _upload(tmp_path / "source", f"{url}/run/step-5")
+    ObjectStorage(f"{url}/ds/global_step5").write_file("mp_rank_00_model_states.pt", data)
+    state = ObjectStorage(f"{url}/state")
+    state.write_file("random_states_0.pkl", data)
+    assert [*open_catalog(f"{url}/state").left_out] == [
+        "pytorch_model_fsdp_0/: a folder with PyTorch DCP; name it to read it"
+    ]
+    with pytest.raises(ConfigError, match=r"holds some: name step-5 \(PyTorch DCP\)"):
+        open_catalog(f"{url}/run")
+    with pytest.raises(ConfigError, match=r"global_step5 \(DeepSpeed\), which is not read"):
+        open_catalog(f"{url}/ds")
+    with pytest.raises(ConfigError, match="nothing is at"):
+        open_catalog(f"{url}/none")
+
+
 def test_what_is_not_possible_in_a_bucket_is_said(
     tmp_path: Path, url: str, holdfast: Holdfast
 ) -> None:

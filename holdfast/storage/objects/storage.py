@@ -687,6 +687,14 @@ class ObjectStorage:
         listing = self._bucket.list(self._names.data_key(record, *names[1:]))
         return bool(listing.dirs or listing.objects)
 
+    def folders(self) -> builtins.list[str]:
+        """Return the names of folders in the root that other programs have made.
+
+        `list` has none of them: a directory of ours is one by its name's record. Cost: as `list`.
+        """
+        listing = self._do("list", "", lambda: self._bucket.list(""))
+        return sorted(listing.dirs - FIXED_DIRS - {INNER})
+
     def _list_root(self) -> builtins.list[str]:
         return self._names_in(self._do("list", "", lambda: self._bucket.list("")))
 
