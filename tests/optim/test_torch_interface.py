@@ -167,6 +167,14 @@ def test_a_gradient_after_the_last_microbatch_is_refused(make: Any, tmp_path: Pa
     with pytest.raises(ConfigError, match="a gradient came after its bucket was reduced"):
         backward_twice(net, optimizer)
     optimizer.drop_gradients()
+    with optimizer.microbatch(is_last=False):
+        net(torch.ones(3, 4)).sum().backward()
+    mine = torch.ones(4, 4)
+    net[0].weight.grad = mine
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert net[0].weight.grad is mine
+    optimizer.drop_gradients()
     backward(net, optimizer)
     optimizer.step()
     for p in net.parameters():
