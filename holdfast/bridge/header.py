@@ -68,19 +68,14 @@ def checked_counts(counts: Sequence[int] | Tensor, *, where: str) -> list[int]:
         counts: whole numbers >= 0, one per sample.
         where: module and rank, for messages.
     """
-    if isinstance(counts, Tensor):
-        if counts.dim() != 1 or counts.is_floating_point() or counts.is_complex():
-            raise ConfigError(
-                f"{where}: counts must be integers, one per sample; got a tensor of "
-                f"{counts.dtype} with shape {tuple(counts.shape)}."
-            )
-        counts = counts.tolist()
+    listed = counts.tolist() if isinstance(counts, Tensor) else counts
     try:
-        numbers = [operator.index(count) for count in counts]
+        numbers = [operator.index(count) for count in listed]
     except TypeError:
-        raise ConfigError(
-            f"{where}: counts must be integers, one per sample; got {counts!r}."
-        ) from None
+        got = repr(counts)
+        if isinstance(counts, Tensor):
+            got = f"a tensor of {counts.dtype} with shape {tuple(counts.shape)}"
+        raise ConfigError(f"{where}: counts must be integers, one per sample; got {got}.") from None
     negative = [i for i, count in enumerate(numbers) if count < 0]
     if negative:
         i = negative[0]

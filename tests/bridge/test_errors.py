@@ -22,6 +22,7 @@ LAYOUTS = ModuleLayouts(
     edges=[("vision", "language")],
 )
 GOOD = (torch.ones(4, 3), [1, 3])
+COUNTED = (torch.ones(4, 3), torch.tensor([1, 3]))
 MISTAKES: dict[str, tuple[int, Any, list[str]]] = {
     "counts do not add up": (
         1,
@@ -72,6 +73,11 @@ MISTAKES: dict[str, tuple[int, Any, list[str]]] = {
         (torch.ones(4, 3), [1, 3]),
         ["'vision' on rank 3: the bridge to 'language' got tokens", "call it without"],
     ),
+    "counts where there are no tokens": (
+        2,
+        (None, [1, 3]),
+        ["'vision' on rank 2: the bridge to 'language' got tokens or counts", "call it without"],
+    ),
     "whole numbers as tokens": (
         1,
         (torch.ones(4, 3, dtype=torch.int64), [1, 3]),
@@ -83,6 +89,8 @@ MISTAKES: dict[str, tuple[int, Any, list[str]]] = {
         (torch.ones(4, 3), torch.tensor([1.0, 3.0])),
         ["rank 0: counts must be integers", "torch.float32"],
     ),
+    "a matrix of counts": (0, (torch.ones(4, 3), torch.ones(1, 2).int()), ["shape (1, 2)"]),
+    "one count for all": (0, (torch.ones(4, 3), torch.tensor(4)), ["torch.int64 with shape ()"]),
     "less than nothing": (0, (torch.ones(4, 3), [5, -1]), ["rank 0: sample 1 has -1 tokens"]),
 }
 SAME_SUMS = {"other samples of the same sums": (torch.ones(4, 3), [0, 1, 2, 1])}
@@ -107,7 +115,7 @@ def mistakes(rank: RankContext) -> list[tuple[str, str]]:
             good = SAME_SUMS.get(name, GOOD) if groups.has("vision") else (None, None)
             chosen = arguments if rank.rank == wrong else good
             texts.append(caught(lambda b=bridge, c=chosen: b(*c)))
-            bridged = bridge(*(GOOD if groups.has("vision") else (None, None)))
+            bridged = bridge(*(COUNTED if groups.has("vision") else (None, None)))
             if bridged.tokens is not None:
                 assert bridged.tokens.shape == ((1, 3), (3, 3))[rank.rank - 2]
     return texts

@@ -24,6 +24,7 @@ FORMS: tuple[Form, ...] = (
     "input",
     "saliency",
     "penalty",
+    "graph",
     "evaluated",
     "cleared",
 )
@@ -43,7 +44,7 @@ DetourKind = Literal["parametrization", "assignment", "functional", "module", "d
 DETOURS: tuple[DetourKind, ...] = ("parametrization", "assignment", "functional", "module")
 HookKind = Literal["output", "gradient", "after gradient"]
 HOOKS: tuple[HookKind, ...] = ("output", "gradient", "after gradient")
-FORMS_OF_ONE_GRADIENT = tuple(form for form in FORMS if form != "penalty")
+FORMS_OF_ONE_GRADIENT = tuple(form for form in FORMS if form not in ("penalty", "graph"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +61,9 @@ class Microbatch:
 
     "halves" are two forwards with one backward; "in turns" two forwards, and then two backwards;
     "input" has an input with a gradient; "saliency" takes that alone, before the backward;
-    "penalty" makes it a part of the loss; "evaluated" has a forward without gradients, and
-    "cleared" `zero_grad()` of the optimizer, between forward and backward.
+    "penalty" makes it a part of the loss; "graph" is a backward whose gradients have a graph
+    (`create_graph=True`), as optimizers of second order want it; "evaluated" has a forward without
+    gradients, and "cleared" `zero_grad()` of the optimizer, between forward and backward.
     """
     fault: Fault | None = None
     block: int = 0

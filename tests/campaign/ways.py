@@ -274,7 +274,7 @@ class Trained:
                         scaled = loss if self._scaler is None else self._scaler.scale_loss(loss)
                         if isinstance(action, TwiceBackward):
                             scaled.backward(retain_graph=True)
-                        scaled.backward()
+                        scaled.backward(create_graph=action.form == "graph")
             if fault is not None:
                 raise Trouble
         scale = 1.0 if self._scaler is None or action.form != "input" else self._scaler.scale

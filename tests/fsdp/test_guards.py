@@ -176,6 +176,32 @@ def other_divisor_without_microbatch(groups: ProcessGroups) -> None:
     sharded.step(sgd(net.parameters()))
 
 
+def other_gather(groups: ProcessGroups) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = fully_shard_model(net, groups, units=net, experts=())
+    net[1].set_custom_all_gather(object())  # type: ignore[operator]
+    with sharded.microbatch(is_last=True):
+        pass
+
+
+def module_after(groups: ProcessGroups) -> None:
+    net = build()
+    sharded = shard(net, groups)
+    net.head_after = nn.Linear(2, 2)
+    train(sharded, sgd(net.parameters()), steps=1)
+
+
+def no_optimizer(groups: ProcessGroups) -> None:
+    train(shard(build(), groups), {}, steps=1)
+
+
+def no_torch_optimizer(groups: ProcessGroups) -> None:
+    net = build()
+    sharded = shard(net, groups)
+    train(sharded, {"a": sharded.stepper(sgd(net.parameters()))}, steps=1)
+
+
 def optimizer_before(groups: ProcessGroups) -> None:
     net = build()
     optimizer = sgd(net.parameters())
@@ -241,6 +267,10 @@ CASES: list[tuple[str, Callable[[ProcessGroups], None], type[HoldfastError], tup
     ("dense", stale_root, ConfigError, ("(the model)", "reshard")),
     ("dense", other_divisor, ConfigError, ("layers.0", "divisor", "layout")),
     ("dense", other_divisor_without_microbatch, ConfigError, ("layers.0", "divisor", "layout")),
+    ("dense", other_gather, ConfigError, ("unit '1'", "all-gather was replaced")),
+    ("dense", module_after, ConfigError, ("head_after.weight", "after fully_shard_model")),
+    ("dense", no_optimizer, ConfigError, ("there is no optimizer",)),
+    ("dense", no_torch_optimizer, ConfigError, ("'a'", "is not a plain torch optimizer")),
     ("dense", optimizer_before, ConfigError, ("after fully_shard_model",)),
     ("dense", no_last_microbatch, ConfigError, ("is_last=True",)),
     ("dense", no_backward, ConfigError, ("backward",)),

@@ -433,7 +433,7 @@ def test_a_write_in_a_step_is_kept_and_refused_by_what_would_not_use_it(tmp_path
     run_ranks(2, written_in_a_step, str(tmp_path))
 
 
-def written_by_the_model(context: RankContext) -> None:
+def written_by_the_model(context: RankContext, root: str) -> None:
     with ProcessGroups.create(Layout(dp=2)) as groups:
         for strategy in STRATEGIES:
             net = build()
@@ -449,6 +449,8 @@ def written_by_the_model(context: RankContext) -> None:
             handle = layer.down.register_forward_hook(write)
             net(rows_of(0)[0])
             handle.remove()
+            with pytest.raises(HoldfastError, match=r"thrown away; call drop_gradients\(\)"):
+                Checkpointer(root, groups=groups).save(1, {"model": net})
             with pytest.raises(ConfigError, match="was written by code of the model"):
                 net(rows_of(0)[0])
             sharded.drop_gradients()
@@ -465,9 +467,9 @@ def written_by_the_model(context: RankContext) -> None:
             good(sharded, optimizer, 0)
 
 
-def test_a_write_within_a_forward_is_refused() -> None:
+def test_a_write_within_a_forward_is_refused(tmp_path: Path) -> None:
     """I1: it goes to a whole copy."""
-    run_ranks(2, written_by_the_model)
+    run_ranks(2, written_by_the_model, str(tmp_path))
 
 
 def written_to_whole(context: RankContext) -> None:
@@ -691,7 +693,10 @@ def test_what_is_frozen_in_a_step_stays_frozen() -> None:
 
 
 def skipped_between_slices(context: RankContext) -> None:
-    """A microbatch whose sum in a slice waits for the other slice; then one without backward."""
+    """A microbatch whose sum in a slice waits for the other slice; then one without backward.
+
+    Or one in which more is trained, for which that sum has no room.
+    """
     with ProcessGroups.create(Layout(dp=4, replicas=2)) as groups:
         for strategy in STRATEGIES:
             net, expected = build(), build()
@@ -704,6 +709,18 @@ def skipped_between_slices(context: RankContext) -> None:
                 pass
             with pytest.raises(ConfigError, match="are not reduced"):
                 sharded.step(optimizer)
+            layer: Any = net.layers[1]
+            if strategy in STRATEGIES[2:]:  # gradients of each microbatch are summed in the slice
+                layer.down.requires_grad_(False)
+                with sharded.microbatch(is_last=False):
+                    sharded.model(first).mean().backward()
+                layer.down.requires_grad_(True)
+                with (
+                    pytest.raises(ConfigError, match="were thawed while gradients of others"),
+                    sharded.microbatch(is_last=True),
+                ):
+                    pass
+                sharded.drop_gradients()
             for model in (net, expected):
                 halve(model, "in place")  # to shards: `step` has forgotten the gradients
             good(sharded, optimizer, 0)

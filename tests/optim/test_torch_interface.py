@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 
-from holdfast import Checkpointer, ConfigError, OptimizerState, ProcessGroups
-from holdfast.optim import ChainedOptimizer, LossScaler, ShardedOptimizer
+from holdfast import Checkpointer, ConfigError, HoldfastError, OptimizerState, ProcessGroups
+from holdfast.optim import ChainedOptimizer, LossScaler, ReducedOptimizer, ShardedOptimizer
 from tests.optim.common import adamw, momentum
 
 
@@ -42,6 +43,13 @@ def chained(net: nn.Sequential) -> ChainedOptimizer:
 def backward(net: nn.Module, optimizer: Any, scale: float = 1.0) -> None:
     with optimizer.microbatch(is_last=True):
         (net(torch.ones(3, 4)).square().mean() * scale).backward()
+
+
+def backward_twice(net: nn.Module, optimizer: Any) -> None:
+    with optimizer.microbatch(is_last=True):
+        loss = net(torch.ones(3, 4)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
 
 
 SCHEDULES: dict[str, Any] = {
@@ -145,6 +153,42 @@ def test_state_is_read_and_written_where_it_is(make: Any) -> None:
             call()
     optimizer.state.clear()
     assert not any(inner.state for inner in optimizer.inners)
+
+
+@pytest.mark.parametrize("make", [sharded, chained])
+def test_a_gradient_after_the_last_microbatch_is_refused(make: Any, tmp_path: Path) -> None:
+    """I1: its bucket is reduced; I3: one that was put into `.grad` by hand is not saved over."""
+    net = net_of()
+    optimizer = make(net)
+    backward(net, optimizer)
+    with pytest.raises(ConfigError, match="a gradient came after its bucket was reduced"):
+        net(torch.ones(3, 4)).sum().backward()
+    optimizer.drop_gradients()
+    with pytest.raises(ConfigError, match="a gradient came after its bucket was reduced"):
+        backward_twice(net, optimizer)
+    optimizer.drop_gradients()
+    with optimizer.microbatch(is_last=False):
+        net(torch.ones(3, 4)).sum().backward()
+    mine = torch.ones(4, 4)
+    net[0].weight.grad = mine
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert net[0].weight.grad is mine
+    optimizer.drop_gradients()
+    backward(net, optimizer)
+    optimizer.step()
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    state = {"optimizer": OptimizerState(optimizer, net)}
+    with pytest.raises(HoldfastError, match="holds gradients that no step has used"):
+        Checkpointer(tmp_path).save(1, state)
+    before = [p.detach().clone() for p in net.parameters()]
+    optimizer.step()
+    assert not any(map(torch.equal, before, net.parameters()))
+    Checkpointer(tmp_path).save(1, state)
+    for wrong in (optimizer, net):
+        with pytest.raises(ConfigError, match="is not a plain torch optimizer"):
+            ReducedOptimizer(wrong, ProcessGroups.single())
 
 
 @pytest.mark.parametrize("make", [sharded, chained])
