@@ -251,18 +251,20 @@ class LaunchLog:
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective on the host, and look meanwhile."""
         look = self.look
-        if look is not None and not work.is_completed():
+        if look is not None:
             waited_s = 0.0
             for limit in chain(_LOOK_AFTER, repeat(_LOOK_AFTER[-1])):
                 try:
                     work.wait(limit)
                 except RuntimeError:
-                    if not work.is_completed():
-                        self._pending[work] = None
-                        waited_s += limit.total_seconds()
-                        look(waited_s)
-                        continue
-                break
+                    if work.is_completed():
+                        break
+                    self._pending[work] = None
+                    waited_s += limit.total_seconds()
+                    look(waited_s)
+                else:  # most often: no other call, of which each takes a lock
+                    self._pending.pop(work, None)
+                    return
         self._pending.pop(work, None)
         work.wait()  # raises if it has failed
 
