@@ -1126,7 +1126,9 @@ _NOTES: Mapping[str, str] = MappingProxyType(
             "and gathered for its backward when the gradient of its output arrives. So all that "
             "the loss depends on has to be in the output of the unit, as tensors in tuples, lists, "
             "dicts or dataclasses: return what is kept in attributes (an auxiliary loss), or leave "
-            "this module out of units=; strategy='optim' frees nothing before the step"
+            "this module out of units=; strategy='optim' frees nothing before the step. A loss "
+            "that contains gradients (create_graph=True) needs parameters after a backward that "
+            "has freed them: train it with a ShardedOptimizer"
         ),
     }
 )

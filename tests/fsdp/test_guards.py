@@ -51,7 +51,7 @@ def undeclared_dtensor(groups: ProcessGroups) -> None:
 
 def one_forgotten(groups: ProcessGroups) -> None:
     net = place(build(), groups)
-    fully_shard_model(net, groups, experts=specialists(net)[:2])
+    fully_shard_model(net, groups, experts=specialists(net)[:1])
 
 
 def declared_without_ep(groups: ProcessGroups) -> None:
@@ -78,7 +78,7 @@ def another_strategy(groups: ProcessGroups) -> None:
 def one_rank_without(groups: ProcessGroups) -> None:
     net = build()
     if groups.rank == 1:
-        net.layers[2].gain = None  # type: ignore[union-attr, assignment]
+        net.layers[1].gain = None  # type: ignore[union-attr, assignment]
     fully_shard_model(net, groups, experts=())
 
 
@@ -219,12 +219,12 @@ def on_nameless_dims(groups: ProcessGroups) -> None:
 CASES: list[tuple[str, Callable[[ProcessGroups], None], type[HoldfastError], tuple[str, ...]]] = [
     ("experts", undeclared_plain, ConfigError, ("layers.0.special.mix", "experts=")),
     ("experts", undeclared_dtensor, ConfigError, ("layers.0.special.mix", "experts=")),
-    ("experts", one_forgotten, ConfigError, ("layers.2.special.mix", "experts=")),
+    ("experts", one_forgotten, ConfigError, ("layers.1.special.mix", "experts=")),
     ("experts", declared_without_ep, ConfigError, ("layers.0.special.mix", "'ep'")),
     ("dense", a_name, ConfigError, ("layers.0.special", "not names")),
     ("dense", another_seed, ConfigError, ("layers.1.up.weight", "rank 3", "seed")),
     ("dense", another_strategy, ConfigError, ("rank 2", "optim_grads", "with the same")),
-    ("dense", one_rank_without, ConfigError, ("layers.2.gain", "rank 1")),
+    ("dense", one_rank_without, ConfigError, ("layers.1.gain", "rank 1")),
     ("dense", a_scalar, ConfigError, ("layers.0.scale", "(1,)")),
     ("dense", a_container, ConfigError, ("'layers'", "ModuleList", "forward")),
     ("dense", a_stranger, ConfigError, ("Linear", "not a module of the model")),

@@ -23,6 +23,10 @@ from tests.harness import RankContext, run_ranks
 LAYOUTS: list[dict[str, Any]] = [{"dp": 2}, {"dp": 4, "ep": 2}, {"dp": 4, "replicas": 2}]
 
 
+NUM_LAYERS = 3
+"""Where a unit fails: one is before it, and one after it."""
+
+
 class Trouble(Exception):
     """Raised by a test's model."""
 
@@ -98,13 +102,13 @@ def attempt(
 def errors(context: RankContext, sizes: dict[str, Any], strategies: list[str]) -> list[str]:
     """By case, what is wrong after a step that failed anywhere, and was repeated."""
     wrong = []
-    expected, reference = truth(sgd, steps=2)
+    expected, reference = truth(sgd, steps=2, num_layers=NUM_LAYERS)
     for turn, strategy in enumerate(strategies):
         for number, fail in enumerate(PLACES):
             # The first and the last microbatch in turn: each place and each strategy has both.
             at = (turn + number) % 2
             with ProcessGroups.create(Layout(**sizes)) as groups:
-                net = place(build(), groups)
+                net = place(build(num_layers=NUM_LAYERS), groups)
                 sharded = shard(net, groups, strategy=strategy)
                 optimizer = sgd(net.parameters())
                 norms = []
@@ -191,10 +195,10 @@ NEW_KINDS: tuple[Callable[..., Any], ...] = (nullcontext, frozen, backwards)
 
 def errors_in_new_kinds(context: RankContext, sizes: dict[str, Any], names: Any) -> list[Any]:
     raised = []
-    expected, reference = truth(sgd, steps=len(NEW_KINDS))
+    expected, reference = truth(sgd, steps=len(NEW_KINDS), num_layers=NUM_LAYERS)
     for turn, strategy in enumerate(STRATEGIES):
         with ProcessGroups.create(Layout(**sizes), names=names) as groups:
-            net = place(build(), groups)
+            net = place(build(num_layers=NUM_LAYERS), groups)
             sharded = shard(net, groups, strategy=strategy)
             optimizer = sgd(net.parameters())
             norms = []
@@ -276,6 +280,10 @@ def written_after_evaluation(context: RankContext) -> None:
         for how in WRITES:
             expected = build()
             halve(expected, how)
+            values = expected(rows_of(0)[0])
+            twin = copy.deepcopy(expected)
+            twin(torch.cat(rows_of(0))).mean().backward()
+            sgd(twin.parameters()).step()
             for strategy in STRATEGIES:
                 net = build()
                 sharded = shard(net, groups, strategy=strategy)
@@ -285,13 +293,8 @@ def written_after_evaluation(context: RankContext) -> None:
                 assert difference(net, expected) == 0, (how, strategy, "state")
                 with torch.no_grad():
                     found = sharded.model(rows_of(0)[0])
-                assert torch.allclose(found, expected(rows_of(0)[0]), atol=1e-6), (how, strategy)
-                optimizer = sgd(net.parameters())
-                good(sharded, optimizer, 0)
-                twin = copy.deepcopy(expected)
-                twin_optimizer = sgd(twin.parameters())
-                twin(torch.cat(rows_of(0))).mean().backward()
-                twin_optimizer.step()
+                assert torch.allclose(found, values, atol=1e-6), (how, strategy)
+                good(sharded, sgd(net.parameters()), 0)
                 assert difference(net, twin) < 1e-6, (how, strategy, "step")
 
 
