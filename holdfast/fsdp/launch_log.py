@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from holdfast._torch import mark_launch
-from holdfast.parallel.groups.launch_order import LaunchOrder, OrderMark
+from holdfast.parallel.groups.launch_order import LaunchOrder, LaunchProgress, OrderMark
 
 
 class GatherOn:
@@ -133,8 +133,8 @@ class LaunchLog:
         """True if the comparison has failed."""
         self._noted: list[tuple[Any, ...]] = []
         """The fields of each `UnitLaunch` from the last `start` to the last `stop`."""
-        self.look: Callable[[], None] | None = None
-        """Raises if another rank has failed."""
+        self.look: Callable[[float], None] | None = None
+        """Raises if another rank has failed; takes the seconds that a wait has lasted."""
         self.note: Callable[[tuple[Any, ...]], None] = self._count
         """Takes the fields of the `UnitLaunch` that this rank makes; a method in C if possible."""
         self._counts: dict[dist.ProcessGroup, int] = {}
@@ -206,6 +206,16 @@ class LaunchLog:
         order, mark = self._orders[name]
         return order.names(mark)
 
+    def progress(self) -> list[LaunchProgress]:
+        """Return how far uncompared launches have come on each communicator of several ranks."""
+        groups = {str(group.group_name): group for group in self._counts}
+        return [
+            order.progress(
+                mark, communicator=name, ranks=dist.get_process_group_ranks(groups[name])
+            )
+            for name, (order, mark) in self._orders.items()
+        ]
+
     def end_comparison(self, *, is_same: bool) -> None:
         """Note that ranks have compared the orders."""
         self._is_mixed = not is_same
@@ -241,16 +251,20 @@ class LaunchLog:
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective on the host, and look meanwhile."""
         look = self.look
-        if look is not None and not work.is_completed():
+        if look is not None:
+            waited_s = 0.0
             for limit in chain(_LOOK_AFTER, repeat(_LOOK_AFTER[-1])):
                 try:
                     work.wait(limit)
                 except RuntimeError:
-                    if not work.is_completed():
-                        self._pending[work] = None
-                        look()
-                        continue
-                break
+                    if work.is_completed():
+                        break
+                    self._pending[work] = None
+                    waited_s += limit.total_seconds()
+                    look(waited_s)
+                else:  # most often: no other call, of which each takes a lock
+                    self._pending.pop(work, None)
+                    return
         self._pending.pop(work, None)
         work.wait()  # raises if it has failed
 

@@ -39,6 +39,7 @@ from holdfast.optim.norms import CopyCounts, GradientPart, gradient_parts
 from holdfast.optim.reduced import JoinedOptimizer, PlainStepper
 from holdfast.optim.reducer import share_backward
 from holdfast.parallel import ProcessGroups
+from holdfast.parallel.groups.launch_order import LaunchProgress
 from holdfast.parallel.groups.order_comparison import compare_orders, pack_orders
 from holdfast.state.module_tree import parameter_names
 from holdfast.state.unfinished import set_worker
@@ -335,8 +336,11 @@ class ShardedModel(MicrobatchTaker):
             return ()
         return self._log.repeat(self._programs.rest(self._kind, self._log.launches))
 
-    def watch_others(self, look: Callable[[], None] | None) -> None:
+    def watch_others(self, look: Callable[[float], None] | None) -> None:
         self._log.look = look
+
+    def progress(self) -> Sequence[LaunchProgress]:
+        return self._log.progress()
 
     def launched(self) -> dict[str, Launched]:
         return {
@@ -697,7 +701,8 @@ class ShardedModel(MicrobatchTaker):
         _torch.put_aside_if_idle(self._groups)
 
     def check_ended(self) -> None:
-        for guard in self._interrupted():
+        # Dropping gradients, which a unit advises, would not help without communicators.
+        for guard in () if self.has_lost_communicators else self._interrupted():
             guard.refuse_interrupted()
         super().check_ended()
 
@@ -752,8 +757,11 @@ class ShardedModelStepper(PlainStepper):
     def join_microbatch(self) -> Sequence[Pending]:
         return self._sharded.join_microbatch()
 
-    def watch_others(self, look: Callable[[], None] | None) -> None:
+    def watch_others(self, look: Callable[[float], None] | None) -> None:
         self._sharded.watch_others(look)
+
+    def progress(self) -> Sequence[LaunchProgress]:
+        return self._sharded.progress()
 
     def launched(self) -> dict[str, Launched]:
         return self._sharded.launched()

@@ -14,9 +14,12 @@ from holdfast.errors import ConfigError, DeadlineError, HoldfastError, PlanError
 from holdfast.optim import collectives
 from holdfast.optim.collectives import Pending
 from holdfast.parallel import ModuleGroups, ProcessGroups
-from holdfast.parallel.groups.order_comparison import compare_orders, pack_orders
+from holdfast.parallel.groups.launch_order import LaunchProgress
+from holdfast.parallel.groups.order_comparison import compare_orders, mixed_orders, pack_orders
 
 _PHASE = "microbatch"
+_COMPARE_AFTER_S = 1.0
+"""A wait that has lasted so long looks whether other ranks have launched something else."""
 _START_AGAIN = "Create the groups and the model again, and load the last checkpoint"
 _MODEL_AXES = ("tp", "cp", "pp", "ep")
 """Axes along which a model may have collectives of its own in forward and backward."""
@@ -97,11 +100,19 @@ class MicrobatchTaker(ABC):
         del missing
         return ()
 
-    def watch_others(self, look: Callable[[], None] | None) -> None:  # noqa: B027
+    def progress(self) -> Sequence[LaunchProgress]:
+        """Return how far the launches of `orders` have come, of which ranks look at each other's.
+
+        For a kind that calls what `watch_others` gives it.
+        """
+        return ()
+
+    def watch_others(self, look: Callable[[float], None] | None) -> None:  # noqa: B027
         """Call `look` from now on while waits for other ranks last; None to stop.
 
-        It raises if another rank has failed in this microbatch. A kind needs it whose
-        `join_microbatch` does not know every collective of the other ranks.
+        It takes the seconds that a wait has lasted, and raises if another rank has failed in this
+        microbatch. A kind needs it whose `join_microbatch` does not know every collective of the
+        other ranks.
         """
 
     def close_communicators(self, reason: str) -> None:
@@ -211,7 +222,9 @@ def compare_launched(
                 )
         if not completes:
             continue
-        for work in taker.launch_missing(missing):
+        works = taker.launch_missing(missing)
+        # Those on a communicator that is closed have met others, and may never be complete.
+        for work in () if taker.has_lost_communicators else works:
             try:
                 collectives.wait(work, "the rest of a microbatch that failed on some rank")
             except DeadlineError as error:
@@ -345,14 +358,44 @@ class Microbatches:
             for taker in self._takers.values():
                 taker.watch_others(None)
 
-    def _look(self) -> None:
-        """Raise HoldfastError if another rank has announced that it has failed."""
+    def _look(self, waited_s: float) -> None:
+        """Raise HoldfastError if another rank has announced that it has failed.
+
+        After a while also if what this rank waits in has met another collective: such waits end
+        with the limit of the communicator, which is long, and name none.
+        """
         rank = self._groups.control.failing_rank()
         if rank is not None:
             self._is_victim = True
             raise HoldfastError(
                 f"rank {rank} has failed in this microbatch", details={"failed_ranks": [rank]}
             )
+        if waited_s >= _COMPARE_AFTER_S:
+            self._compare_progress()
+
+    def _compare_progress(self) -> None:
+        """Raise PlanError if launches met others on the rank before or behind this one.
+
+        Only ranks that wait long leave a note, and of a communicator each looks at its neighbours:
+        if any two differ, two neighbours do.
+
+        Cost: a request to the store, and at most two for each neighbour.
+        """
+        control = self._groups.control
+        progress = [each for taker in self._takers.values() for each in taker.progress()]
+        control.leave_note(json.dumps({each.key: each.note() for each in progress}))
+        notes: dict[int, dict[str, Any]] = {}
+        for each in progress:
+            place = each.ranks.index(control.rank)
+            for step in (-1, 1):
+                rank = each.ranks[(place + step) % len(each.ranks)]
+                if rank not in notes:
+                    notes[rank] = json.loads(control.note_of(rank) or "{}")
+                note = notes[rank].get(each.key)
+                if note is not None and each.has_met_others(note):
+                    first = each.first_met(note)
+                    pair = first and dict(sorted(zip((control.rank, rank), first, strict=True)))
+                    raise mixed_orders(pair, ranks=each.ranks)
 
     def _agree(self) -> None:
         """Wait for all ranks; raise if one has failed, or launched in another order."""

@@ -397,14 +397,15 @@ def _chunks(flats: Iterable[Tensor]) -> Iterator[Tensor]:
     small: list[Tensor] = []
     room = _CHUNK
     for flat in flats:
-        if flat.numel() > _CHUNK:
+        numel = flat.numel()
+        if numel > _CHUNK:
             yield from torch.split(flat, _CHUNK)
             continue
-        if flat.numel() > room:
+        if numel > room:
             yield torch.cat(small)
             small, room = [], _CHUNK
         small.append(flat)
-        room -= flat.numel()
+        room -= numel
     if small:
         yield torch.cat(small) if len(small) > 1 else small[0]
 

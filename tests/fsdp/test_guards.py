@@ -301,7 +301,7 @@ def test_what_is_wrong_is_refused_on_all_ranks_by_name() -> None:
 def test_a_torch_with_another_fsdp2_is_refused_by_its_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """F2: not by an error deep inside; what does not need FSDP2 can still be imported."""
+    """By name, not by an error deep inside; what needs no FSDP2 can be imported all the same."""
     import holdfast.fsdp as room
 
     monkeypatch.setitem(sys.modules, "torch.distributed.fsdp._fully_shard._fsdp_state", None)

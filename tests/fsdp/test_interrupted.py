@@ -834,6 +834,28 @@ def in_other_orders(context: RankContext, root: Path) -> None:
             assert difference(net, single) < 1e-4, strategy
 
 
+def as_often_as(
+    context: RankContext, orders: tuple[Any, Any], is_evaluated: bool, is_completed: bool
+) -> None:
+    """Ranks run units in other numbers, so that some wait in what no rank will join."""
+    with ProcessGroups.create(Layout(dp=2), data_timeout_s=600) as groups:
+        net = Branching()
+        sharded = fully_shard_model(net, groups, experts=(), units=net.layers, num_prefetched=0)
+        x = torch.ones(1, 4)
+        if is_evaluated:
+            with torch.no_grad():
+                net(x, orders[context.rank])
+        with pytest.raises(PlanError, match=r"comes next: .*'layers\.\d' .*rank 0; .*rank 1"):
+            branch(sharded, x, (orders[0] if is_evaluated else orders[context.rank],))
+        if is_completed:
+            sharded.drop_gradients()
+            branch(sharded, x, ((0, 1),))
+            assert not sharded.step(sgd(net.parameters())).skipped
+        else:
+            with pytest.raises(ConfigError, match=r"of different collectives .*Create the groups"):
+                branch(sharded, x, ((0, 1),))
+
+
 def stages_in_other_orders(context: RankContext) -> None:
     """The ranks of one stage run its units in another order; no microbatch of theirs agrees."""
     with ProcessGroups.create(Layout(pp=2, dp=2), data_timeout_s=20) as groups:
@@ -960,6 +982,21 @@ def test_ranks_that_run_other_units_do_not_get_each_others_weights(tmp_path: Pat
     What an evaluation in another order has found is not saved either.
     """
     run_ranks(2, in_other_orders, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("orders", "is_evaluated", "is_completed"),
+    [
+        (((0, 1), (0,)), True, False),
+        pytest.param(((0, 1), (0,)), False, True, marks=pytest.mark.slow),
+        pytest.param(((0, 1, 0), (0, 1)), False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_run_units_more_often_are_named_before_the_limit(
+    orders: tuple[Any, Any], is_evaluated: bool, is_completed: bool
+) -> None:
+    """I1: all waited for ten minutes, and then no message named what they had waited in."""
+    run_ranks(2, as_often_as, orders, is_evaluated, is_completed)
 
 
 def test_stages_whose_ranks_run_other_units_are_refused_by_the_step() -> None:

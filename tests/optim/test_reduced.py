@@ -153,8 +153,11 @@ def averaged(context: RankContext) -> None:
             for _ in range(2):
                 parameter.sum().backward()
             optimizer.step()
-            with pytest.raises(ZeroDivisionError):  # a backward that never ends
-                (parameter.sum() * Unfinished.apply(parameter)).backward()
+            # A backward that never ends; that of what was computed last comes first.
+            unfinished = Unfinished.apply(torch.ones(3, requires_grad=True))
+            with pytest.raises(ZeroDivisionError):
+                (unfinished + parameter.sum()).backward()
+            assert parameter.grad is not None
             optimizer.drop_gradients()
         in_place.remove()
         parameter.sum().backward()

@@ -434,6 +434,21 @@ class Control:
         """
         return None if self._transport is None else self._transport.announced(self._sequence + 1)
 
+    def leave_note(self, text: str) -> None:
+        """Leave a text for ranks that look, `note_of`, before the next call of all ranks.
+
+        Cost: one request to the store; none for one rank.
+        """
+        if self._transport is not None:
+            self._transport.note(self._sequence + 1, text)
+
+    def note_of(self, rank: int) -> str | None:
+        """Return the text that a rank has left since the last call of all ranks, if it has.
+
+        Cost: at most two requests to the store.
+        """
+        return None if self._transport is None else self._transport.noted(rank, self._sequence + 1)
+
     def exchange(
         self,
         outgoing: Sequence[tuple[int, memoryview]],

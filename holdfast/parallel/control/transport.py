@@ -176,6 +176,20 @@ class Transport:
             return int(self._store.get(key)) if self._store.check([key]) else None
         return None
 
+    def note(self, sequence: int, text: str) -> None:
+        """Leave a text in the store for ranks that look before they make a call."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"note/{self._rank}", f"{sequence}:{text}")
+
+    def noted(self, rank: int, sequence: int) -> str | None:
+        """Return the text that a rank has left before it makes a call, if it has."""
+        key = f"note/{rank}"
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([key]):
+                number, _, text = bytes(self._store.get(key)).decode().partition(":")
+                return text if int(number) == sequence else None
+        return None
+
     def extend(self, timeout_s: float) -> None:
         """Give the call in progress `timeout_s` from now on."""
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s

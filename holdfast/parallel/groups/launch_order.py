@@ -8,10 +8,14 @@ fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakSet
 
 _MOST = 4096
 """Launches kept by name. Those of a long evaluation are kept as a digest."""
+_SHOWN = 32
+"""Launches that a rank notes by number, of which the first that differs is named."""
 
 
 class OrderMark:
@@ -23,6 +27,44 @@ class OrderMark:
         self.start = start
         self.digest = 0
         """Of uncompared launches that are not kept any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchProgress:
+    """How far this rank's launches have come on a communicator behind one user's mark."""
+
+    key: str
+    """Of communicator and user; equal on all ranks."""
+    ranks: Sequence[int]
+    """Members of the communicator."""
+    before: int
+    """Digest of what is not in `launches` any more."""
+    launches: Sequence[int]
+    name_of: Callable[[int], str]
+    """What launches of a number are, in words."""
+
+    def note(self) -> list[Any]:
+        """Return what other ranks compare, in JSON's types, however much was launched."""
+        last = [*self.launches[-_SHOWN:]]
+        return [self.before, len(self.launches), _digest(self.before, self.launches), last]
+
+    def has_met_others(self, note: Sequence[Any]) -> bool:
+        """Return True if launches differ from those of a rank that has left a note.
+
+        Known of what both have launched, on the rank that has launched as much or more.
+        """
+        before, count, digest, _ = note
+        if before != self.before or not 0 < count <= len(self.launches):
+            return False
+        return bool(_digest(before, self.launches[:count]) != digest)
+
+    def first_met(self, note: Sequence[Any]) -> tuple[str, str] | None:
+        """Return what met first, here and on the other rank; None if that was long ago."""
+        _, count, _, last = note
+        for own, other in zip(self.launches[count - len(last) : count], last, strict=True):
+            if own != other:
+                return self.name_of(own), self.name_of(other)
+        return None
 
 
 class LaunchOrder:
@@ -73,6 +115,18 @@ class LaunchOrder:
     def names(self, mark: OrderMark) -> list[str]:
         """Return the last launches behind a mark."""
         return [self._names[number] for number in self._launches[mark.start :]]
+
+    def progress(
+        self, mark: OrderMark, *, communicator: str, ranks: Sequence[int]
+    ) -> LaunchProgress:
+        """Return how far launches have come behind a mark."""
+        return LaunchProgress(
+            key=f"{communicator}/{mark.number}",
+            ranks=ranks,
+            before=mark.digest,
+            launches=self._launches[mark.start :],
+            name_of=self._names.__getitem__,
+        )
 
     def note_compared(self, mark: OrderMark) -> None:
         """Note that the launches behind a mark are the same on all ranks."""

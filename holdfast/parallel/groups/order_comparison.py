@@ -65,20 +65,30 @@ def compare_orders(
         if key in _unpack(payload)
     }
     differs = _first_other(by_member)
+    raise mixed_orders(differs, ranks=[*by_member])
+
+
+def mixed_orders(differs: Mapping[int, str] | None, *, ranks: Sequence[int]) -> PlanError:
+    """Return the error of ranks whose collectives met those of others.
+
+    Args:
+        differs: by rank, what met; None if that is not known any more.
+        ranks: that may be concerned.
+    """
     if differs is None:
-        what = "many launches ago, in forwards outside of microbatch(...), ranks ran other units"
+        what = "many launches ago ranks ran other units"
     else:
         what = str(
             disagreement("collectives", "what comes next", [*differs.values()], ranks=[*differs])
         )
-    raise PlanError(
+    return PlanError(
         f"{what}. Collectives of different units or optimizers met, so ranks computed with weights "
         f"or gradients of another one. All ranks of a data axis run the same units of the same "
         f"models, and microbatches of the same optimizers, in the same order, in forward and "
         f"backward: call a unit also where it has no rows, and use its output in the loss (times "
         f"0, maybe), or make the module around the branch the unit. Call drop_gradients() on all "
         f"ranks, and repeat the step or the evaluation",
-        details={"ranks": [*by_member]},
+        details={"ranks": [*ranks]},
     )
 
 
