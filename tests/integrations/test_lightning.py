@@ -274,6 +274,17 @@ def test_schedules_follow_groups_in_another_order(server: ForkServer, tmp_path: 
     assert server.lines(turned, tmp_path / "b", 2, directory=tmp_path) == straight
 
 
+@pytest.mark.slow
+def test_samplers_have_the_seed_of_the_saved_run(server: ForkServer, tmp_path: Path) -> None:
+    """X20. Those of loaders that are made for each epoch, from a seed in the environment."""
+    each = PROGRAM.replace("logger=False", "reload_dataloaders_every_n_epochs=1, logger=False")
+    named: dict[str, Any] = {"directory": tmp_path, "num_ranks": 2}
+    straight = server.lines(each, tmp_path / "a", EPOCHS, **named)
+    server.lines(each, tmp_path / "b", 1, **named)
+    other = each.replace("seed_everything(1", "seed_everything(2")
+    assert server.lines(other, tmp_path / "b", EPOCHS, **named) == straight
+
+
 def test_what_is_frozen_now_is_named(server: ForkServer, tmp_path: Path) -> None:
     """By the program itself, whose reasons no checkpoint has; Lightning trains on silently."""
     server.lines(PROGRAM, tmp_path / "a", 1, directory=tmp_path)
