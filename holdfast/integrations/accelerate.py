@@ -23,21 +23,7 @@ from torch import nn
 
 from holdfast.checkpoint import LoadReport, PendingSave
 from holdfast.errors import ConfigError, MismatchError
-from holdfast.integrations.fetches import (
-    FetchWatch,
-    LoadedStreams,
-    States,
-    Streams,
-    compare_rows,
-    generators_of,
-    has_workers,
-    num_rows,
-    own_states,
-    seeds_of,
-    set_seeds,
-    set_streams,
-    start_workers,
-)
+from holdfast.integrations.fetches import Draws, LoadedStreams, States, set_streams
 from holdfast.integrations.owners import owners_of
 from holdfast.integrations.turns import Turns
 from holdfast.integrations.world import (
@@ -293,18 +279,15 @@ class _Place:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self._kind: Any = type(loader)
-        self._base = loader.base_dataloader
         self._is_dispatched = is_dispatched = self._kind is DataLoaderDispatcher
         # A dispatcher gives each rank a share of several batches that the first rank has fetched.
         is_split = is_dispatched and (loader.split_batches or loader.submesh_tp)
         num_ranks = loader.state.num_processes if is_dispatched else 1
         num_fetches = 1 if is_split else num_ranks
-        self._watch = FetchWatch(loader, num_fetches=num_fetches)
+        self._draws = Draws(loader, base=loader.base_dataloader, num_fetches=num_fetches)
         self._num_samples = _batch_size(loader) * num_fetches
-        self._generators = generators_of(loader)
         self._batches = 0
-        self._start: Streams | None = None
-        self._had_workers = self._is_whole = False
+        self._is_whole = False
         self._moved: Mapping[str, Any] | None = None
         self._order = 0
         """When the moved pass began: before any of this process, in their order."""
@@ -364,12 +347,12 @@ class _Place:
             else:
                 self._begin_new()
             for batch in self._kind.__iter__(self.loader):
-                self._watch.finish()
+                self._draws.watch.finish()
                 self._batches += 1
                 if self.is_rest:
                     self._put_in_order()
                 yield batch
-            self._watch.finish()
+            self._draws.watch.finish()
             has_ended = True
         finally:
             self._batches, self.loader.skip_batches = 0, 0
@@ -379,8 +362,8 @@ class _Place:
 
     def _begin_new(self) -> None:
         """Take note of the streams that the order of a new pass is drawn with."""
-        self._had_workers = has_workers(self._base)
-        self._batches, self._start = 0, Streams(self._generators)
+        self._draws.begin()
+        self._batches = 0
         self.began = time.monotonic_ns()
 
     def _begin_moved(self, moved: Mapping[str, Any], now: States) -> None:
@@ -390,15 +373,17 @@ class _Place:
         datasets fetch again what is passed over, so that their own streams are right, too.
         """
         batches = self._batches
-        set_streams(moved.get("start") or {}, self._generators)
+        set_streams(moved.get("start") or {}, self._draws.generators)
         self._begin_new()
         self._batches, self.began = batches, self._order
         # A dispatcher fills up the last batch of a pass with rows of the first one.
         first = 1 if self._is_dispatched else 0
-        pass_over = range(first, batches) if self._watch.is_watching else range(0)
+        pass_over = range(first, batches) if self._draws.watch.is_watching else range(0)
         self.loader.skip_batches = batches - len(pass_over)
         after = {**now, **moved.get("own", {})}
-        self._watch.replay(batches, fetch=moved.get("fetch"), after=after, pass_over=pass_over)
+        self._draws.watch.replay(
+            batches, fetch=moved.get("fetch"), after=after, pass_over=pass_over
+        )
 
     def _put_in_order(self) -> None:
         """Let passes in progress be in the order in which they began before the save.
@@ -419,8 +404,7 @@ class _Place:
             "batches": self._batches,
             "is_whole": self._is_at_end(),
             "total_batch_size": self._num_samples,
-            "rows": of_each_rank_or_first(num_rows(self._base)),
-            "seeds": of_each_rank_or_first(seeds_of(self.loader)),
+            "data": of_each_rank_or_first(self._draws.data()),
             "streams": of_each_rank(self._streams()),
         }
 
@@ -431,29 +415,18 @@ class _Place:
         return self._batches > 0 and bool(self.loader.end_of_dataloader)
 
     def _streams(self) -> Mapping[str, Any]:
-        """Return the streams of the pass's beginning, and those before the batch fetched ahead.
-
-        Where no batch of a pass is left to come, the next one begins with the loader's own
-        generators as they are now: another loader may draw from the same ones since a load.
-        """
+        """Return the streams that a resume draws with."""
         if self._moved is not None and self._batches and not self._is_whole:
             return self._moved  # nothing was fetched since the load
-        is_inside = self._batches > 0 and not self._is_at_end()
-        own = own_states(self._generators)
-        return {
-            "start": self._start.states() if self._start is not None and is_inside else own,
-            "own": own,
-            "fetch": self._watch.before(self._batches) if is_inside else None,
-            "had_workers": self._had_workers if is_inside else has_workers(self._base),
-        }
+        return self._draws.streams(0 if self._is_at_end() else self._batches)
 
     def template(self) -> dict[str, object]:
         """Return what is loaded."""
         whole: dict[str, object] = dict.fromkeys(
             ("epoch", "left", "batches", "is_whole", "total_batch_size"), Stored()
         )
-        own = {name: of_each_rank_or_first(Stored()) for name in ("rows", "seeds")}
-        return {**whole, **own, "streams": of_each_rank(Stored())}
+        data, streams = of_each_rank_or_first(Stored()), of_each_rank(Stored())
+        return {**whole, "data": data, "streams": streams}
 
     def move(self, tree: Mapping[str, Any], loaded: LoadedStreams) -> None:
         """Go to where a checkpoint was, and continue with the streams of its load."""
@@ -463,17 +436,12 @@ class _Place:
                 f"a loader was at sample {samples} of epoch {tree['epoch']}, which is not a "
                 f"multiple of its {size} samples a step now; choose a batch size that divides it"
             )
-        if samples and not tree["is_whole"]:
-            compare_rows(tree["rows"], num_rows(self._base))
         self.loader.iteration, self._batches = tree["epoch"], samples // size
         self._is_whole, self._num_left = tree["is_whole"], tree["left"]
-        set_seeds(self.loader, tree["seeds"])
         streams = tree["streams"] if isinstance(tree["streams"], dict) else {}
-        if streams.get("had_workers"):
-            start_workers(self._base, self._generators)
+        is_within_pass = samples > 0 and not self._is_whole
+        self._draws.load(tree["data"], streams, is_within_pass=is_within_pass)
         self._moved, self.loaded = streams, loaded
-        if self._is_whole or not self._batches:
-            set_streams(streams.get("own") or {}, self._generators)
 
     def move_in_order(self, order: int) -> None:
         """Let the moved pass have begun before passes of a greater number."""

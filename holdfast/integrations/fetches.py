@@ -192,7 +192,8 @@ class FetchWatch:
 
     def __init__(self, loader: object, *, num_fetches: int = 1) -> None:
         self._num_fetches = num_fetches
-        self._generators = generators_of(loader)
+        self.generators = generators_of(loader)
+        """The loader's own, by name."""
         self._recent: dict[int, Streams] = {}
         self._passed_over = range(0)
         self._skip: int | None = None
@@ -223,7 +224,7 @@ class FetchWatch:
         """Set the streams of after the fetch, if no fetch has done so."""
         after, self._skip, self._after = self._after, None, None
         if after is not None:
-            set_streams(after, self._generators)
+            set_streams(after, self.generators)
 
     def draws(self, indices: Iterable[object]) -> Iterator[object]:
         """Yield what a batch sampler yields; each fetch comes right after its indices."""
@@ -249,10 +250,10 @@ class FetchWatch:
         if number is None:
             self.finish()
         elif self._skip is not None and number == self._skip and self._fetch is not None:
-            set_streams(self._fetch, self._generators)
+            set_streams(self._fetch, self.generators)
         if number is not None:
             self._recent.pop(number - 2, None)
-            self._recent[number] = Streams(self._generators)
+            self._recent[number] = Streams(self.generators)
 
 
 def _index_sampler(loader: Any) -> Any:
@@ -278,6 +279,67 @@ def _watch_draws(sampler: Any, watch: FetchWatch) -> None:
 
     setattr(sampler, _WATCH, watch)
     sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": draw, "__module__": __name__})
+
+
+class Draws:
+    """What the passes over a loader are drawn with, as it is saved and brought back.
+
+    The streams of the process at the beginning of the pass and before the fetch of its next batch,
+    the loader's own generators, the seeds of its samplers, and whether its worker processes ran.
+
+    Args:
+        loader, num_fetches: As of `FetchWatch`.
+        base: The `torch.utils.data.DataLoader` in a loader that is a wrapper of one.
+    """
+
+    def __init__(self, loader: Any, *, base: Any = None, num_fetches: int = 1) -> None:
+        self.watch = FetchWatch(loader, num_fetches=num_fetches)
+        self.generators = self.watch.generators
+        self._loader, self._base = loader, loader if base is None else base
+        self._start: Streams | None = None
+        self._had_workers = False
+
+    def begin(self) -> None:
+        """Note what a pass begins with."""
+        self._had_workers = has_workers(self._base)
+        self._start = Streams(self.generators)
+
+    def data(self) -> dict[str, Any]:
+        """Return what says whether a pass is over the same data: its length, seeds of its order."""
+        return {"rows": num_rows(self._base), "seeds": seeds_of(self._loader)}
+
+    def streams(self, batches: int) -> dict[str, Any]:
+        """Return the streams behind some batches of the pass in progress; 0 is between two passes.
+
+        The next pass begins with the loader's own generators as they are now: another loader may
+        draw from the same ones since a load.
+        """
+        start = self._start if batches else None
+        own = own_states(self.generators)
+        return {
+            "start": own if start is None else start.states(),
+            "own": own,
+            "fetch": None if start is None else self.watch.before(batches),
+            "had_workers": has_workers(self._base) if start is None else self._had_workers,
+        }
+
+    def load(
+        self, data: Mapping[str, Any], streams: Mapping[str, Any], *, is_within_pass: bool
+    ) -> None:
+        """Bring back what a pass does not bring back when it begins.
+
+        Args:
+            data: What `data` returned.
+            streams: What `streams` returned; empty on a rank that the saved run did not have.
+            is_within_pass: True if the rest of a pass comes next.
+        """
+        if is_within_pass:
+            compare_rows(data["rows"], num_rows(self._base))
+        set_seeds(self._loader, data["seeds"])
+        if streams.get("had_workers"):
+            start_workers(self._base, self.generators)
+        if not is_within_pass:
+            set_streams(streams.get("own", {}), self.generators)
 
 
 def has_workers(loader: Any) -> bool:

@@ -129,6 +129,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         self._resumed: int | None = None
         self._loads = ExitStack()
         """Holds the version that is loaded until the optimizers have it, too."""
+        self._ended_at_once = False
+        """True after a run that was resumed and had nothing left to train."""
         self._continues = False
         """True once the newest checkpoint was asked for: a run without one is then a first run."""
         self._now: Mapping[str, Any] | None = None
@@ -185,6 +187,12 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             compare_trainable(self._callbacks, trainer)
             if not self._is_within_epoch:
                 stop_again(self._callbacks, trainer)
+        elif self._ended_at_once:
+            raise ConfigError(
+                "HoldfastCheckpoint: the last fit was resumed and had nothing left to train. One "
+                "without a checkpoint would go on with the counters of that one, without its "
+                'place in the data and its optimizers; pass ckpt_path="last" to this fit, too'
+            )
         elif not self._continues and self._running().latest() is not None:
             raise ConfigError(
                 f"{self._root} has checkpoints, the newest of step {self._running().latest()}, "
@@ -203,6 +211,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         if self._resumed is not None and not self._has_begun:
             self._load_optimizers(trainer)
             end_again(trainer)
+            self._ended_at_once = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wait for saves in flight, and raise what failed."""
@@ -318,7 +327,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             self._loads.enter_context(self._running().one_version())
         options: Any = {"allow_missing": other, "allow_dropped": other}
         values: Any = self._running().load(parts, step=step, **options).values
-        self._resumed, self._now = step, Streams().states()
+        self._resumed, self._now, self._ended_at_once = step, Streams().states(), False
         self._callbacks = values["lightning"]["callbacks"]
         if self._boundaries is not None:
             self._boundaries.resume(self._callbacks["loops"])

@@ -8,20 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import MismatchError
-from holdfast.integrations.fetches import (
-    FetchWatch,
-    States,
-    Streams,
-    compare_rows,
-    generators_of,
-    has_workers,
-    num_rows,
-    own_states,
-    seeds_of,
-    set_seeds,
-    set_streams,
-    start_workers,
-)
+from holdfast.integrations.fetches import Draws, States, Streams, set_streams
 
 _PLACE = "_holdfast_place"
 
@@ -87,14 +74,13 @@ class LoaderPlace:
 
     def __init__(self, loader: Any, make: Callable[[Any], Iterator[Any]], num_shares: int) -> None:
         self._loader, self._make = loader, make
-        self._watch = FetchWatch(loader)
-        self._generators = generators_of(loader)
+        self._draws = Draws(loader)
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
         self._num_samples = int(size) * num_shares
         self._batches = 0
-        self._start: Streams | None = None
+        self._pass: object | None = None
+        """Another object for each pass, while it is in progress."""
         self._first: Streams | None = None
-        self._had_workers = False
         self._moved: Mapping[str, Any] | None = None
         self.ahead: Callable[[], int] = lambda: 0
         """How many of the batches that were yielded are not trained yet."""
@@ -112,7 +98,7 @@ class LoaderPlace:
     @property
     def is_inside(self) -> bool:
         """True while a pass is in progress, and before the rest of one that a load has moved to."""
-        has_started = self._start is not None and self._moved is None
+        has_started = self._pass is not None and self._moved is None
         return has_started and self._batches > 0
 
     @property
@@ -128,12 +114,12 @@ class LoaderPlace:
         self.is_rest = moved is not None and moved["batches"] > 0
         self.has_steps = self.was_left = False
         self.began = time.monotonic_ns()
-        self._had_workers = has_workers(self._loader)
         if moved is None or not moved["batches"]:
             return self._begin_new()
         before = Streams()
-        set_streams(moved["start"], self._generators)
-        self._start = Streams(self._generators)
+        set_streams(moved["start"], self._draws.generators)
+        self._draws.begin()
+        self._pass = object()
         iterator = self._make(self._loader)
         first = moved["first"] if moved["first"] is not None else Streams().states()
         set_streams(before.states())
@@ -144,66 +130,58 @@ class LoaderPlace:
         now, self.now = self.now, None
         if now is not None:
             set_streams(now)
-        self._batches, self._start, self._first = 0, Streams(self._generators), None
+        self._draws.begin()
+        self._batches, self._pass, self._first = 0, object(), None
         return self._new(self._make(self._loader))
 
     def _new(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a new pass."""
-        self._first = Streams(self._generators)
+        self._first = Streams(self._draws.generators)
         yield from self._counted(iterator)
 
     def _rest(self, iterator: Any, moved: Mapping[str, Any]) -> Iterator[Any]:
         """Yield the rest of a pass."""
         now: Any = self.now if self.now is not None else self.continue_with()
         now, self.now = {**now, **moved["own"]}, None
-        set_streams(moved["first"], self._generators)
-        self._first = Streams(self._generators)
+        set_streams(moved["first"], self._draws.generators)
+        self._first = Streams(self._draws.generators)
         if moved["fetch"] is not None:
-            self._watch.replay(self._batches, fetch=moved["fetch"], after=now)
+            self._draws.watch.replay(self._batches, fetch=moved["fetch"], after=now)
         # Indices alone are passed over where fetching has no streams of its own.
-        source = iterator._sampler_iter if self._watch.is_watching else iterator
+        source = iterator._sampler_iter if self._draws.watch.is_watching else iterator
         for _ in itertools.islice(source, self._batches):
             pass
         if moved["fetch"] is None:
-            set_streams(now, self._generators)
+            set_streams(now, self._draws.generators)
         yield from self._counted(iterator)
 
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield batches and count them."""
-        start, has_ended = self._start, False
+        own, has_ended = self._pass, False
         try:
             for batch in iterator:
                 self._batches += 1
                 yield batch
             has_ended = True
         finally:  # a loop may leave a pass early, and an iterator may outlive its pass
-            if self._start is start:
+            if self._pass is own:
                 self.was_left = not has_ended
-                self._watch.finish()
-                self._batches, self._start, self._first = 0, None, None
+                self._draws.watch.finish()
+                self._batches, self._pass, self._first = 0, None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place: batches, samples, and the streams that a resume draws with.
-
-        Between two passes those are the loader's own generators as they are now: another loader
-        may draw from the same ones since a load.
-        """
+        """Return the place: batches, samples, and the streams that a resume draws with."""
         if self.is_waiting and self._moved is not None:  # nothing was fetched since the load
             return dict(self._moved)
         batches = self._batches - self.ahead()
         is_inside = 0 < batches < self.limit()
-        own = own_states(self._generators)
         first = self._first.states() if is_inside and self._first is not None else None
         return {
             "batches": batches if is_inside else 0,
             "samples_per_batch": self._num_samples,
-            "rows": num_rows(self._loader),
-            "had_workers": self._had_workers if is_inside else has_workers(self._loader),
-            "seeds": seeds_of(self._loader),
-            "start": self._start.states() if is_inside and self._start is not None else own,
-            "own": own,
             "first": first,
-            "fetch": self._watch.before(batches) if is_inside else None,
+            **self._draws.data(),
+            **self._draws.streams(batches if is_inside else 0),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,13 +196,7 @@ class LoaderPlace:
                 f"a loader was at sample {samples}, which is not a multiple of its "
                 f"{self._num_samples} samples a step now; choose a batch size that divides it"
             )
-        if samples:
-            compare_rows(state["rows"], num_rows(self._loader))
-        if state["had_workers"]:
-            start_workers(self._loader, self._generators)
-        set_seeds(self._loader, state["seeds"])
+        self._draws.load(state, state, is_within_pass=samples > 0)
         self._batches = samples // self._num_samples
-        if not self._batches:
-            set_streams(state["own"], self._generators)
         self._moved = dict(state)
         self._moved |= {"batches": self._batches, "samples_per_batch": self._num_samples}

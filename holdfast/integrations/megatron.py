@@ -22,7 +22,7 @@ import dataclasses
 import fnmatch
 import io
 import os
-import tempfile
+import secrets
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -752,19 +752,25 @@ class _Until:
     """Runs in a process that Megatron starts, which it holds for the save: ends with the save."""
 
     def __init__(self, pending: PendingSave) -> None:
-        self._pid = os.getpid()
-        descriptor, self._path = tempfile.mkstemp(prefix="holdfast-save-")
-        os.close(descriptor)
-        pending.add_done_callback(self._done)
+        # A process that Megatron has spawned before has no descriptors of this one, and sees them
+        # in /proc. A memory file goes with this process, where a file would be left behind.
+        self._pid, name = os.getpid(), f"holdfast-save-{secrets.token_hex(8)}"
+        descriptor = os.memfd_create(name)
+        self._path = f"/proc/{self._pid}/fd/{descriptor}"
+        self._target = os.readlink(self._path)
+        pending.add_done_callback(lambda _: os.close(descriptor))
 
     def __call__(self) -> None:
         """Wait; in the training process itself the finalization does."""
-        # No pipe: a process that Megatron has spawned before has no descriptors of this one.
-        while os.getppid() == self._pid and os.path.exists(self._path):
+        while os.getpid() != self._pid and self._is_open():
             time.sleep(_LOOK_S)
 
-    def _done(self, pending: PendingSave) -> None:
-        Path(self._path).unlink(missing_ok=True)  # a cleaner of temporary files may be first
+    def _is_open(self) -> bool:
+        """Return False once the save or the training process has ended."""
+        try:
+            return os.readlink(self._path) == self._target
+        except OSError:
+            return False
 
 
 def _directory(checkpoint_dir: str | Path) -> Path:

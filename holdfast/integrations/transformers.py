@@ -26,20 +26,13 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.format.names import list_steps, parse_step_dir, step_dir
-from holdfast.integrations.fetches import (
-    FetchWatch,
-    Generators,
-    Streams,
-    generators_of,
-    own_states,
-    set_epoch_of_samplers,
-    set_streams,
-)
+from holdfast.integrations.fetches import Draws, Streams, set_epoch_of_samplers, set_streams
 from holdfast.integrations.world import (
     groups_of_world,
     keep_newest,
     newest_step,
     of_each_rank,
+    of_each_rank_or_first,
     text_of_coordinator,
 )
 from holdfast.parallel import ProcessGroups
@@ -87,9 +80,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """Holds the version whose counters the Trainer has until its weights have it, too."""
         self._continues = False
         """True once the newest checkpoint was asked for: a run without one is then a first run."""
-        self._watch: FetchWatch | None = None
-        self._generators: Generators = {}
-        self._epoch_start: Streams | None = None
+        self._draws: Draws | None = None
         self._epoch = self._batches = self._steps_in_epoch = self._total_batch_size = 0
         self._replay: dict[str, Any] | None = None
         self._begun = 0, 0
@@ -195,24 +186,24 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         replay, self._replay = self._replay, None
         if replay is None:
             self._batches = 0
-        elif self._watch is not None:
+        elif self._draws is not None:
             set_epoch_of_samplers(named["train_dataloader"], self._epoch)
             if self._batches:
-                set_streams(replay["epoch"] or {}, self._generators)
-                fetch = replay["fetch"]
-                self._watch.replay(self._batches, fetch=fetch, after=replay["now"])
-        self._epoch_start = Streams(self._generators)
+                set_streams(replay.get("start", {}), self._draws.generators)
+                fetch = replay.get("fetch")
+                self._draws.watch.replay(self._batches, fetch=fetch, after=replay["now"])
+        if self._draws is not None:
+            self._draws.begin()
 
     def _resume_streams(self) -> None:
         """Bring the streams of a save between two epochs back, as the next one begins."""
-        if self._replay is not None and self._watch is not None and not self._batches:
-            set_streams(self._replay["epoch"] or {}, self._generators)
-            set_streams(self._replay["now"])
+        if self._replay is not None and self._draws is not None and not self._batches:
+            set_streams(self._replay["now"], self._draws.generators)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Continue with the streams of the save, if no fetch has set them."""
-        if self._watch is not None:
-            self._watch.finish()
+        if self._draws is not None:
+            self._draws.watch.finish()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Count a batch."""
@@ -228,8 +219,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """Count an epoch."""
         if self._is_due_at_epoch_end:
             control.should_save, self._is_due_at_epoch_end = True, False
-        if self._watch is not None:  # nothing was left of the pass
-            self._watch.finish()
+        if self._draws is not None:  # nothing was left of the pass
+            self._draws.watch.finish()
         self._epoch, self._batches = self._epoch + 1, 0
 
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
@@ -245,24 +236,19 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
     def _parts(self, checkpointer: Checkpointer, state: Any) -> dict[str, object]:
         """Return what to save."""
+        assert self._draws is not None
         trainer: Any = self._trainer
-        watch = self._watch
-        start, owned = self._epoch_start, self._generators
         own = text_of_coordinator(checkpointer.groups, self._text_of(state), phase="trainer state")
         is_whole = self._batches == self._steps_in_epoch
         epoch, batches = (self._epoch + 1, 0) if is_whole else (self._epoch, self._batches)
-        streams = {
-            "epoch": (start if start is not None and batches else Streams(owned)).states(),
-            "own": own_states(owned),
-            "fetch": watch.before(batches) if watch is not None and batches else None,
-        }
         return {
             **self._trained(),
             "rng": RNG(),
             "trainer": {"state": own},
             "position": {
                 **_Position(epoch, batches, self._total_batch_size)._asdict(),
-                "streams": of_each_rank(streams),
+                "data": of_each_rank_or_first(self._draws.data()),
+                "streams": of_each_rank(self._draws.streams(batches)),
                 "loss": of_each_rank(float(trainer._tr_loss)),
                 "last_logged": trainer._globalstep_last_logged,
             },
@@ -306,11 +292,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         if saved != here and not args.ignore_data_skip:
             raise MismatchError(_moved(saved, here))
         streams = loaded["streams"] if isinstance(loaded["streams"], dict) else {}
-        self._replay = {
-            "epoch": streams.get("epoch"),
-            "fetch": streams.get("fetch"),
-            "now": {**Streams().states(), **streams.get("own", {})},
-        }
+        assert self._draws is not None
+        self._draws.load(loaded["data"], streams, is_within_pass=saved.batches > 0)
+        self._replay = {**streams, "now": {**Streams().states(), **streams.get("own", {})}}
         loss = loaded["loss"] if isinstance(loaded["loss"], float) else 0.0
         trainer._tr_loss = torch.tensor(loss, device=args.device)
         mean = trainer.accelerator.reduce(trainer._tr_loss.clone(), reduction="mean")
@@ -324,7 +308,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         numbers = trainer.set_initial_training_values(args, loader)
         self._total_batch_size, self._steps_in_epoch = numbers[4], numbers[5]
         self._epoch, self._batches = self._begun if self._resumed is not None else (0, 0)
-        self._watch, self._generators = FetchWatch(loader), generators_of(loader)
+        self._draws = Draws(loader, base=getattr(loader, "base_dataloader", None))
 
     # ---- Where ----
 
@@ -422,6 +406,7 @@ def _position_template() -> dict[str, object]:
     """Return what is loaded of a position."""
     return {
         **dict.fromkeys((*_Position._fields, "last_logged"), Stored()),
+        "data": of_each_rank_or_first(Stored()),
         "streams": of_each_rank(Stored()),
         "loss": of_each_rank(Stored()),
     }

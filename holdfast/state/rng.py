@@ -259,7 +259,7 @@ def _python_state(state: tuple[Any, ...]) -> dict[str, object]:
 
 def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the argument of `setstate` from the dict of `_python_state`."""
-    return state["version"], tuple(int(word) for word in state["words"]), state["gauss"]
+    return state["version"], tuple(np.asarray(state["words"]).tolist()), state["gauss"]
 
 
 def _numpy_state(result: Any) -> dict[str, object]:

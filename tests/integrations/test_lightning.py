@@ -274,6 +274,32 @@ def test_schedules_follow_groups_in_another_order(server: ForkServer, tmp_path: 
     assert server.lines(turned, tmp_path / "b", 2, directory=tmp_path) == straight
 
 
+@pytest.mark.slow
+def test_samplers_have_the_seed_of_the_saved_run(server: ForkServer, tmp_path: Path) -> None:
+    """X20. Those of loaders that are made for each epoch, from a seed in the environment."""
+    each = PROGRAM.replace("logger=False", "reload_dataloaders_every_n_epochs=1, logger=False")
+    named: dict[str, Any] = {"directory": tmp_path, "num_ranks": 2}
+    straight = server.lines(each, tmp_path / "a", EPOCHS, **named)
+    server.lines(each, tmp_path / "b", 1, **named)
+    other = each.replace("seed_everything(1", "seed_everything(2")
+    assert server.lines(other, tmp_path / "b", EPOCHS, **named) == straight
+
+
+@pytest.mark.slow
+def test_a_second_fit_goes_on_or_is_refused(server: ForkServer, tmp_path: Path) -> None:
+    """X22. From a step of the second one, where the first has nothing left to train.
+
+    Without a checkpoint of its own it trained on with counters alone: an empty epoch, silently.
+    """
+    second = "trainer.fit_loop.max_epochs = 3\ntrainer.fit(model, train, held_out, "
+    program = PROGRAM.replace("\nprint(f", f'\n{second}ckpt_path="last")\nprint(f')
+    check_variant(server, tmp_path, program, kill=KILL.format(at=14, rank=0), epochs=1)
+    longer = second.replace("= 3", "= 4")
+    without = PROGRAM.replace("\nprint(f", f"\n{longer})\nprint(f")
+    ends = server.run(without, tmp_path / "a", 3, directory=tmp_path)
+    assert "had nothing left to train" in ends[0].output
+
+
 def test_what_is_frozen_now_is_named(server: ForkServer, tmp_path: Path) -> None:
     """By the program itself, whose reasons no checkpoint has; Lightning trains on silently."""
     server.lines(PROGRAM, tmp_path / "a", 1, directory=tmp_path)

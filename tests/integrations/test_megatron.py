@@ -381,10 +381,14 @@ assert set(dc.load_tensors_metadata(path_of(1), loading)) == {
 
 
 def test_several_saves_before_the_first_is_finalized(server: ForkServer, tmp_path: Path) -> None:
-    """A step of them is not removed before Megatron has written its file; callers may spawn."""
+    """A step of them is not removed before Megatron has written its file; callers may spawn.
+
+    What tells the process of a caller that a save has ended leaves no file behind.
+    """
     by_hand(server, tmp_path, """
-import multiprocessing, pickle
+import multiprocessing, pickle, tempfile
 from holdfast import KeepLast
+tempfile.tempdir = "/a directory that is not there"
 
 keeping = HoldfastSave(groups, retention=KeepLast(1))
 queue = AsyncCallsQueue()

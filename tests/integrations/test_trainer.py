@@ -41,9 +41,12 @@ def server() -> Iterator[ForkServer]:
 
 
 def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
-    """What a run prints that is killed once, and started again."""
-    kill = KILL.format(at=at, rank=0)
-    return server.lines_after_kill(PROGRAM, root, 3, kill=kill, num_ranks=1)
+    """What a run prints that is killed once, and started again: with another seed of its data."""
+    kill, other = KILL.format(at=at, rank=0), PROGRAM.replace("use_cpu=", "data_seed=7, use_cpu=")
+    named: dict[str, Any] = {"directory": root.parent}
+    ends = server.run(PROGRAM, root, 3, prelude=kill, **named)
+    assert ends[0].code == -9, ends[0].output[-2000:]
+    return server.lines(other, root, 3, **named)
 
 
 @pytest.fixture(scope="module")
@@ -239,13 +242,19 @@ print(f"{{sum(p.double().abs().sum().item() for p in model.parameters()):.17g}}"
 
 @pytest.mark.slow
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
-    """A start beside another run's checkpoints; another batch size."""
+    """A start beside another run's checkpoints; another batch size. Fewer rows are named.
+
+    With as many batches, of other rows.
+    """
     server.lines(ADAPTED, tmp_path, "full stop", directory=tmp_path)
     ends = server.run(ADAPTED, tmp_path, "full", directory=tmp_path)
     assert "this run does not continue from them" in ends[0].output
     larger = ADAPTED.replace("train_batch_size=2", "train_batch_size=4")
     ends = server.run(larger, tmp_path, "full resume", directory=tmp_path)
     assert "with 2 samples a step; this Trainer" in ends[0].output
+    fewer = ADAPTED.replace("range(16)", "range(15)")
+    ends = server.run(fewer, tmp_path, "full resume", directory=tmp_path)
+    assert "within a pass over 16 rows" in ends[0].output
     workers = "dataloader_num_workers=1, dataloader_persistent_workers=True, use_cpu=True"
     kept = PROGRAM.replace("use_cpu=True", workers)
     ends = server.run(kept, tmp_path / "kept", 1, directory=tmp_path)
