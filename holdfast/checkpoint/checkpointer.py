@@ -144,9 +144,7 @@ class Checkpointer:
         groups = groups if groups is not None else _default_groups()
         hint = ": ProcessGroups.create(layout) makes them"
         self._groups = check_instance(groups, name="groups", kind=ProcessGroups, hint=hint)
-        if self._groups.control.size > 1:
-            # Before the other ranks give this one up: else they would not learn what has failed.
-            fail_within(self._storage, _RETRY_SHARE * self._groups.control.timeout_s)
+        self._bounded(self._storage)
         codecs = codecs if codecs is not None else Codecs()
         check_instance(codecs, name="codecs", kind=Codecs, hint=", such as Codecs(enums=[Color])")
         self._codecs, self._on_drift = codecs, on_drift
@@ -531,12 +529,13 @@ class Checkpointer:
                     source,
                     stack,
                     control=self._groups.control,
+                    opener=lambda place: self._bounded(open_storage(place)),
                     step=options.step,
                     names=names,
                     on_drift=self._on_drift,
                 )
                 loader = Loader(
-                    storage,
+                    self._bounded(storage),
                     self._groups,
                     codecs=self._codecs,
                     settle_s=0.0,
@@ -546,6 +545,16 @@ class Checkpointer:
                 report = loader.load(state, replace(options, step=step))
         self._nbytes_loaded += report.nbytes_read
         return report
+
+    def _bounded(self, storage: Storage) -> Storage:
+        """Have a storage give up before the other ranks give this one up.
+
+        Else they would not learn what has failed.
+        """
+        control = self._groups.control
+        if control.size > 1:
+            fail_within(storage, _RETRY_SHARE * control.timeout_s)
+        return storage
 
     def one_version(self) -> AbstractContextManager[None]:
         """Return a context in which all loads read the version that the first one has loaded.

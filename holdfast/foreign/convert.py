@@ -38,7 +38,7 @@ from holdfast.format.names import (
 from holdfast.format.reader import Snapshot
 from holdfast.format.versions import lease_chosen
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage
-from holdfast.storage.places import as_url
+from holdfast.storage.places import Opener, as_url
 
 TargetFormat = Literal["holdfast", "huggingface", "safetensors", "dcp", "torch_save"]
 """The formats that can be written."""
@@ -232,7 +232,11 @@ def _layout(catalog: Catalog, options: ConvertOptions) -> Output:
 
 @contextmanager
 def open_any(
-    place: str | os.PathLike[str], *, step: int | None = None, renumber: bool = False
+    place: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    renumber: bool = False,
+    opener: Opener = open_storage,
 ) -> Iterator[Catalog]:
     """Describe the checkpoint at a path or URL, in our own format or a foreign one.
 
@@ -242,14 +246,15 @@ def open_any(
         place: A checkpoint, or a directory of them.
         step: Which one of them; None for the newest.
         renumber: The step is the caller's number for the one foreign checkpoint at the place.
+        opener: Opens a URL.
 
     Raises:
         ConfigError: Nothing in a known format is there, or not of this step.
         CorruptionError, StorageError: It is damaged, or cannot be read.
     """
-    own = own_format.find_own(place, step)
+    own = own_format.find_own(place, step, opener=opener)
     if own is None:
-        location = Location.of(place)
+        location = Location.of(place, opener=opener)
         catalog = find_step(location, step, renumber=renumber)
         if catalog is None:
             raise ConfigError(unknown(location_of_step(location, step)))
@@ -257,7 +262,7 @@ def open_any(
         return
 
     def look() -> own_format.OwnCheckpoint:
-        chosen = own_format.find_own(place, step)
+        chosen = own_format.find_own(place, step, opener=opener)
         if chosen is None:
             raise StorageError(f"{own.storage.describe('')} holds no committed checkpoint any more")
         return chosen

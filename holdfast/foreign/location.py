@@ -14,7 +14,7 @@ from holdfast.errors import ConfigError, StorageError
 from holdfast.foreign.shared_opening import Answers, modified
 from holdfast.format.names import parse_step_dir
 from holdfast.storage import PosixStorage, Source, Storage, is_url, open_storage
-from holdfast.storage.places import as_url
+from holdfast.storage.places import Opener, as_url
 
 _MAX_NAMES = 1_000_000
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -60,8 +60,9 @@ class Folder(PosixStorage):
         place = self.root / path
         try:
             return place.resolve(strict=True) if place.is_symlink() else None
-        except OSError as error:
-            raise StorageError(f"{place} is a link that leads nowhere: {error.strerror}") from None
+        except (OSError, RuntimeError) as error:  # RuntimeError: a circle, before Python 3.13
+            reason = error.strerror if isinstance(error, OSError) else "it leads to itself"
+            raise StorageError(f"{place} is a link that leads nowhere: {reason}") from None
 
 
 @dataclass(frozen=True)
@@ -73,25 +74,34 @@ class Location:
         file: Name of the file; None for the folder itself.
         label: The path, for messages.
         answers: Of the rank that opens it for all; None if each opens it for itself.
+        opener: Opens the URL of a folder.
     """
 
     storage: Storage
     file: str | None
     label: str
     answers: Answers | None = None
+    opener: Opener = open_storage
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], answers: Answers | None = None) -> Location:
+    def of(
+        cls,
+        path: str | os.PathLike[str],
+        answers: Answers | None = None,
+        *,
+        opener: Opener = open_storage,
+    ) -> Location:
         """Return the location of a path or URL; ConfigError if nothing is there.
 
         Args:
             path: A folder or a file.
             answers: Where the answers of the storage are noted, or come from.
+            opener: Opens a URL.
 
         Cost: of a URL three requests, and one for each thousand names.
         """
         if is_url(path):
-            return cls._in_bucket(as_url(path).rstrip("/"), answers)
+            return cls._in_bucket(as_url(path).rstrip("/"), answers, opener)
         path = Path(path)
         try:
             is_dir = stat.S_ISDIR(path.stat().st_mode)
@@ -105,13 +115,13 @@ class Location:
         return cls(storage, None if is_dir else path.name, str(path), answers)
 
     @classmethod
-    def _in_bucket(cls, url: str, answers: Answers | None) -> Location:
+    def _in_bucket(cls, url: str, answers: Answers | None, opener: Opener) -> Location:
         above, _, name = url.rpartition("/")
         if not above.endswith("/"):  # a name in a bucket, not a bucket
-            storage = _noted(open_storage(above), above, answers)
+            storage = _noted(opener(above), above, answers)
             if storage.exists(name) and not storage.is_dir(name):
-                return cls(storage, name, url, answers)
-        location = cls(_noted(open_storage(url), url, answers), None, url, answers)
+                return cls(storage, name, url, answers, opener)
+        location = cls(_noted(opener(url), url, answers), None, url, answers, opener)
         if not location.names():
             raise ConfigError(f"nothing is at {url}")
         return location
@@ -124,8 +134,8 @@ class Location:
         folder = f"{self.label}/{name}"
         if self.file is not None or not is_url(folder):
             return None
-        storage = _noted(open_storage(folder), folder, self.answers)
-        location = Location(storage, None, folder, self.answers)
+        storage = _noted(self.opener(folder), folder, self.answers)
+        location = Location(storage, None, folder, self.answers, self.opener)
         return location if location.names() else None
 
     def names(self) -> Sequence[str]:

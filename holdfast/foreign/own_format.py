@@ -38,7 +38,7 @@ from holdfast.format.names import (
 )
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage, shown
-from holdfast.storage.places import as_url
+from holdfast.storage.places import Opener, as_url
 from holdfast.version import __version__
 
 FORMAT = "holdfast"
@@ -133,12 +133,15 @@ class OwnCheckpoint(NamedTuple):
     label: str
 
 
-def own_place(place: str | os.PathLike[str], step: int | None) -> OwnPlace | None:
+def own_place(
+    place: str | os.PathLike[str], step: int | None, *, opener: Opener = open_storage
+) -> OwnPlace | None:
     """Return what a path or URL is; None if it has no committed checkpoint of our own.
 
     Args:
         place: A root of checkpoints, or one of them.
         step: The one that is meant; None for any.
+        opener: Opens a URL.
 
     Raises:
         ConfigError: The place is one checkpoint, and not of this step.
@@ -150,7 +153,7 @@ def own_place(place: str | os.PathLike[str], step: int | None) -> OwnPlace | Non
         above, _, name = root.rpartition("/")
         if parse_step_dir(name) is not None:
             root, directory = above, name
-        storage = open_storage(root)
+        storage = opener(root)
         steps = list_steps(storage)
         if not steps:
             return None
@@ -177,18 +180,21 @@ def own_place(place: str | os.PathLike[str], step: int | None) -> OwnPlace | Non
     return OwnPlace(storage=storage, root=root, directory=directory, steps=steps)
 
 
-def find_own(place: str | os.PathLike[str], step: int | None) -> OwnCheckpoint | None:
+def find_own(
+    place: str | os.PathLike[str], step: int | None, *, opener: Opener = open_storage
+) -> OwnCheckpoint | None:
     """Return the checkpoint of our own that a path or URL means; None if there is none.
 
     Args:
         place: A root of checkpoints, or one of them.
         step: Which one; None for the newest.
+        opener: Opens a URL.
 
     Raises:
         ConfigError: There are others, but not this step.
         StorageError: It cannot be read.
     """
-    own = own_place(place, step)
+    own = own_place(place, step, opener=opener)
     if own is None:
         return None
     if own.directory is not None and not own.steps:

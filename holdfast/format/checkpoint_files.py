@@ -28,7 +28,7 @@ from holdfast.format.versions import (
     read_records,
 )
 from holdfast.storage import Source, Storage
-from holdfast.storage.reading import read_strips
+from holdfast.storage.reading import is_unknown, read_strips
 
 _STEP_NBYTES = 1 << 20
 """Bytes of a piece that are read and then hashed at a time: they fit a core's cache."""
@@ -240,8 +240,10 @@ class CheckpointFiles:
             self._count(read=len(out), file=file, is_image=image is not None)
             source.readinto(out, start=int(self.index.start[rows[0]]) + bounds[0][0])
             bad = self._find_damaged(rows, bounds, out) if verify else ()
-        except (CorruptionError, StorageError):
-            pass  # `bad` still names all pieces: each is read again, from any copy
+        except (CorruptionError, StorageError) as error:
+            if is_unknown(error) and not self.has_copies:
+                raise  # each further piece would be asked for as long
+            # `bad` still names all pieces: each is read again, from any copy
         if bad and image is not None:
             self._refuse_image(file, "bytes of it do not have the digests of the index")
         ends = list(itertools.accumulate(stop - start for start, stop in bounds)) if bad else []
@@ -280,17 +282,21 @@ class CheckpointFiles:
     def _read_again(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
         """Read one piece alone, from the row itself or any other copy of its box."""
         problems: list[CorruptionError] = []
+        unknown: HoldfastError | None = None
         # Copies that differ cannot replace each other: `of_row` leaves them out.
         for copy in self.copies.of_row(row) if self.has_copies else (row,):
             try:
                 self._read_piece(copy, start, stop, out, verify)
             except (CorruptionError, StorageError) as error:
                 problems.append(self._damage(copy, error))
+                unknown = error if is_unknown(error) else unknown
                 continue
             if problems:
                 with self._lock:
                     self.stats.fallbacks += [str(problem) for problem in problems]
             return
+        if unknown is not None:
+            raise unknown  # a copy that cannot be read now may be good
         if not Identity.of(self.records.manifest).is_of(self.storage, self.directory):
             raise StorageError(
                 f"{self.storage.describe(self.directory)} was replaced or removed while it was "

@@ -26,6 +26,7 @@ from holdfast.format.names import DATA_DIR, INDEX, MANIFEST, OTHER_FILES
 from holdfast.format.stored_copies import find_copies
 from holdfast.format.versions import join_path, read_index, read_manifest, save_id_of
 from holdfast.storage import Source, Storage
+from holdfast.storage.reading import is_unknown
 
 _PIECE_NBYTES = 8 << 20
 _NUM_TRIES = 8
@@ -75,7 +76,8 @@ def verify_snapshot(
         on_progress: Called after each file or piece.
 
     Raises:
-        StorageError: The directory is not a committed checkpoint.
+        StorageError: The directory is not a committed checkpoint, or cannot be read in a way that
+            says nothing of what is stored.
 
     Cost: every byte once; memory for the records and 8 MiB (or one digest block, if larger).
     """
@@ -182,6 +184,8 @@ class _Verifier:
     def _report(
         self, file: str, what: object, *, key: str | None = None, offset: int | None = None
     ) -> None:
+        if isinstance(what, HoldfastError) and is_unknown(what):
+            raise what
         self._damages.append(Damage(file=file, key=key, offset=offset, what=str(what)))
 
     def _advance(self, nbytes: int) -> None:

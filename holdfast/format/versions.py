@@ -47,7 +47,7 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.storage import Storage
-from holdfast.storage.reading import pause_of, read_at_most, read_if_there, read_tail
+from holdfast.storage.reading import is_unknown, pause_of, read_at_most, read_if_there, read_tail
 
 LEASES_DIR = ".reading"
 DEFAULT_LEASE_S = 600.0
@@ -253,12 +253,22 @@ def _asides(storage: Storage, directory: str) -> Iterator[str]:
 
 def save_id_of(storage: Storage, directory: str) -> str | None:
     """Return the save id at the start of a committed manifest, or None; reads 512 bytes."""
+    try:
+        return known_save_id(storage, directory)
+    except StorageError:
+        return None
+
+
+def known_save_id(storage: Storage, directory: str) -> str | None:
+    """Return what `save_id_of` does; StorageError if that cannot be known now."""
     path = join_path(directory, MANIFEST)
     try:
         if not hasattr(storage, "read_at_most") and not storage.exists(path):
             return None
         head = read_at_most(storage, path, _PEEK_NBYTES)
-    except StorageError:
+    except StorageError as error:
+        if is_unknown(error):
+            raise
         return None
     _, marker, after = head.partition(b'"save_id":"')
     return after.partition(b'"')[0].decode(errors="replace") if marker else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.format.digest import digest128
 from holdfast.format.names import (
     LATEST,
@@ -28,7 +28,7 @@ from holdfast.format.values import Node
 from holdfast.format.versions import announce_removal, read_manifest, readers_of
 from holdfast.retention.tags import list_tags, remove_tag
 from holdfast.storage import Storage
-from holdfast.storage.reading import read_at_most
+from holdfast.storage.reading import is_unknown, read_at_most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +92,8 @@ class RetentionResult:
     """Step -> why it was not removed as planned."""
     failed: dict[int, str] = field(default_factory=dict)
     """Step -> why its removal failed."""
+    is_damaged: bool = False
+    """One of them failed because something stored is damaged."""
     pointer_problem: str | None = None
     """Why the pointer file may name a step that is gone; None if it does not."""
 
@@ -99,7 +101,8 @@ class RetentionResult:
 def prove_sound(storage: Storage, directory: str) -> str | None:
     """Return what is wrong with a checkpoint's records or file sizes, or None.
 
-    Reads manifest and index, and no tensor; `verify_snapshot` checks every byte.
+    Reads manifest and index, and no tensor; `verify_snapshot` checks every byte. Raises
+    StorageError if it cannot be read in a way that says nothing of what is stored.
     """
     try:
         with Snapshot.open(storage, directory) as snapshot:
@@ -108,6 +111,8 @@ def prove_sound(storage: Storage, directory: str) -> str | None:
                 if nbytes != stated:
                     return f"{name} has {nbytes} bytes, the manifest states {stated}"
     except HoldfastError as error:
+        if is_unknown(error):
+            raise
         return str(error)
     return None
 
@@ -134,7 +139,7 @@ def plan_retention(
 
     Raises:
         CorruptionError: A tag cannot be read, so that the step that it protects is unknown.
-        StorageError: The directory cannot be listed.
+        StorageError: The directory cannot be listed, or it cannot be known which step is sound.
 
     Cost: every manifest once, the index of the newest step or steps.
     """
@@ -198,6 +203,7 @@ def apply_retention(storage: Storage, plan: RetentionPlan) -> RetentionResult:
             obstacle = _remove(storage, plan, removal)
         except (HoldfastError, OSError) as error:
             result.failed[removal.step] = str(error)
+            result.is_damaged |= isinstance(error, CorruptionError)
             continue
         if obstacle is not None:
             result.spared[removal.step] = obstacle
@@ -208,6 +214,7 @@ def apply_retention(storage: Storage, plan: RetentionPlan) -> RetentionResult:
                 _untag(storage, removal)
         except (HoldfastError, OSError) as error:
             result.failed[removal.step] = f"it is gone, and a tag still names it: {error}"
+            result.is_damaged |= isinstance(error, CorruptionError)
     gone = {*result.removed, *result.failed}
     if gone:
         try:

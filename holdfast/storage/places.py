@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import ConfigError
@@ -15,6 +16,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,20}:/{1,2}(?=[^/])", re.ASCII)
 _FILE = re.compile(r"file:/", re.ASCII | re.IGNORECASE)
 _HOME = re.compile(r"~[\w.-]*(/|$)")
 _ALMOST = re.compile(r"(s3a?|gs|gcs|az|azure|abfs|memory)(:|//)", re.ASCII | re.IGNORECASE)
+
+
+Opener = Callable[[str], Storage]
+"""Opens the storage at a path or URL, as `open_storage` does with its own settings."""
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:

@@ -50,6 +50,11 @@ _DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT, errno.EPERM)
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _ABSENT = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
+_SAYS_NOTHING = frozenset({
+    errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT,
+    errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH,
+})  # fmt: skip
+"""Errors of which none means that a file is damaged or gone."""
 _MAX_HELD_DIRS = 8
 _LOCAL_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "f2fs", "tmpfs", "xfs", "zfs"})
 """File systems that no two hosts mount at once; overlayfs is left out, whose layers may be NFS."""
@@ -974,7 +979,11 @@ def storage_error(error: OSError, *, action: str, place: Path) -> StorageError:
     """Return the StorageError for a failed `action` at `place`: the cause, and advice."""
     cause = error.strerror or str(error)
     advice = _advice(error.errno, place)
-    return StorageError(f"cannot {action}: {place}: {cause}" + (f" ({advice})" if advice else ""))
+    return StorageError(
+        f"cannot {action}: {place}: {cause}" + (f" ({advice})" if advice else ""),
+        # As `storage.reading.is_unknown` has it.
+        details={"is_unknown": True} if error.errno in _SAYS_NOTHING else None,
+    )
 
 
 def _advice(code: int | None, place: Path) -> str:

@@ -97,6 +97,16 @@ def is_absence(error: StorageError) -> bool:
     return isinstance(error.__cause__, FileNotFoundError)
 
 
+def is_unknown(error: HoldfastError) -> bool:
+    """Return True if an operation failed in a way that says nothing of what is stored there.
+
+    The storage could not be reached, or denies the request. So nothing is damaged or gone for all
+    that is known, and no other checkpoint may be taken in its place. All ranks that raise the error
+    say the same.
+    """
+    return bool(error.details.get("is_unknown"))
+
+
 def read_tail(storage: Storage, path: str, *, nbytes: int, file_nbytes: int) -> bytes | None:
     """Return the last bytes of a file of `file_nbytes`; None if it is of another size."""
     start = max(file_nbytes - nbytes, 0)
@@ -191,6 +201,11 @@ def is_locked(storage: Storage, directory: str) -> bool | None:
 def requests_of(storage: Storage) -> Counter[str]:
     """Return the requests so far by kind, of a storage that counts them; else nothing."""
     return Counter(getattr(storage, "requests", None) or {})
+
+
+def is_durable_at_once(storage: Storage) -> bool:
+    """Return True if a rename that can be seen is durable, so that it never needs to be undone."""
+    return bool(getattr(storage, "is_durable_at_once", False))
 
 
 def range_nbytes(storage: Storage) -> int | None:

@@ -20,7 +20,7 @@ from holdfast.format.names import (
     step_dir,
     unclaimed,
 )
-from holdfast.format.versions import readers_of, retire, save_id_of
+from holdfast.format.versions import known_save_id, readers_of, retire, save_id_of
 from holdfast.retention.tags import TAGS_DIR
 from holdfast.storage import Storage
 from holdfast.storage.reading import is_locked, locking
@@ -83,12 +83,14 @@ class Leftover:
         fate: "finished" or "removed"; "alive" or "read" if it was left alone for its owner or its
             readers; "kept" if it cannot be removed; "unseen" if it cannot be looked at.
         why: The reason, for people.
+        is_damaged: It is kept because something stored is damaged; otherwise an operation failed.
     """
 
     name: str
     step: int | None
     fate: Fate
     why: str
+    is_damaged: bool = False
 
 
 def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False) -> list[Leftover]:
@@ -257,7 +259,8 @@ def _stuck(storage: Storage, name: str, step: int, error: HoldfastError) -> Left
     """Report a leftover for which an operation failed."""
     if not storage.exists(name):
         return Leftover(name=name, step=step, fate="finished", why="another process finished it")
-    return Leftover(name=name, step=step, fate="kept", why=str(error))
+    is_damaged = isinstance(error, CorruptionError)
+    return Leftover(name=name, step=step, fate="kept", why=str(error), is_damaged=is_damaged)
 
 
 def _retire(storage: Storage, name: str, step: int, why: str, dry_run: bool) -> Leftover:
@@ -390,7 +393,8 @@ def _why_superseded(storage: Storage, name: str, step: int) -> str:
     if header.replaces is None:
         is_later = storage.age_s(final) <= storage.age_s(path)
     else:
-        is_later = save_id_of(storage, step_dir(step)) != header.replaces
+        # Never by an answer that did not come: a save that is complete would be removed.
+        is_later = known_save_id(storage, step_dir(step)) != header.replaces
     return f"step {step} was saved again later" if is_later else ""
 
 

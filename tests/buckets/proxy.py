@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import random
+import re
 import socket
 import struct
 import threading
@@ -17,7 +18,7 @@ from typing import Any, Literal
 
 Fault = Literal[
     "", "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after",
-    "slow down", "delay", "late", "old",
+    "slow down", "delay", "late", "old", "denied",
 ]  # fmt: skip
 FAULTS: tuple[Fault, ...] = (
     "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after", "slow down",
@@ -26,7 +27,7 @@ FAULTS: tuple[Fault, ...] = (
 """Before: the server never sees the request. After: it does, and its answer is lost; midway: of
 which the second half is. Not among these, since no store of its own does so: late, the request
 fails and yet comes to the server, when a second try may have been answered; old, a cache gives the
-answer of some changes before."""
+answer of some changes before. Nor denied, which no second try changes."""
 _DELAY_S = 0.05
 _NUM_OLD = 12
 """How many changes of the server an old answer may lag behind."""
@@ -78,6 +79,8 @@ class FaultProxy:
             time.sleep(_DELAY_S)
         if fault in ("500 before", "slow down"):
             return self._refuse(handler, 503 if fault == "slow down" else 500)
+        if fault == "denied":
+            return self._deny(handler, body)
         if fault == "cut before":
             return self._cut(handler)
         request = Request(handler.command, handler.path, dict(handler.headers.items()), body)
@@ -149,8 +152,22 @@ class FaultProxy:
         return answer.status, answer.getheaders(), data
 
     def _refuse(self, handler: BaseHTTPRequestHandler, status: int) -> None:
-        code = "SlowDown" if status == 503 else "InternalError"
+        code = {503: "SlowDown", 403: "AccessDenied"}.get(status, "InternalError")
         data = f"<Error><Code>{code}</Code><Message>of the test</Message></Error>".encode()
+        self._answer(handler, status, data)
+
+    def _deny(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        """As S3 does: a request that deletes many is answered, with an error for each object."""
+        if handler.command != "POST" or not body.startswith(b"<Delete"):
+            return self._refuse(handler, 403)
+        errors = [
+            b"<Error>%s<Code>AccessDenied</Code><Message>of the test</Message></Error>" % key
+            for key in re.findall(rb"<Key>[^<]*</Key>", body)
+        ]
+        data = b"<DeleteResult>%s</DeleteResult>" % b"".join(errors)
+        return self._answer(handler, 200, data)
+
+    def _answer(self, handler: BaseHTTPRequestHandler, status: int, data: bytes) -> None:
         handler.send_response_only(status)
         handler.send_header("Content-Length", str(len(data)))
         handler.end_headers()

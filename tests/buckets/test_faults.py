@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, HoldfastError, Layout, ProcessGroups, StorageError
+from holdfast.cli.main import main
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
@@ -30,7 +33,7 @@ pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage, bucket
 from tests.buckets.proxy import FAULTS, Fault, at_random, fault_proxy
-from tests.buckets.server import new_bucket, open_uploads
+from tests.buckets.server import environment, new_bucket, open_uploads
 from tests.buckets.test_saves import version_of, versions
 
 QUICK = ("PUT", "500 after")
@@ -185,10 +188,17 @@ def test_an_outage_ends_within_the_time_and_is_named(
 
 def _store_that_fails(context: RankContext, url: str, proxy: str) -> list[str]:
     messages = []
+    os.environ.update(environment(proxy))
     with ProcessGroups.create(Layout(dp=2), timeout_s=4) as groups:
         storage = ObjectStorage(url, endpoint=proxy)
         with Checkpointer(storage, groups=groups, settle_s=0.0) as checkpointer:
-            for call in (checkpointer.load, partial(checkpointer.save, 1)):
+            other = f"{url}-of-before"
+            for call in (
+                checkpointer.load,
+                partial(checkpointer.load, source=other),
+                partial(checkpointer.load, source=ObjectStorage(other)),
+                partial(checkpointer.save, 1),
+            ):
                 with pytest.raises(StorageError) as failure:
                     call({"v": {"x": 1}})
                 messages.append(str(failure.value))
@@ -271,6 +281,99 @@ def test_each_refusal_says_what_to_do(status: int, code: str, words: str) -> Non
     server.server_close()
     assert words in str(caught.value)
     assert "hf-secret" not in str(caught.value)
+
+
+RIGHTS: dict[str, Callable[[str, str], bool]] = {
+    "list": lambda method, path: method == "GET" and "list-type=2" in path,
+    "read": lambda method, path: method in ("GET", "HEAD") and "/data/0" in path,
+    "write": lambda method, path: method in ("PUT", "POST") and "?delete" not in path,
+    "delete": lambda method, path: method == "DELETE" or path.endswith("?delete"),
+}
+COMMANDS: dict[tuple[str, ...], dict[str, int]] = {
+    ("ls",): {"list": 2},
+    ("verify",): {"list": 2, "read": 2},
+    ("export", "--tensor", "t.a", "--to", "OUT"): {"list": 2, "read": 2},
+    ("copy", "OUT"): {"list": 2, "read": 2},
+    ("tag", "2", "best"): {"list": 2, "write": 2},
+    ("prune", "--keep-last", "1", "--yes"): {"list": 2, "read": 2, "write": 2, "delete": 2},
+}
+"""A command, and its exit code if a right is missing; 0 if it needs none of it."""
+
+
+@pytest.mark.parametrize("right", RIGHTS)
+def test_who_lacks_a_right_does_what_goes_without_and_is_told(
+    s3: str,
+    right: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """P27: nothing is taken for damaged, no older step for the newest, and no denial is silent."""
+    url = f"s3://{new_bucket(s3)}/run"
+    with Checkpointer(url, settle_s=0.0) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, _small(step))
+    state = _small(0)
+
+    def choose(method: str, path: str) -> Fault:
+        return "denied" if RIGHTS[right](method, path) else ""
+
+    with fault_proxy(s3, choose) as (_, address):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        words = f"denies the request to {right}: the credentials need the right to {right} below"
+        for number, (command, codes) in enumerate(COMMANDS.items()):
+            caplog.clear()
+            out = str(tmp_path / str(number))
+            verb, *rest = (out if word == "OUT" else word for word in command)
+            assert main([verb, url, *rest]) == codes.get(right, 0), command
+            shown = capsys.readouterr()
+            told = " ".join((shown.out + shown.err).split()) + caplog.text
+            assert (words in told) == (right in codes or (right, verb != "ls") == ("delete", True))
+        with Checkpointer(url, settle_s=0.0) as checkpointer:
+            needs = {"save": ("list", "write"), "load": ("list", "read")}
+            for name, call in (
+                ("load", partial(checkpointer.load, state, max_fallbacks=None)),
+                ("save", partial(checkpointer.save, 3, _small(3))),
+            ):
+                with (
+                    pytest.raises(StorageError, match=words)
+                    if right in needs[name]
+                    else nullcontext()
+                ):
+                    call()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
+    steps = [2] if right == "delete" else [1, 2]
+    assert list_steps(ObjectStorage(url)) == [*steps, *([3] if right in ("read", "delete") else [])]
+    repair(ObjectStorage(url), alive_s=0.0)
+    left = ObjectStorage(url).list("")
+    assert [name for name in left if name.startswith((".saving-", ".old-"))] == []
+
+
+def test_what_was_gone_already_is_deleted() -> None:
+    """Garage names each object that was absent in its answer, where S3 is silent."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    library = storage._bucket._obstore
+
+    class Garage:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name)
+
+        def delete(self, store: Any, paths: list[str]) -> None:
+            present = {each["path"] for chunk in library.list(store) for each in chunk}
+            for path in paths:
+                if path not in present:
+                    raise library.exceptions.GenericError(
+                        f"Generic S3 error: DeleteObjects request failed for key {path}: Key not "
+                        f"found (code: NoSuchKey)"
+                    )
+                library.delete(store, path)
+
+    storage._bucket._obstore = Garage()
+    storage.write_file("f", b"1")
+    storage._bucket.delete(["gone", "f"])
+    storage._bucket.delete(["gone"])
+    assert not storage.exists("f")
 
 
 def test_the_random_streams_of_the_process_are_left_alone(

@@ -72,7 +72,7 @@ from holdfast.state.shared_memory import are_of_no_file, missing_memory, shared_
 from holdfast.state.stored import StoredPart
 from holdfast.state.unfinished import refuse_unfinished
 from holdfast.storage import Storage
-from holdfast.storage.reading import requests_of
+from holdfast.storage.reading import is_unknown, requests_of
 from holdfast.writer.kept_images import KeptImages
 
 _MAX_CANDIDATES = 10_000
@@ -169,6 +169,8 @@ class Loader:
                 guard = Guard[LoadReport](control, name, retry_if=self.was_replaced)
                 report = guard.run(partial(attempt, step))
             except (CorruptionError, StorageError) as error:
+                if is_unknown(error):
+                    raise  # it may be whole: an older one in its place would lose steps
                 first = first or error
                 path = self._storage.describe(step_dir(step))
                 failed.append(FellBack(step=step, path=path, why=str(error), details=error.details))

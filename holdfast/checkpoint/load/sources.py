@@ -23,8 +23,8 @@ from holdfast.foreign.shared_opening import Answers
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.names import parse_step_dir
 from holdfast.parallel import Control
-from holdfast.storage import Storage, is_url, open_storage
-from holdfast.storage.places import as_url
+from holdfast.storage import Storage, is_url
+from holdfast.storage.places import Opener, as_url
 
 
 class _Place(msgspec.Struct, array_like=True, frozen=True):
@@ -46,6 +46,7 @@ def open_source(
     stack: ExitStack,
     *,
     control: Control,
+    opener: Opener,
     step: int | None,
     names: NameSource | None = None,
     on_drift: OnDrift = "raise",
@@ -59,6 +60,7 @@ def open_source(
         source: Where to load from.
         stack: Closes what a name map reads from.
         control: Of the ranks of the load.
+        opener: Opens a path or URL.
         step: The step asked for.
         names: A map of names that comes between.
         on_drift: What to do if stored copies of a tensor differ in a foreign checkpoint.
@@ -78,8 +80,9 @@ def open_source(
     answers = Answers()
     data: bytes | None = None
     if control.is_coordinator and isinstance(source, str | os.PathLike):
-        place = _find(source, step, is_mapped=names is not None)
-        storage = _open(place, answers if control.size > 1 else None, stack, names, on_drift)
+        place = _find(source, step, opener, is_mapped=names is not None)
+        noted = answers if control.size > 1 else None
+        storage = _open(place, noted, opener, stack, names, on_drift)
         data = msgspec.msgpack.encode((place, answers.encode())) if control.size > 1 else None
     if control.size > 1:
         labels, data = control.gather_and_broadcast(
@@ -96,7 +99,7 @@ def open_source(
         return cast(Storage, source), step
     if storage is None or place is None:
         place, known = msgspec.msgpack.decode(data or b"", type=tuple[_Place, bytes])
-        storage = _open(place, Answers(known), stack, names, on_drift)
+        storage = _open(place, Answers(known), opener, stack, names, on_drift)
     return storage, place.step
 
 
@@ -110,9 +113,11 @@ def _label_of(source: LoadSource) -> str:
     return label.encode(errors="backslashreplace").decode()
 
 
-def _find(source: str | os.PathLike[str], step: int | None, *, is_mapped: bool) -> _Place:
+def _find(
+    source: str | os.PathLike[str], step: int | None, opener: Opener, *, is_mapped: bool
+) -> _Place:
     """Return what a path or URL is."""
-    own = own_place(source, step)
+    own = own_place(source, step, opener=opener)
     if own is not None:
         if own.directory is None:
             return _Place(True, own.root, step)
@@ -125,24 +130,25 @@ def _find(source: str | os.PathLike[str], step: int | None, *, is_mapped: bool) 
         return _Place(True, own.root, known)
     path = as_url(source).rstrip("/") if is_url(source) else os.fspath(source)
     if step is not None:
-        path = location_of_step(Location.of(path), step).label
+        path = location_of_step(Location.of(path, opener=opener), step).label
     return _Place(False, path, step)
 
 
 def _open(
     place: _Place,
     answers: Answers | None,
+    opener: Opener,
     stack: ExitStack,
     names: NameSource | None,
     on_drift: OnDrift,
 ) -> Storage:
     """Open what is at a place; a name map reads from it, digests included if it has any."""
     if not place.is_own:
-        catalog = open_catalog(Location.of(place.path, answers))
+        catalog = open_catalog(Location.of(place.path, answers, opener=opener))
         return _shown(_mapped(catalog, names), on_drift)
     if names is None:
-        return open_storage(place.path)
-    own = stack.enter_context(open_any(place.path, step=place.step))
+        return opener(place.path)
+    own = stack.enter_context(open_any(place.path, step=place.step, opener=opener))
     return _shown(_mapped(own, names), on_drift)
 
 

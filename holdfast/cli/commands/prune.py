@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal, cast
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import EXIT_DAMAGED
+from holdfast.cli.support.messages import exit_code
 from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import Listing, make_console, print_json
 from holdfast.errors import ConfigError, clean, counted, in_bytes
@@ -89,7 +89,7 @@ class _KeepAll(KeepPolicy):
 
 
 def run(args: Args) -> int:
-    """Print what stays and goes, ask, remove; 1 when something could not be removed."""
+    """Print what stays and goes, ask, remove; 2 if something could not be removed, 1 for damage."""
     policy = _policy(args)
     storage = open_steps(args.root, verb="prune")
     plan = plan_retention(storage, policy, after=args.after)
@@ -111,7 +111,10 @@ def run(args: Args) -> int:
     elif not args.dry_run:
         _print_result(plan, result, saves)
     is_stuck = any(save.fate == "kept" for save in saves)
-    return EXIT_DAMAGED if result.failed or result.pointer_problem or is_stuck else 0
+    return exit_code(
+        is_damaged=result.is_damaged or any(save.is_damaged for save in saves),
+        has_failed=bool(result.failed or result.pointer_problem or is_stuck),
+    )
 
 
 def _policy(args: Args) -> KeepPolicy:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import EXIT_DAMAGED
+from holdfast.cli.support.messages import exit_code
 from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import Listing, make_console, print_json
 from holdfast.errors import clean, counted
@@ -39,7 +39,7 @@ class Args:
 
 
 def run(args: Args) -> int:
-    """Print what was done with each leftover and why; 1 when one is stuck."""
+    """Print what was done with each leftover and why; 2 if one is stuck, 1 if by damage."""
     storage = open_steps(args.root, verb="repair")
     leftovers = repair(storage, dry_run=args.dry_run)
     if args.json:
@@ -52,7 +52,10 @@ def run(args: Args) -> int:
         )
     else:
         _print(args, leftovers)
-    return EXIT_DAMAGED if any(leftover.fate == "kept" for leftover in leftovers) else 0
+    return exit_code(
+        is_damaged=any(leftover.is_damaged for leftover in leftovers),
+        has_failed=any(leftover.fate == "kept" for leftover in leftovers),
+    )
 
 
 def _print(args: Args, leftovers: list[Leftover]) -> None:

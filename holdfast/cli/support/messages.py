@@ -19,6 +19,13 @@ EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 and the signal's number."""
 
 
+def exit_code(*, is_damaged: bool, has_failed: bool) -> int:
+    """The exit code of a command that reports itself what it met; see the text of `holdfast`."""
+    if is_damaged:
+        return EXIT_DAMAGED
+    return EXIT_MISTAKE if has_failed else 0
+
+
 def print_error(error: BaseException | str) -> None:
     """One line on standard error, whatever line breaks and control characters the message has."""
     text = clean(" ".join(str(error).split()))

@@ -35,8 +35,13 @@ _ENDPOINTS = {
 _ANY_NUMBER = 1_000_000
 _LONGEST_RETRY_S = 170.0
 """A signature of a request that obstore repeats must be valid to its end: three minutes."""
+_PATH = re.compile(r"(https?://[^/\s]+)/\S*|(at location ).*(?= not found)")
 _STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>(\w{1,60})</Code>|\"code\": ?\"(\w{1,60})\"")
+_CODE = re.compile(
+    r"<Code>(\w{1,60})</Code>|\"code\": ?\"(\w{1,60})\"|\(code: (\w{1,60})\)$", re.MULTILINE
+)
+"""The last one of a request that deletes many: it is answered with 200, and with a code for each
+object that was not deleted."""
 _HAS_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
 _IS_UNKNOWN = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed"}
@@ -45,6 +50,8 @@ _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "NoSuchContainer"})
 _OTHER_REGION = frozenset(
     {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 )
+_DENIED = frozenset({"AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch"})
+_ABSENT = frozenset({"NoSuchKey", "BlobNotFound"})
 _SLOW_DOWN = frozenset({"SlowDown", "ServerBusy", "RequestLimitExceeded", "TooManyRequests"})
 
 
@@ -120,6 +127,25 @@ def make_store(
     )
 
 
+_RIGHTS = {
+    "list": ("list", "s3:ListBucket"),
+    "get": ("read", "s3:GetObject; without s3:ListBucket, too, if nothing is stored there"),
+    "put": ("write", "s3:PutObject"),
+    "delete": ("delete", "s3:DeleteObject"),
+}
+"""By the kind of a request: the right to do it, and its name on S3."""
+
+
+def _denied(scheme: str, place: str, kind: str) -> str:
+    """Return the words for a request that the store denies, with the right that it takes."""
+    right, of_s3 = _RIGHTS[{"head": "get", "upload": "put"}.get(kind, kind)]
+    name = f" ({of_s3})" if scheme == "s3" else ""
+    return (
+        f"{place} denies the request to {right}: the credentials need the right to {right} below "
+        f"this place{name}"
+    )
+
+
 def _endpoint(scheme: str, settings: Mapping[str, Any]) -> str:
     """Return the endpoint that is set, empty for the cloud's own; ConfigError if not a URL."""
     given = {"the option endpoint": str(settings.get("endpoint", ""))}
@@ -163,13 +189,21 @@ def _provider(scheme: str, settings: Mapping[str, Any]) -> Any | None:
         return None
 
 
-def explain(error: Exception, *, scheme: str, bucket: str) -> Failure:
-    """Say what a failed request means; the result has nothing of the error's own text."""
+def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) -> Failure:
+    """Say what a failed request means; the result has nothing of the error's own text.
+
+    Args:
+        error: As obstore raised it.
+        scheme: Of the store.
+        bucket: Its name.
+        kind: Of the request, as `BucketClient` counts it.
+        key: What it was for. It is in the text, too, and may have any words.
+    """
     exceptions = library().exceptions
-    text = str(error)
+    text = _PATH.sub(r"\1\2", str(error).partition("\n\nDebug source:")[0]).replace(key or "\0", "")
     status, codes = _STATUS.search(text), _CODE.search(text)
     number = int(status[1]) if status is not None else 0
-    code = (codes[1] or codes[2]) if codes is not None else ""
+    code = next(filter(None, codes.groups())) if codes is not None else ""
     place = f"{scheme}://{bucket}"
     variables = f"{SCHEMES.get(scheme, 'AWS')}_…"
     if code in _NO_BUCKET or "bucket does not exist" in text:
@@ -177,7 +211,7 @@ def explain(error: Exception, *, scheme: str, bucket: str) -> Failure:
     # Before any status: it is the one of the machine's metadata service, if that answered.
     if "169.254.169.254" in text or "metadata.google" in text or "token request" in text:
         return Failure("final", f"no credentials for {place}: set {_CREDENTIALS.get(scheme, '')}")
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or code in _ABSENT:
         return Failure("absent", "nothing is stored there")
     if isinstance(error, exceptions.AlreadyExistsError):
         return Failure("exists", "an existing name is never overwritten")
@@ -193,12 +227,8 @@ def explain(error: Exception, *, scheme: str, bucket: str) -> Failure:
         return Failure(
             "final", f"{place} is in another region: set AWS_REGION, or the option region, to it"
         )
-    if number == 403:
-        return Failure(
-            "final",
-            f"{place} denies the request: the credentials need the rights to list, read, write and "
-            f"delete below this place",
-        )
+    if number == 403 or code in _DENIED:
+        return Failure("final", _denied(scheme, place, kind))
     if number == 501 or isinstance(error, exceptions.NotSupportedError | NotImplementedError):
         return Failure("final", "the store does not support this request", is_unsupported=True)
     if code in _SLOW_DOWN or number in (429, 503):

@@ -122,6 +122,7 @@ class BucketClient:
         self._has_conditions = has_conditions
         self._lock = threading.Lock()
         self._warned = -_WARN_AGAIN_S
+        self._has_said = False
         self.requests: Counter[str] = Counter()
 
     def fail_within(self, limit_s: float) -> None:
@@ -302,9 +303,25 @@ class BucketClient:
             self._send("delete", keys[0], lambda: self._obstore.delete(self._store, paths))
         except RequestFailed as error:
             if error.failure.kind != "absent":
+                if error.failure.kind == "final":
+                    self._say_undeleted(error.failure)
                 raise
             return False
         return True
+
+    def _say_undeleted(self, failure: Failure) -> None:
+        """Say once that nothing can be deleted: what has to go may stay without any other word.
+
+        A save whose last request this is, is committed, and a load that leaves a lease has loaded.
+        """
+        with self._lock:
+            has_said, self._has_said = self._has_said, True
+        if not has_said:
+            logging.getLogger("holdfast").warning(
+                "%s; what this process is done with (a save's own files, removed checkpoints, "
+                "leases) stays there and is paid for, until `holdfast repair` may delete it",
+                failure.words,
+            )
 
     def unfinished(self, prefix: str) -> dict[str, Upload]:
         """Return the unfinished uploads below a prefix, by key; none but on S3.
@@ -391,12 +408,19 @@ class BucketClient:
         except errors as error:
             # Returned, not raised from here: the error would be kept as the context of another
             # one, and its text may have a credential.
-            return explain(error, scheme=self._scheme, bucket=self._name)
+            return explain(
+                error, scheme=self._scheme, bucket=self._name, kind=kind, key=self._key(key)
+            )
 
 
 def unsettled(error: RequestFailed, *, action: str, place: str) -> StorageError:
     """Return the StorageError for a request that failed for good."""
-    return StorageError(f"cannot {action}: {place}: {error.failure.words}")
+    # As `storage.reading.is_unknown` has it. The other kinds are answers.
+    is_unknown = error.failure.kind in ("again", "final")
+    return StorageError(
+        f"cannot {action}: {place}: {error.failure.words}",
+        details={"is_unknown": True} if is_unknown else None,
+    )
 
 
 def _pauses() -> Iterator[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, StorageError
 from holdfast.storage.objects._obstore import SCHEMES
 from holdfast.storage.storage_protocol import split_path
 
@@ -55,5 +55,11 @@ def parse_url(url: str) -> BucketPlace:
     prefix = (match[3] or "").strip("/")
     if not prefix.isprintable():
         raise ConfigError(f"{url[:200]!r} has a control character, which no key can have here")
-    split_path(prefix)
+    try:
+        split_path(prefix)
+    except StorageError:
+        raise ConfigError(
+            f"{url[:200]!r} has an empty name (//), a '.' or '..', or one of more than 255 "
+            f"characters between two slashes, which no prefix can have here"
+        ) from None
     return BucketPlace(scheme, match[2], prefix)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -135,9 +137,10 @@ def test_what_is_read_or_damaged_is_left_and_said(holdfast: Holdfast, root: Path
     assert steps(root) == [10, 30, 40]
 
 
-def test_a_failure_is_said_and_exits_with_1(
+def test_a_failure_is_said_and_is_no_damage(
     holdfast: Holdfast, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """O10."""
     remove = PosixStorage.remove_tree
 
     def fail(self: PosixStorage, path: str, **options: Any) -> None:
@@ -147,7 +150,7 @@ def test_a_failure_is_said_and_exits_with_1(
 
     monkeypatch.setattr(PosixStorage, "remove_tree", fail)
     result = holdfast("prune", root, "--keep-last", "1", "--yes")
-    assert result.code == 1
+    assert result.code == 2
     assert "step 20 could not be removed: no permission" in result.out
     assert steps(root) == [20, 40]
 
@@ -229,6 +232,29 @@ def test_what_is_damaged_ends_every_command_with_its_code(
         assert result.err.count("\n") == 1, command
     assert not list(tmp_path.glob("out/iter_*"))
     assert steps(root) == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize(("code", "ends_with"), [(errno.ETIMEDOUT, 2), (errno.EIO, 1)])
+def test_a_read_that_says_nothing_of_the_bytes_is_no_damage(
+    holdfast: Holdfast,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    ends_with: int,
+) -> None:
+    """O10, P27."""
+    read = os.preadv
+
+    def fail(fd: int, buffers: Any, offset: int) -> int:
+        if "/data/" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(code, os.strerror(code))
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    out = tmp_path / "out"
+    for command in (["verify", root], ["export", root, "--tensor", "*", "--to", out / "x"]):
+        assert holdfast(*command).code == ends_with, command
 
 
 def test_the_verbs_never_import_torch(root: Path, tmp_path: Path) -> None:
