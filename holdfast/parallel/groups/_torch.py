@@ -11,6 +11,7 @@ have agreed on.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -105,7 +106,7 @@ def new_group(
     bounded = BoundedStore.of(store, limit_s=data_timeout_s)
     late_after = time.monotonic() + _LATE_SHARE * data_timeout_s
     try:
-        with _not_split_from_world():
+        with _not_split_from_world(), _one_worker_of_gloo():
             group, _ = make(
                 len(ranks),
                 index,
@@ -204,6 +205,47 @@ def _not_split_from_world() -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = bound
+
+
+_Gloo: Any = getattr(dist, "ProcessGroupGloo", object)  # not in every build
+
+
+class _OneWorker(_Gloo):  # type: ignore[misc]
+    """A communicator of gloo with one worker thread, where torch's has two.
+
+    Both workers note the name of the collective that they have finished in one string, without a
+    lock (`ProcessGroupGloo::runLoop`, `lastCompletedWorkName`). The name of a functional
+    all-gather, by which a DTensor becomes whole, is so long that it has memory of its own: two
+    workers that end at one moment free it twice, and the process crashes, then or later. With one
+    worker the collectives of a communicator run one after another; those of several still run side
+    by side.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        # As torch fills them in if it is given none, but for the number of threads.
+        options = _Gloo._Options()
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        devices = [_Gloo.create_device(interface=each) for each in names if each]
+        options._devices = devices or [_Gloo.create_default_device()]
+        options._timeout = timeout
+        options._threads = 1
+        super().__init__(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def _one_worker_of_gloo() -> Iterator[None]:
+    """Have torch make communicators of gloo with one worker; it takes no options for gloo."""
+    from torch.distributed import distributed_c10d as c10d
+
+    private: Any = c10d
+    if getattr(private, "ProcessGroupGloo", None) is not _Gloo:
+        yield
+        return
+    private.ProcessGroupGloo = _OneWorker
+    try:
+        yield
+    finally:
+        private.ProcessGroupGloo = _Gloo
 
 
 def device_mesh(

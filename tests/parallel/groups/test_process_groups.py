@@ -1,15 +1,17 @@
-"""Communicators of a layout in real processes: G4-G8, G10, A3, A4, A6."""
+"""Communicators of a layout in real processes: G4-G8, G10, G13, A3, A4, A6."""
 
 from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from holdfast.errors import DeadlineError, GroupError, HoldfastError, LayoutError
@@ -534,6 +536,31 @@ def used_meshes(rank: RankContext) -> list[int]:
 def test_communicators_of_closed_groups_are_let_go_of_by_torchs_caches() -> None:
     for counts in run_ranks(2, used_meshes).results:
         assert len(set(counts)) == 1, counts
+
+
+def threads_of_torch() -> int:
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+
+def added_by_groups(rank: RankContext) -> tuple[int, int]:
+    """Count the communicators of a layout, and the threads of torch that they add."""
+    gc.collect()
+    communicators, threads = num_communicators(), threads_of_torch()
+    with ProcessGroups.create(Layout(tp=2)) as groups:
+        # The class that torch makes them of is its own again: a user's are as they were.
+        assert type(dist.new_group([0, 1])._get_backend(torch.device("cpu"))) is (
+            dist.ProcessGroupGloo
+        )
+        communicators, threads = num_communicators() - communicators, threads_of_torch() - threads
+        assert groups.has("tp")
+    return communicators - 1, threads - 3
+
+
+def test_a_communicator_of_gloo_has_one_worker() -> None:
+    """G13: one thread for connections and one for collectives; two would crash now and then."""
+    for communicators, threads in run_ranks(2, added_by_groups).results:
+        assert communicators > 0
+        assert threads == 2 * communicators
 
 
 def alone(rank: RankContext) -> None:
