@@ -202,12 +202,17 @@ class Identity:
         return cls(len(manifest), manifest[-_TAIL_NBYTES:])
 
     def is_of(self, storage: Storage, directory: str) -> bool:
-        """Return True if this version is in that directory; one small read."""
+        """Return True if this version is in that directory; StorageError if that is not known.
+
+        Cost: one small read.
+        """
         path = join_path(directory, MANIFEST)
         try:
             tail = read_tail(storage, path, nbytes=len(self.tail), file_nbytes=self.nbytes)
             return tail == self.tail
-        except StorageError:
+        except StorageError as error:
+            if is_unknown(error):
+                raise
             return False
 
 
@@ -220,7 +225,7 @@ def pin_version(
     The version is looked up at its final name and among versions that are kept for their readers.
 
     Raises:
-        StorageError: The version is gone: it was replaced or removed.
+        StorageError: The version is gone: it was replaced or removed. Or it cannot be looked for.
     """
     # Several looks: an exchange may move the version between the look here and the look there.
     for _ in range(_NUM_LOOKS):
@@ -229,7 +234,9 @@ def pin_version(
             with ExitStack() as stack:
                 try:
                     view = stack.enter_context(storage.pin(place))
-                except StorageError:
+                except StorageError as error:
+                    if is_unknown(error):
+                        raise
                     continue
                 if identity.is_of(view, place):
                     yield view, place

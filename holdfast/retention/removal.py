@@ -10,6 +10,7 @@ renamed before it is removed, so that it is either whole or gone.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
@@ -202,7 +203,7 @@ def apply_retention(storage: Storage, plan: RetentionPlan) -> RetentionResult:
         try:
             obstacle = _remove(storage, plan, removal)
         except (HoldfastError, OSError) as error:
-            result.failed[removal.step] = str(error)
+            result.failed[removal.step] = _why_failed(storage, removal, error)
             result.is_damaged |= isinstance(error, CorruptionError)
             continue
         if obstacle is not None:
@@ -308,6 +309,19 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
         if storage.exists(directory):
             return "saved again since the plan was made"
     return None
+
+
+def _why_failed(storage: Storage, removal: Removal, error: Exception) -> str:
+    """Return why a removal failed, and whether the step is a checkpoint all the same."""
+    is_there = True
+    with suppress(HoldfastError):
+        is_there = storage.exists(removal.directory)
+    if is_there:
+        return str(error)
+    return (
+        f"it is not a checkpoint any more, but files of it remain, which `holdfast repair` "
+        f"removes when it may: {error}"
+    )
 
 
 def _untag(storage: Storage, removal: Removal) -> None:

@@ -373,7 +373,9 @@ class PosixStorage:
             # Also if it had that name already: the process that renamed it may have died here.
             if durable:
                 _sync_dir_fd(fd)
-            _remove_all(trash, fd)
+            # What cannot be removed is there under this name alone.
+            with self._guard("remove", "/".join((*split_path(path)[:-1], trash))):
+                _remove_all(trash, fd)
 
     def free_nbytes(self) -> int:
         """See `Storage.free_nbytes`; asks the nearest parent if the root does not exist yet."""
@@ -991,7 +993,8 @@ def _advice(code: int | None, place: Path) -> str:
     if code in (errno.ENOSPC, errno.EDQUOT):
         return f"{_free(place)}; make room or choose another directory, then save again"
     if code in (errno.EACCES, errno.EPERM):
-        return f"this process runs as uid {os.geteuid()}, gid {os.getegid()}; {_owner(place)}"
+        user = f"this process runs as uid {os.geteuid()}, gid {os.getegid()}"
+        return f"{user}; {_owner(place)}{_stickiness(place)}"
     fixed = {
         errno.EROFS: "the file system is mounted read-only; choose another directory",
         errno.EIO: "the device or the network storage failed; see the system log",
@@ -1034,3 +1037,14 @@ def _owner(place: Path) -> str:
             mode = oct(status.st_mode & 0o7777)[2:]
             return f"{nearest} belongs to uid {status.st_uid}, gid {status.st_gid} with mode {mode}"
     return "its owner is unknown"
+
+
+def _stickiness(place: Path) -> str:
+    """Describe a sticky bit of the directory above a place; empty if it has none."""
+    with suppress(OSError):
+        if os.stat(place.parent).st_mode & stat.S_ISVTX:
+            return (
+                f"; {place.parent} has the sticky bit, by which only the owner of what is in it "
+                f"may rename, replace or remove that"
+            )
+    return ""

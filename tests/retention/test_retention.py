@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import shutil
 import tempfile
@@ -34,7 +35,8 @@ from holdfast.retention.removal import (
     plan_retention,
 )
 from holdfast.retention.tags import set_tag
-from holdfast.storage import PosixStorage
+from holdfast.storage import PosixStorage, posix
+from holdfast.writer.leftovers import repair
 from tests.retention.common import DAMAGES, LATEST, damage, fill, is_whole, put, steps_of
 
 
@@ -298,7 +300,11 @@ def test_the_pointer_file_stays_right(tmp_path: Path) -> None:
     assert not (tmp_path / LATEST).exists()
 
 
-def test_one_that_cannot_be_removed_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_one_that_cannot_be_removed_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E14: what has lost its name, and not its files, is told from what is still a checkpoint."""
+
     def refuse(operation: str, path: str, start: int, nbytes: int) -> None:
         if operation == "remove" and path == "iter_0000002":
             raise StorageError("no permission")
@@ -307,6 +313,20 @@ def test_one_that_cannot_be_removed_does_not_stop_the_others(tmp_path: Path) -> 
     result = prune(PosixStorage(tmp_path, observer=refuse), KeepLast(1))
     assert result.removed == [1, 3]
     assert result.failed == {2: "no permission"}
+    assert steps_of(PosixStorage(tmp_path)) == [2, 4]
+
+    def refuse_files(name: str, parent: int) -> None:
+        raise PermissionError(errno.EACCES, "no permission")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, "_remove_all", refuse_files)
+        result = prune(PosixStorage(tmp_path), KeepLast(1))
+    assert steps_of(PosixStorage(tmp_path)) == [4]
+    assert result.removed == []
+    assert "not a checkpoint any more, but files of it remain" in result.failed[2]
+    (trash,) = tmp_path.glob(".trash-*")
+    assert str(trash) in result.failed[2]
+    assert [each.fate for each in repair(PosixStorage(tmp_path))] == ["removed"]
 
 
 def test_a_directory_without_checkpoints_has_an_empty_plan(tmp_path: Path) -> None:

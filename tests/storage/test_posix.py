@@ -249,6 +249,13 @@ def test_permission_denied_says_who_and_whose(tmp_path: Path) -> None:
     assert "Permission denied" in done.stdout, done.stderr
     assert "this process runs as uid" in done.stdout
     assert "belongs to uid" in done.stdout
+    # Where the owner and the mode of a place allow what its directory does not.
+    refusal = PermissionError(errno.EPERM, "Operation not permitted")
+    assert "sticky" not in str(posix.storage_error(refusal, action="rename", place=locked / "a"))
+    locked.chmod(0o1777)
+    assert f"{locked} has the sticky bit" in str(
+        posix.storage_error(refusal, action="rename", place=locked / "a")
+    )
 
 
 def test_only_one_of_many_renames_to_one_name_wins(store: PosixStorage) -> None:

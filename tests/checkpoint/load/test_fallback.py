@@ -74,10 +74,17 @@ def harm(root: Path, step: int, how: str) -> None:
 class _OneSided(PosixStorage):
     """A storage on which this rank alone cannot read data files of one step."""
 
-    def __init__(self, root: str, step: int) -> None:
+    def __init__(
+        self,
+        root: str,
+        step: int,
+        error: StorageError | None = None,
+        *,
+        where: str = "data/",
+    ) -> None:
         def observe(operation: str, path: str, start: int, nbytes: int) -> None:
-            if operation == "read" and f"iter_{step:07d}/data/" in path:
-                raise StorageError(f"{path}: stale file handle")
+            if operation == "read" and f"iter_{step:07d}/{where}" in path:
+                raise error or StorageError(f"{path}: stale file handle")
 
         super().__init__(root, observer=observe)
 
@@ -147,6 +154,30 @@ def test_the_newest_good_checkpoint_is_loaded_on_all_ranks(tmp_path: Path) -> No
         for (name, _), why in zip(cases, said, strict=True):
             assert words.get(name, "") in "".join(why)
             assert "rank 3" in why[0] if name == "one rank" else True
+
+
+def _refused(context: RankContext, root: str) -> list[str]:
+    """Load where one rank may not read a file of the newest step."""
+    messages = []
+    refusal = StorageError("Permission denied", details={"is_unknown": True})
+    with ProcessGroups.create(LAYOUT, timeout_s=20) as groups:
+        for rank, where in ((3, "data/"), (0, "manifest"), (2, "manifest")):
+            storage = PosixStorage(root)
+            if rank == context.rank:
+                storage = _OneSided(root, 30, refusal, where=where)
+            for max_fallbacks in (None, 0):
+                with pytest.raises(StorageError, match="Permission denied") as caught:
+                    Checkpointer(storage, groups=groups).load(_blank(), max_fallbacks=max_fallbacks)
+                assert caught.value.details["failed_ranks"] == [rank]
+                messages.append(str(caught.value))
+    return messages
+
+
+def test_what_one_rank_may_not_read_is_neither_damaged_nor_gone(tmp_path: Path) -> None:
+    """P27: whichever rank and file it is, no rank takes an older step in its place."""
+    run_ranks(4, _save, str(tmp_path))
+    for messages in run_ranks(4, _refused, str(tmp_path)).results:
+        assert not [text for text in messages if "damaged" in text or "was replaced" in text]
 
 
 def _alone(root: Path, *steps: int) -> Checkpointer:
