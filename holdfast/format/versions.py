@@ -202,12 +202,18 @@ class Identity:
         return cls(len(manifest), manifest[-_TAIL_NBYTES:])
 
     def is_of(self, storage: Storage, directory: str) -> bool:
-        """Return True if this version is in that directory; one small read."""
+        """Return True if this version is in that directory; one small read.
+
+        Raises:
+            StorageError: It cannot be known now.
+        """
         path = join_path(directory, MANIFEST)
         try:
             tail = read_tail(storage, path, nbytes=len(self.tail), file_nbytes=self.nbytes)
             return tail == self.tail
-        except StorageError:
+        except StorageError as error:
+            if is_unknown(error):
+                raise
             return False
 
 
@@ -220,7 +226,7 @@ def pin_version(
     The version is looked up at its final name and among versions that are kept for their readers.
 
     Raises:
-        StorageError: The version is gone: it was replaced or removed.
+        StorageError: The version is gone: it was replaced or removed; or that cannot be known now.
     """
     # Several looks: an exchange may move the version between the look here and the look there.
     for _ in range(_NUM_LOOKS):
@@ -229,7 +235,9 @@ def pin_version(
             with ExitStack() as stack:
                 try:
                     view = stack.enter_context(storage.pin(place))
-                except StorageError:
+                except StorageError as error:
+                    if is_unknown(error):
+                        raise
                     continue
                 if identity.is_of(view, place):
                     yield view, place
