@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DTENSOR_FORMS", "DTENSOR_PLACED", "DTENSOR_SPECS", "AsyncCollectiveTensor",
-    "TorchDispatchMode", "argument_names", "buffer_table", "copy_each", "form_check",
+    "TorchDispatchMode", "argument_names", "buffer_table", "call_after_backward", "copy_each",
+    "form_check",
     "give_metadata", "hook_states", "launched_as", "local_tensor", "local_tensor_slot",
     "local_tensors", "lost_after_s", "mark_eager", "mark_launch", "mark_stepped", "module_table",
     "module_version", "num_storage_uses", "parameter_table", "registered_in",
@@ -213,6 +214,14 @@ def num_storage_uses(tensor: Tensor) -> int:
 def write_counter(tensor: Tensor) -> int:
     """Return autograd's counter of writes to a tensor in place."""
     return tensor._version
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function once the backward that runs is over, with all its hooks; not after an error.
+
+    To be called from a hook in that backward.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def copy_each(

@@ -42,6 +42,7 @@ from holdfast.format.values import Node, is_plain_dict, is_tensor, tensor_node
 
 FORMAT = "PyTorch DCP"
 METADATA = ".metadata"
+_SUFFIX = ".distcp"
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _TENSOR = f"{_MODULE}.TensorStorageMetadata"
@@ -191,6 +192,7 @@ def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
     names = _dict(_get(metadata, "state_dict_metadata"))
     ranges = _ranges(location, _dict(_get(metadata, "storage_data")))
     items = Items(identity=identity, paths=_paths(metadata, names), checksums=ranges.checksums)
+    items.left_out += _unused(location, ranges)
     mcore_data = _optional(metadata, "mcore_data")
     if isinstance(mcore_data, dict):
         items.mcore_data = mcore_data
@@ -250,6 +252,13 @@ class _Ranges:
                         crc=storage.crc,
                     )
 
+    def ends(self) -> dict[str, int]:
+        """Return by file the byte where the last of its items ends."""
+        ends: dict[str, int] = {}
+        for where in self._table.values():
+            ends[where.file] = max(ends.get(where.file, 0), where.start + where.nbytes)
+        return ends
+
     def one(self, name: str) -> _Range:
         """Return where a value lies."""
         where = self._table.get((name, None))
@@ -286,6 +295,27 @@ def _ranges(location: Location, storage_data: dict[Any, Any]) -> _Ranges:
         key = (_text(_get(index, "fqn")), None if offset is None else _sizes(offset))
         table[key] = _Range(file, _number(_get(info, "offset")), _number(_get(info, "length")))
     return _Ranges(table)
+
+
+def _unused(location: Location, ranges: _Ranges) -> list[str]:
+    """Say which data files the metadata has no item of.
+
+    Raises:
+        CorruptionError: A file is shorter than the metadata states.
+    """
+    ends = ranges.ends()
+    for name, end in ends.items():
+        nbytes = location.storage.size(name)
+        if nbytes < end:
+            raise CorruptionError(
+                f"{location.storage.describe(name)} has {nbytes} bytes, and {METADATA} states "
+                f"items up to byte {end}: it was cut, or {METADATA} is of another save"
+            )
+    return [
+        f"{name}: {METADATA} has no item of it; it is left from another save, or {METADATA} is"
+        for name in location.names()
+        if name.endswith(_SUFFIX) and name not in ends and location.storage.size(name)
+    ]
 
 
 def _tensor(name: str, entry: Record, ranges: _Ranges, archives: _Archives) -> CatalogTensor:

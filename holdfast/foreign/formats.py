@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from holdfast.errors import ConfigError
 from holdfast.foreign import dcp, safetensors_files, torch_dist, torch_files, torchsnapshot
 from holdfast.foreign.catalog import Catalog
-from holdfast.foreign.location import Location, why_none
+from holdfast.foreign.location import Location
+from holdfast.foreign.other_formats import refuse_by_name, unread_files, unread_folders
 from holdfast.foreign.shared_opening import behind
 from holdfast.format.names import LATEST, step_dir
 
@@ -23,18 +24,26 @@ class Format:
         title: As people call it.
         detect: Whether a location has this format, by content.
         open: Its description. HoldfastError if it is damaged or cannot be read.
+        own: How the names of files end that `open` reads, or says why not.
+        is_flat: It has no folders in its folder, so that what is in one is of another checkpoint.
     """
 
     name: str
     title: str
     detect: Callable[[Location], bool]
     open: Callable[[Location], Catalog]
+    own: tuple[str, ...]
+    is_flat: bool = True
 
     def describe(self, location: Location) -> Catalog:
         """Describe the checkpoint at a location of this format; errors as of `open`."""
         catalog = self.open(location)
         step = catalog.step or (0 if location.file else location.step)
-        return replace(catalog, storage=behind(catalog.storage), step=step)
+        notes = [*catalog.left_out]
+        if self.is_flat and location.file is None:
+            notes += unread_files(location, self.own)
+            notes += unread_folders(location, _title)
+        return replace(catalog, storage=behind(catalog.storage), step=step, left_out=notes)
 
 
 FORMATS: tuple[Format, ...] = (
@@ -44,25 +53,37 @@ FORMATS: tuple[Format, ...] = (
         title="Megatron torch_dist",
         detect=torch_dist.detect,
         open=torch_dist.open_catalog,
+        own=(".distcp", torch_dist.COMMON),
+        is_flat=False,
     ),
-    Format(name="dcp", title="PyTorch DCP", detect=dcp.detect, open=dcp.open_catalog),
+    Format(
+        name="dcp",
+        title="PyTorch DCP",
+        detect=dcp.detect,
+        open=dcp.open_catalog,
+        own=(".distcp",),
+    ),
     Format(
         name="torchsnapshot",
         title="torchsnapshot",
         detect=torchsnapshot.detect,
         open=torchsnapshot.open_catalog,
+        own=(),
+        is_flat=False,
     ),
     Format(
         name="torch_save",
         title="torch.save",
         detect=torch_files.detect,
         open=torch_files.open_catalog,
+        own=torch_files.OWN,
     ),
     Format(
         name="safetensors",
         title="Hugging Face safetensors",
         detect=safetensors_files.detect,
         open=safetensors_files.open_catalog,
+        own=safetensors_files.OWN,
     ),
 )
 """In the order in which they are tried: the ones with a file of their own first."""
@@ -73,21 +94,22 @@ def detect_format(location: Location) -> Format | None:
     return next((each for each in FORMATS if each.detect(location)), None)
 
 
+def _title(location: Location) -> str:
+    """Return the title of the format of a location; empty if it has none of those known."""
+    known = detect_format(location)
+    return "" if known is None else known.title
+
+
 def unknown(location: Location) -> str:
     """Return the message for a place that has no known format."""
     known = ", ".join(each.title for each in FORMATS)
     none = f"{location.label} is not a checkpoint in a format that is known: {known}"
-    return without_bytes(location) or none
+    return why_unknown(location) or none
 
 
-def without_bytes(location: Location) -> str:
-    """Return the message for a place whose weights are not there, but what stands for them."""
-    names = location.names() if location.file is None else [location.file]
-    for name in names:
-        is_weights = name.endswith((".safetensors", ".bin", ".pt", ".pth"))
-        if is_weights and (why := why_none(location, name)):
-            return f"{location.storage.describe(name)} is not a checkpoint{why}"
-    return ""
+def why_unknown(location: Location) -> str:
+    """Return the message for a place whose format is known not to be read; empty for others."""
+    return refuse_by_name(location, _title)
 
 
 def open_catalog(path: str | os.PathLike[str] | Location) -> Catalog:

@@ -60,8 +60,9 @@ class Folder(PosixStorage):
         place = self.root / path
         try:
             return place.resolve(strict=True) if place.is_symlink() else None
-        except OSError as error:
-            raise StorageError(f"{place} is a link that leads nowhere: {error.strerror}") from None
+        except (OSError, RuntimeError) as error:  # RuntimeError: a circle, before Python 3.13
+            reason = error.strerror if isinstance(error, OSError) else "it leads to itself"
+            raise StorageError(f"{place} is a link that leads nowhere: {reason}") from None
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.errors import ConfigError, CorruptionError, PlacementError, PlanError, some_of
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes
 from holdfast.foreign.location import Location, why_none
+from holdfast.foreign.other_formats import STATE_SUFFIXES
 from holdfast.foreign.output import Extent, Output, OutputFile
 from holdfast.foreign.shard_index import (
     note_on_siblings,
@@ -56,7 +57,9 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 _VARIANT_INDEX = re.compile(r"\.safetensors\.index\.[\w-]+\.json$")
 """Of Transformers' `variant=`, such as `model.safetensors.index.fp16.json`."""
 _SHARDED = "DCP_SHARDING_INFO"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".npz")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+OWN = (*_PICKLES, _SUFFIX)
+"""How the names of files end that a folder's description has, or says something about."""
 DEFAULT_MAX_FILE_NBYTES = 5_000_000_000
 """As large as a file of a Hugging Face folder usually is."""
 _MAX_CARRIED_NBYTES = 256 << 20
@@ -296,7 +299,10 @@ def _tensor(location: Location, name: str, pieces: list[_Piece]) -> CatalogTenso
     first = pieces[0]
     if len(pieces) > 1 and any(piece.offset is None for piece in pieces):
         files = ", ".join(sorted({piece.file for piece in pieces}))
-        raise CorruptionError(f"{location.label}: tensor {name!r} is in several files: {files}")
+        raise CorruptionError(
+            f"{location.label}: tensor {name!r} is in several files: {files}; name one of them to "
+            f"read it alone"
+        )
     try:
         chunks = [
             Chunk(
@@ -439,7 +445,7 @@ def _is_utf8(text: str) -> bool:
 
 def _is_of_weights(name: str) -> bool:
     is_index = name.endswith(".index.json") or _VARIANT_INDEX.search(name) is not None
-    return is_index or name.endswith((_SUFFIX, *_PICKLES))
+    return is_index or name.endswith(STATE_SUFFIXES)
 
 
 def _next_to_weights(catalog: Catalog) -> list[str]:

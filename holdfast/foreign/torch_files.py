@@ -27,7 +27,8 @@ from holdfast.foreign.catalog import (
     HeldBytes,
     chunks_of_view,
 )
-from holdfast.foreign.location import Location
+from holdfast.foreign.location import Location, why_none
+from holdfast.foreign.other_formats import is_cut_by_rank, note_on_ranks
 from holdfast.foreign.pickle_nodes import NodeLeaf, array_form, module_versions, to_node
 from holdfast.foreign.pickled_values import (
     PickledStorage,
@@ -39,6 +40,7 @@ from holdfast.foreign.shard_index import (
     read_index,
     refuse_missing_shards,
     refuse_two_models,
+    shard_sets,
 )
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
 from holdfast.foreign.weights import with_optimizers
@@ -48,8 +50,11 @@ from holdfast.format.values import Node, is_tensor, walk
 
 FORMAT = "torch.save"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
-_WEIGHTS = "pytorch_model"
-_SHARD = re.compile(rf"{_WEIGHTS}-\d+-of-\d+\.bin")
+OWN = (*_SUFFIXES, ".safetensors")
+"""How the names of files end that a folder's description has, or says something about."""
+_WEIGHTS = ("pytorch_model", "diffusion_pytorch_model", "consolidated.00")
+"""Names, without suffix, of a file that is all of a model: of Transformers, Diffusers and Llama."""
+_INDEX = re.compile(r"(?P<stem>.+)\.bin\.index(?P<variant>\.[\w-]+)?\.json")
 _STEPS = ("global_step", "iteration", "step")
 _MAX_STEP = 10**18
 
@@ -58,6 +63,8 @@ def detect(location: Location) -> bool:
     """Return True for a file of torch.save, and for a folder that has some."""
     if location.file is not None:
         return _is_torch(location, location.file)
+    if is_cut_by_rank(location):
+        return False
     return any(_is_torch(location, name) for name in _candidates(location))
 
 
@@ -91,7 +98,7 @@ def _open_file(location: Location, name: str) -> Catalog:
     file, identity = _open(location, name)
     trees, step = _parts(file.value)
     catalog = _Parts(location)
-    catalog.left_out += note_on_siblings(name)
+    catalog.left_out += [*note_on_siblings(name), *note_on_ranks(location, name)]
     memory = FileMemory()
     for part, value in trees.items():
         catalog.add(part, value, file, name, memory=memory)
@@ -107,26 +114,30 @@ def _open_folder(location: Location) -> Catalog:
     has_safetensors = safetensors_files.detect(location)
     shards = _Shards(frozenset(), {}) if has_safetensors else _shards(location)
     parts.left_out += [f"{name}: name this file to read it" for name in shards.others]
+    if not has_safetensors:
+        odd = [name for name in location.names() if name.endswith(".safetensors")]
+        parts.left_out += [f"{name}: it is not a safetensors file" for name in odd]
     for name in _candidates(location):
         stem = name.rpartition(".")[0]
         if name in shards.others:
             continue
-        if has_safetensors and stem.startswith(_WEIGHTS):
+        if has_safetensors and stem.startswith(_WEIGHTS[:2]):
             parts.left_out.append(f"{name}: the safetensors files are read instead")
             continue
         try:
             file, own = _open(location, name)
-            if name in shards.files or stem == _WEIGHTS:
+            if name in shards.files or name == shards.whole:
                 parts.add("model", file.value, file, name, joins=True)
             else:
                 _, step_there = _parts(file.value)
                 step = max(step, step_there)
                 parts.add(stem, file.value, file, name)
         except CorruptionError as error:
-            if name in shards.files or not error.details.get("not_read"):
+            why = why_none(location, name)
+            if name in shards.files or why or not error.details.get("not_read"):
                 # Without it the others would look like all of it.
                 raise CorruptionError(
-                    f"{error}; to read another file of the folder alone, name it"
+                    f"{error}{why}; to read another file of the folder alone, name it"
                 ) from error
             # One odd file (arguments of a trainer) does not make all others unreadable.
             parts.left_out.append(f"{name}: {error}")
@@ -176,21 +187,40 @@ class _Shards(NamedTuple):
     metadata: Mapping[str, Any] = MappingProxyType({})
     others: Sequence[str] = ()
     """Shards next to a file that is the whole model by its name."""
+    whole: str = ""
+    """The file that is the whole model by its name."""
 
 
 def _shards(location: Location) -> _Shards:
-    """Return the files that the weights are sharded over (`pytorch_model-00001-of-00002.bin`)."""
+    """Return the files of the weights: of an index, one file, or shards by their names.
+
+    Raises:
+        CorruptionError: Some are missing, or there are several models.
+    """
     present = location.names()
-    name = f"{_WEIGHTS}.bin.index.json"
-    if location.has(name):
+    indices = {name: m for name in present if (m := _INDEX.fullmatch(name))}
+    chosen = [name for name, match in indices.items() if not match["variant"]] or [*indices]
+    if len(chosen) > 1:
+        raise CorruptionError(
+            f"{location.label} has {len(chosen)} indices ({', '.join(chosen)}): name one file"
+        )
+    for name in chosen:
         placed, metadata = read_index(location, name, present)
-        refuse_two_models(location, f"{_WEIGHTS}.bin", list(placed.values()))
+        refuse_two_models(location, f"{indices[name]['stem']}.bin", list(placed.values()))
         return _Shards(frozenset(placed.values()), placed, metadata)
-    files = [each for each in present if _SHARD.fullmatch(each)]
+    files = _candidates(location)
     refuse_missing_shards(location, files)
-    if location.has(f"{_WEIGHTS}.bin"):
-        return _Shards(frozenset(), {}, others=files)
-    return _Shards(frozenset(files), {})
+    sets = shard_sets(files)
+    sharded = [name for names in sets.values() for name in names]
+    wholes = [name for name in files if name.rpartition(".")[0] in _WEIGHTS]
+    if len(wholes) > 1 or (len(sets) > 1 and not wholes):
+        raise CorruptionError(
+            f"{location.label} has the weights of several models "
+            f"({some_of(wholes or sorted(sets))}): name one file, or move all but one away"
+        )
+    if wholes:
+        return _Shards(frozenset(), {}, others=sharded, whole=wholes[0])
+    return _Shards(frozenset(sharded), {})
 
 
 def _open(location: Location, name: str) -> tuple[TorchFile, bytes]:

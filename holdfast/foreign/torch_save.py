@@ -165,6 +165,12 @@ def _folder(entries: Mapping[str, ZipEntry], place: str) -> str:
             f"state_dict() instead",
             details=NOT_READ,
         )
+    if names and all(name.endswith(".npy") for name in names):
+        raise CorruptionError(
+            f"{place}: arrays of NumPy (.npz), which are not read: load them with numpy.load and "
+            f"save them with safetensors.numpy.save_file",
+            details=NOT_READ,
+        )
     if "data.pkl" not in names or not all(name.startswith(folder) for name in entries):
         raise CorruptionError(
             f"{place}: a ZIP archive, but not one of torch.save", details=NOT_READ

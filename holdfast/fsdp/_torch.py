@@ -35,6 +35,7 @@ from holdfast.fsdp.launch_log import (
     can_watch,
 )
 from holdfast.optim.in_flight import BUCKETED, GradientHook, HeldHook, change_class, gradient_of
+from holdfast.optim.left_gradients import LeftGradients
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -582,7 +583,7 @@ def has_hooks_after_gradients(parameter: nn.Parameter) -> bool:
     """Return True if `register_post_accumulate_grad_hook` was called at a parameter."""
     hooks: Any = parameter._post_accumulate_grad_hooks
     return bool(hooks) and not all(
-        isinstance(each, HeldHook) and isinstance(each.hook, PendingGradient | None)
+        isinstance(each, HeldHook) and isinstance(each.hook, PendingGradient | LeftGradients | None)
         for each in hooks.values()
     )
 
@@ -1125,7 +1126,9 @@ _NOTES: Mapping[str, str] = MappingProxyType(
             "and gathered for its backward when the gradient of its output arrives. So all that "
             "the loss depends on has to be in the output of the unit, as tensors in tuples, lists, "
             "dicts or dataclasses: return what is kept in attributes (an auxiliary loss), or leave "
-            "this module out of units=; strategy='optim' frees nothing before the step"
+            "this module out of units=; strategy='optim' frees nothing before the step. A loss "
+            "that contains gradients (create_graph=True) needs parameters after a backward that "
+            "has freed them: train it with a ShardedOptimizer"
         ),
     }
 )

@@ -28,7 +28,6 @@ from holdfast.fsdp.prefetch import Prefetch
 from holdfast.optim import LossScaler, StepOutcome, collectives
 from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import ALONE, Veto
-from holdfast.optim.launch_orders import compare_orders, pack_orders
 from holdfast.optim.microbatches import (
     Description,
     Launched,
@@ -40,6 +39,7 @@ from holdfast.optim.norms import CopyCounts, GradientPart, gradient_parts
 from holdfast.optim.reduced import JoinedOptimizer, PlainStepper
 from holdfast.optim.reducer import share_backward
 from holdfast.parallel import ProcessGroups
+from holdfast.parallel.groups.order_comparison import compare_orders, pack_orders
 from holdfast.state.module_tree import parameter_names
 from holdfast.state.unfinished import set_worker
 
@@ -499,8 +499,8 @@ class ShardedModel(MicrobatchTaker):
     def compare_launches(self) -> None:
         """Check that ranks have run the same units in the same order since they last compared.
 
-        A microbatch and a step do so. Call it on all ranks after an evaluation that no step follows
-        if the model has branches that depend on its input.
+        A microbatch, a step and a save do so. Call it on all ranks after an evaluation that none of
+        them follows if the model has branches that depend on its input.
 
         Raises:
             PlanError: On all ranks: they have not, so they have computed with weights of other

@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
@@ -45,8 +46,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.arrays.boxes import Box
+from holdfast.arrays.boxes import Box, split_box
+from holdfast.arrays.types import AnyArray
 from holdfast.checkpoint import Checkpointer, LoadReport, SaveReport
+from holdfast.checkpoint.load.target_memory import Target
 from holdfast.errors import ConfigError, MismatchError, StorageError, disagreement
 from holdfast.format.names import list_steps, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
@@ -80,6 +83,8 @@ PathLike = str | os.PathLike[str]
 _OWN = "dcp"
 """The part with what DCP keeps besides tensors: paths, and values as its planner pickles them."""
 _NUMBER = re.compile(r"(\d+)$")
+_PIECE_NBYTES = 16 << 20
+"""Far above a block of digests: those at the ends of a piece are read twice."""
 
 
 def place_of(checkpoint_id: PathLike) -> tuple[Path, int]:
@@ -421,19 +426,27 @@ class HoldfastReader(StorageReader):
         return bytes(data)
 
     def _read_tensor(self, item: ReadItem, planner: LoadPlanner) -> None:
-        """Read one box into where the planner wants it."""
+        """Read one box into where the planner wants it.
+
+        Cost: a buffer of at most 16 MiB, if torch has to fill the target.
+        """
         snapshot, key = self._open(), self._keys[item.storage_index.fqn]
         target = planner.resolve_tensor(item).detach()
         origin = item.storage_index.offset or torch.Size([0] * len(item.lengths))
         at = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
-        dtype = torch_dtype(snapshot.tensor(key).dtype)
-        direct = target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
-        memory = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
-        if memory.numel():
-            flat = memory.view(-1).as_strided((memory.numel(),), (1,)).view(torch.uint8)
-            snapshot.read_box(key, Box(at, tuple(item.lengths)), flat.numpy().data)
-        if not direct:
-            target.copy_(memory)
+        box, stored = Box(at, tuple(item.lengths)), snapshot.tensor(key).dtype
+        memory = Target(target, path=item.dest_index.fqn, stored=stored)
+        if memory.is_direct and box.numel:
+            snapshot.read_box(key, box, memory.region(0, target.nbytes))
+        elif box.numel:
+            # Columns of a larger target, another device or dtype: by pieces, which torch copies.
+            itemsize, start = torch_dtype(stored).itemsize, 0
+            buffer: AnyArray = np.empty(min(box.numel * itemsize, _PIECE_NBYTES), dtype=np.uint8)
+            for piece in split_box(box, max_numel=_PIECE_NBYTES // itemsize):
+                data = buffer[: piece.numel * itemsize].data
+                snapshot.read_box(key, piece, data)
+                memory.put(start, data)
+                start += len(data)
         planner.commit_tensor(item, target)
 
 

@@ -583,6 +583,8 @@ class StepEngine:
             compare_launched(self._steppers, self._groups)
             self._agree_on(failure, phase=phase)
         if sums.differ:
+            last_number = self._groups.last_number("optimizer")
+            self._sum.refuse_numbers(sums, mine, last_number=last_number, name=self._name)
             # Digests show that ranks differ, but not in what: only now is it worth an exchange.
             payload = mine.described()
             answers = self._agree_on(None, phase="optimizer: settings", payload=payload)

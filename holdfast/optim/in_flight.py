@@ -219,7 +219,8 @@ class HeldHook:
 def gradient_hook(parameter: Tensor) -> GradientHook | None:
     """Return the hook by which a sharded optimizer takes the gradients of a parameter, or None."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return next((each.hook for each in hooks.values() if isinstance(each, HeldHook)), None)
+    held = (each.hook for each in hooks.values() if isinstance(each, HeldHook))
+    return next((hook for hook in held if hook is not None), None)
 
 
 _MACHINERY = ("torch._", "torch.distributed.pipelining", "torch.distributed.fsdp")

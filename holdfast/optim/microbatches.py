@@ -13,8 +13,8 @@ from typing import Any
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError, PlanError, shorten_ranks
 from holdfast.optim import collectives
 from holdfast.optim.collectives import Pending
-from holdfast.optim.launch_orders import compare_orders, pack_orders
 from holdfast.parallel import ModuleGroups, ProcessGroups
+from holdfast.parallel.groups.order_comparison import compare_orders, pack_orders
 
 _PHASE = "microbatch"
 _START_AGAIN = "Create the groups and the model again, and load the last checkpoint"

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast._torch import local_tensor, write_counter
+from holdfast._torch import local_tensor
 from holdfast.arguments import check_choice, check_int
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
 from holdfast.optim.agreement import Compared, compare_ranks, entry_of
 from holdfast.optim.checks import check_kind
 from holdfast.optim.engine import Stepper
+from holdfast.optim.left_gradients import LeftGradients
 from holdfast.optim.norms import CopyCounts, GradientPart, gradient_parts, scale_gradients
 from holdfast.optim.plain_shards import HINTS, PlainShards, Shards
 from holdfast.optim.shard_groups import mesh_lines
@@ -158,8 +159,8 @@ class ReducedOptimizer(PlainStepper):
             or gives them zeros. Or the name of a group (`dp_cp`, `expt_dp`): gradients are added up
             over it, in float32 or wider, and divided by `divisor`.
             `step` calls it: what other code does to `.grad` before that (`clip_grad_norm_`), it
-            does to the gradient of this rank alone; clip with `step(max_norm=...)`. After a
-            `microbatch` it is warned of, once.
+            does to the gradient of this rank alone; clip with `step(max_norm=...)`. It is
+            warned of, once; what is done inside of a `microbatch` counts as part of the backward.
         divisor: the sum of gradients over data ranks is divided by it. Of modules on other layouts
             it is compared.
         shards: by axis, plain parameters of which each rank along the axis holds another shard:
@@ -191,8 +192,8 @@ class ReducedOptimizer(PlainStepper):
         self._divisor = divisor
         self._reduce = reduce
         self._is_reduced = False
-        self._left: set[tuple[int, int]] | None = None
-        """Gradients at the end of the last microbatch: identity and version of each."""
+        self._left = LeftGradients(name)
+        """Not looked at if nothing is to reduce them, or after a warning."""
         self._has_warned = False
         self._turns: list[int] = []
         self._last_used: set[nn.Parameter] | None = None
@@ -223,6 +224,7 @@ class ReducedOptimizer(PlainStepper):
         # What is saved is the torch optimizer, which does not know of this one.
         set_worker(self, on=optimizer)
         optimizer.register_step_pre_hook(_Reduction(self))
+        self._watch_gradients()
         self.number = groups.next_number("optimizer")
 
     def check_reduced(self) -> None:
@@ -280,18 +282,21 @@ class ReducedOptimizer(PlainStepper):
         del is_last
         self._warn_of_changes()
         yield
+        self._left.note()
+
+    def _watch_gradients(self) -> None:
+        """Notice what other code does to gradients between a backward and `reduce`."""
         is_alone = self._reduce is None or self.groups.layout.world_size == 1
-        if not is_alone and not self._has_warned:
-            self._left = _versions(self.parameters())
+        self._left.watch([] if is_alone or self._has_warned else self.parameters())
 
     def _warn_of_changes(self) -> None:
-        """Warn if gradients were changed after a microbatch, before they are equal on all ranks."""
-        left, self._left = self._left, None
-        if left is None or left.issuperset(_versions(self.parameters())):
+        """Warn if gradients were changed after a backward, before they are equal on all ranks."""
+        if not self._left.were_changed():
             return
         self._has_warned = True
+        self._watch_gradients()
         warnings.warn(
-            f"gradients of ReducedOptimizer '{self.name}' were changed after a microbatch, before "
+            f"gradients of ReducedOptimizer '{self.name}' were changed after a backward, before "
             f"reduce= has made them equal on all ranks. One factor for all ranks does no harm, but "
             f"a clip (torch.nn.utils.clip_grad_norm_, clip_grad_value_) saw the gradient of this "
             f"rank alone, so training is not that of one process: clip with step(max_norm=...), "
@@ -459,7 +464,8 @@ class ReducedOptimizer(PlainStepper):
         self.optimizer.zero_grad(set_to_none=True)
         self._is_reduced = False
         self._turns = []
-        self._left = None
+        self._left.forget()
+        self._watch_gradients()  # some may be new, or trained from now on
 
     def unfinished_work(self) -> str | None:
         if self._is_interrupted or not self._is_reduced:
@@ -499,11 +505,6 @@ class _Reduction:
 def _are_same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
     """Return True if these are the same parameters, in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _versions(parameters: Sequence[nn.Parameter]) -> set[tuple[int, int]]:
-    """Return identity and version of each gradient that there is."""
-    return {(id(g), write_counter(g)) for p in parameters if (g := p.grad) is not None}
 
 
 _NO_CHANGE = (False,) * 32

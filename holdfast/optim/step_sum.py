@@ -15,11 +15,12 @@ from holdfast.parallel import Layout
 
 _FAILED = 0.0
 """The digest of a rank that failed; a real one is at least 1."""
+_NUMBER = "number of the optimizer"
 _TURNS = "number of the reduction before the step"
 _REASONS = {
     _TURNS: "all ranks call share_norm() and finish_gradients() of several optimizers in the same "
     "order: gradients of this one were added to those of another",
-    "number of the optimizer": "all ranks step the optimizers on their groups in the same order, "
+    _NUMBER: "all ranks step the optimizers on their groups in the same order, "
     "which are numbered as they were built (a set of them has another order in each process)",
     "max_norm": "one limit holds for the norm of the whole gradient",
     "count_zeros": "zeros are counted on all ranks or on none",
@@ -64,7 +65,7 @@ class Contribution:
     def settings(self) -> dict[str, object]:
         """Settings that must be equal on all ranks, by their names in messages."""
         return {
-            "number of the optimizer": self.number,
+            _NUMBER: self.number,
             "max_norm": self.max_norm,
             "loss scale": self.scale,
             "count_zeros": self.count_zeros,
@@ -88,6 +89,8 @@ class StepSums:
     """By module, sum over its ranks."""
     failed: tuple[int, ...]
     """Ranks that cannot continue."""
+    settings: Mapping[int, float]
+    """By rank, a digest of its settings of the step."""
     differ: bool
     """True if ranks differ in settings, or those of one pipeline stage in hyperparameters."""
     num_bad_losses: int
@@ -212,6 +215,7 @@ class StepSum:
             usage=usage,
             num_new=num_new,
             failed=tuple(sorted(rank for rank, each in settings.items() if each == _FAILED)),
+            settings=settings,
             differ=len(set(settings.values())) > 1
             or any(
                 len({digests[module][rank] for rank in ranks}) > 1 for module, ranks in self._stages
@@ -221,6 +225,28 @@ class StepSum:
             tokens={rank: None if count < 0 else count for rank, count in counts.items()},
             carried=carried,
         )
+
+    def refuse_numbers(
+        self, sums: StepSums, mine: Contribution, *, last_number: int, name: str
+    ) -> None:
+        """Raise ConfigError if ranks step different optimizers, with the same settings.
+
+        Known from the digests alone: an exchange need not come about, because each of the
+        optimizers may have groups, and so a control, of its own on the same communicators.
+
+        Args:
+            sums: of the step.
+            mine: this rank's contribution to them.
+            last_number: of the optimizers on these communicators.
+            name: of this rank's optimizer.
+        """
+        numbers = {
+            _digest_of({**mine.settings, _NUMBER: number}): number
+            for number in range(1, last_number + 1)
+        }
+        by_rank = {rank: numbers.get(digest) for rank, digest in sums.settings.items()}
+        if None not in by_rank.values():
+            refuse_different({r: {_NUMBER: number} for r, number in by_rank.items()}, where=name)
 
     def refuse_differences(self, described: Mapping[int, bytes], *, name: str) -> NoReturn:
         """Raise ConfigError that names a setting and the values of all ranks.
@@ -247,8 +273,7 @@ class StepSum:
         now = repr(entries)
         before, digest = self._digests.get(key, ("", _FAILED))
         if before != now:  # seldom: a digest takes longer than `repr`
-            number = hashlib.blake2b(_text(entries), digest_size=6).digest()
-            digest = float(int.from_bytes(number) + 1)
+            digest = _digest_of(entries)
             self._digests[key] = now, digest
         return digest
 
@@ -326,6 +351,11 @@ def refuse_different(by_rank: Mapping[int, Mapping[str, Any]], *, where: str) ->
             raise ConfigError(
                 f"{where}: ranks differ in {key}: {listed}; {reason}. Nothing was updated"
             )
+
+
+def _digest_of(entries: object) -> float:
+    number = hashlib.blake2b(_text(entries), digest_size=6).digest()
+    return float(int.from_bytes(number) + 1)
 
 
 def _named(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -42,9 +42,7 @@ class TorchInterface(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """State of the torch optimizers inside, by the tensor of elements it belongs to."""
-        if len(self.inners) == 1:
-            return self.inners[0].state
-        return ChainMap(*(inner.state for inner in self.inners))
+        return JoinedState(self.inners)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -107,6 +105,69 @@ class TorchInterface(torch.optim.Optimizer):
         )
 
     __getstate__ = __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copy
+
+
+class JoinedState(MutableMapping[Any, Any]):
+    """State of the optimizers inside: each tensor's entry is that of the optimizer that has it.
+
+    A `ChainMap` would write to the first one, clear it alone, and find an empty entry there for any
+    tensor, because the state of a torch optimizer is a `defaultdict`.
+
+    Args:
+        inners: the optimizers. Keys that are not tensors belong to the first one.
+    """
+
+    def __init__(self, inners: Sequence[torch.optim.Optimizer]) -> None:
+        self._inners = inners
+
+    def _of(self, key: Any) -> Any:
+        """Return the state that has an entry, or is to have it.
+
+        Raises:
+            ConfigError: No optimizer has that tensor, so what is done to the entry has no effect.
+        """
+        for inner in self._inners:
+            if key in inner.state:
+                return inner.state
+        if not isinstance(key, Tensor):
+            return self._inners[0].state
+        for inner in self._inners:
+            if any(key is tensor for group in inner.param_groups for tensor in group["params"]):
+                return inner.state
+        raise ConfigError(
+            f"optimizer.state: a tensor of shape {list(key.shape)} is not in param_groups, so it "
+            f"has no state here. Those of a sharded optimizer show the elements of each parameter "
+            f"that this rank updates; take the tensors from there, not from the model"
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._of(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._of(key)[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(inner.state for inner in self._inners)
+
+    def __len__(self) -> int:
+        return sum(len(inner.state) for inner in self._inners)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._of(key)
+
+    # The mixin's own ask for an entry, and a `defaultdict` makes one.
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self._of(key).get(key, default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return self._of(key).setdefault(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return self._of(key).pop(key, *default)
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:

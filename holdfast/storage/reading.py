@@ -203,6 +203,11 @@ def requests_of(storage: Storage) -> Counter[str]:
     return Counter(getattr(storage, "requests", None) or {})
 
 
+def is_durable_at_once(storage: Storage) -> bool:
+    """Return True if a rename that can be seen is durable, so that it never needs to be undone."""
+    return bool(getattr(storage, "is_durable_at_once", False))
+
+
 def range_nbytes(storage: Storage) -> int | None:
     """Return the bytes of a large read where each read is a request; None for a file system's."""
     nbytes: int | None = getattr(storage, "range_nbytes", None)

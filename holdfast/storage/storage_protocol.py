@@ -79,7 +79,8 @@ class Storage(Protocol):
     `join_dir` and `holds` (directories whose names hold small files), `file_sizes` (of many files
     with one request), `update_file` (a put on condition), `requests` (how many so far, by kind, for
     reports), `note` (see `annotate`), `is_one_place` (its root cannot be unmounted), `stamps_all`
-    (the times of all files are by its own clock),
+    (the times of all files are by its own clock), `is_durable_at_once` (a rename that can be seen
+    is durable),
     `collect_garbage` (for `repair`), `fail_within` (see `reading.py`),
     and `address` (how a writer process opens it).
     `storage/objects/storage.py` has all of them. One whose processes share a kernel may have

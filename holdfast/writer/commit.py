@@ -62,6 +62,7 @@ from holdfast.storage.reading import (
     file_stamp,
     for_each,
     held_with_name,
+    is_durable_at_once,
     requests_of,
     sizes_below,
 )
@@ -384,8 +385,8 @@ def publish(storage: Storage, directory: str, final: str, header: SaveHeader) ->
     try:
         storage.rename_dir(directory, final)
     except StorageError as error:
-        if save_id_of(storage, final) == header.save_id and _was_not_made(error):
-            return  # a repair took this save for abandoned and has finished it
+        if _is_published(storage, final, header, error):
+            return
         _take_back(storage, directory, final, header, error)
         if storage.exists(final):
             raise StorageError(
@@ -402,12 +403,13 @@ def _replace(storage: Storage, directory: str, final: str, header: SaveHeader) -
     try:
         storage.exchange_dir(directory, final)
     except StorageError as error:
-        if _was_not_made(error):
-            if storage.exists(directory) and not storage.exists(final):
-                return False
+        if not _is_published(storage, final, header, error):
+            if _was_not_made(error):
+                if storage.exists(directory) and not storage.exists(final):
+                    return False
+                raise
+            _take_back(storage, directory, final, header, error)
             raise
-        _take_back(storage, directory, final, header, error)
-        raise
     try:
         retire(storage, directory, header.step)
         retire_replaced(storage)
@@ -420,6 +422,18 @@ def _replace(storage: Storage, directory: str, final: str, header: SaveHeader) -
                 error,
             )
     return True
+
+
+def _is_published(storage: Storage, final: str, header: SaveHeader, error: StorageError) -> bool:
+    """Return True if a new version is committed, although this process could not rename it.
+
+    Either a repair took this save for abandoned and has finished it; or the answer was lost, and
+    what can be seen is durable. Undoing it then would take the place from a version that another
+    save has put there since.
+    """
+    if save_id_of(storage, final) != header.save_id:
+        return False
+    return _was_not_made(error) or is_durable_at_once(storage)
 
 
 def _was_not_made(error: StorageError) -> bool:

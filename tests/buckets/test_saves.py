@@ -22,6 +22,7 @@ from holdfast import (
     Layout,
     ProcessGroups,
     Sharded,
+    StorageError,
     Stored,
 )
 from holdfast.cli.main import main
@@ -55,6 +56,24 @@ def version_of(place: str | ObjectStorage, step: int) -> int:
         assert torch.equal(tensors[name], tensor)
     assert verify_snapshot(storage, step_dir(step)) == []
     return cast("int", values["version"])
+
+
+class AnswerLost(ObjectStorage):
+    """The exchange of two names is made, and the process never learns it."""
+
+    def exchange_dir(self, first: str, second: str) -> None:
+        super().exchange_dir(first, second)
+        raise StorageError("no answer within 120 s")
+
+
+def test_a_replacement_of_which_the_answer_was_lost_is_not_undone() -> None:
+    """What can be seen is durable. An exchange back might be with a version of another save."""
+    url = f"memory://{secrets.token_hex(8)}/run"
+    Checkpointer(ObjectStorage(url), settle_s=0.0).save(1, state_of(1))
+    with Checkpointer(AnswerLost(url), settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state_of(2), overwrite=True)
+    assert version_of(ObjectStorage(url), 1) == 2
+    assert not [name for name in ObjectStorage(url).list("") if name.startswith(".saving")]
 
 
 def versions(place: str | ObjectStorage) -> dict[int, int]:

@@ -7,8 +7,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Fault = Literal["in forward", "before backward", "in backward", "after backward"]
-FAULTS: tuple[Fault, ...] = ("in forward", "before backward", "in backward", "after backward")
+Fault = Literal["in forward", "before backward", "in backward", "in recompute", "after backward"]
+FAULTS: tuple[Fault, ...] = (
+    "in forward",
+    "before backward",
+    "in backward",
+    "in recompute",
+    "after backward",
+)
+Form = Literal[
+    "whole", "halves", "in turns", "input", "saliency", "penalty", "evaluated", "cleared"
+]
+FORMS: tuple[Form, ...] = (
+    "halves",
+    "in turns",
+    "input",
+    "saliency",
+    "penalty",
+    "evaluated",
+    "cleared",
+)
 EvaluationMode = Literal[
     "no_grad", "inference_mode", "generation", "copy", "trained copy", "average"
 ]
@@ -21,10 +39,11 @@ DROPS: tuple[DropKind, ...] = ("drop_gradients", "optimizer.zero_grad", "model.z
 GradientWrite = Literal["halve", "none", "clip norm", "clip value"]
 GRADIENT_WRITES: tuple[GradientWrite, ...] = ("halve", "none")
 CLIPS: tuple[GradientWrite, ...] = ("clip norm", "clip value")
-DetourKind = Literal["parametrization", "assignment", "functional", "module", "data"]
-DETOURS: tuple[DetourKind, ...] = ("parametrization", "assignment", "functional", "module", "data")
+DetourKind = Literal["parametrization", "assignment", "functional", "module", "data", "dtype"]
+DETOURS: tuple[DetourKind, ...] = ("parametrization", "assignment", "functional", "module")
 HookKind = Literal["output", "gradient", "after gradient"]
 HOOKS: tuple[HookKind, ...] = ("output", "gradient", "after gradient")
+FORMS_OF_ONE_GRADIENT = tuple(form for form in FORMS if form != "penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +54,15 @@ class Microbatch:
     part: int
     num_parts: int
     is_last: bool
-    does: Literal["all", "forward", "nothing"] = "all"
+    does: Literal["all", "forward", "nothing", "no_grad"] = "all"
+    form: Form = "whole"
+    """What is unusual in forward and backward, for `does="all"`.
+
+    "halves" are two forwards with one backward; "in turns" two forwards, and then two backwards;
+    "input" has an input with a gradient; "saliency" takes that alone, before the backward;
+    "penalty" makes it a part of the loss; "evaluated" has a forward without gradients, and
+    "cleared" `zero_grad()` of the optimizer, between forward and backward.
+    """
     fault: Fault | None = None
     block: int = 0
     """Where the fault is, if it is in forward or backward."""
@@ -48,6 +75,11 @@ class Microbatch:
 @dataclass(frozen=True, kw_only=True)
 class TwiceBackward(Microbatch):
     """A microbatch whose loss has two backwards, of which the first keeps the graph."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formed(Microbatch):
+    """A microbatch of an unusual form."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +148,8 @@ class Load:
     """Load what was saved last, or what the way before has left, in another layout maybe."""
 
     is_of_before: bool = False
+    is_first: bool = False
+    """True for the first save of this way, whatever was saved since."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +198,16 @@ class ReloadOptimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClearState:
+    """Let the optimizer start again: `optimizer.state.clear()`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddGroup:
+    """Train the parameters that the optimizer was built without, as another group of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Toggle:
     """Let a block keep its activations, or compute them again in the backward, in turns."""
 
@@ -197,6 +241,7 @@ class Look:
 Action = (
     Microbatch
     | TwiceBackward
+    | Formed
     | Evaluate
     | Write
     | Swap
@@ -210,6 +255,8 @@ Action = (
     | Hook
     | Set
     | ReloadOptimizer
+    | ClearState
+    | AddGroup
     | Toggle
     | Schedule
     | Move
@@ -237,6 +284,7 @@ class Limits:
     num_failing: int
     """Ranks that may fail while others do not."""
     faults: tuple[Fault, ...] = FAULTS
+    forms: tuple[Form, ...] = FORMS
     modes: tuple[EvaluationMode, ...] = MODES
     hooks: tuple[HookKind, ...] = HOOKS
     gradient_writes: tuple[GradientWrite, ...] = GRADIENT_WRITES
@@ -247,6 +295,8 @@ class Limits:
     """True if parameters may have other memory later."""
     has_before: bool = False
     """True if another way has left a checkpoint."""
+    has_late: bool = False
+    """True if the optimizer is built without some of the parameters."""
 
 
 def draw_actions(chance: random.Random, limits: Limits) -> tuple[Action, ...]:
@@ -273,6 +323,9 @@ def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Act
             "inside",
             "inside",
             "twice",
+            "no_grad",
+            "formed",
+            "formed",
             "uneven",
             "",
         )
@@ -287,13 +340,15 @@ def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Act
                 break  # the other ranks notice it in `step`
             if each.is_last or chance.random() < 0.5:
                 return  # the rest of the step is given up
-        elif kind in ("forward", "nothing") and number == odd:
+        elif kind in ("forward", "nothing", "no_grad") and number == odd:
             yield replace(each, does=kind)
         elif kind == "uneven" and number == odd and limits.num_idle:
             idle = chance.sample(range(limits.num_ranks), chance.randint(1, limits.num_idle))
             yield replace(each, idle=tuple(sorted(idle)))
         elif kind == "twice" and number == odd:
             yield TwiceBackward(**vars(each))
+        elif kind == "formed" and number == odd:
+            yield Formed(**{**vars(each), "form": chance.choice(limits.forms)})
         elif kind == "never last":
             yield replace(each, is_last=False)
         else:
@@ -333,7 +388,10 @@ def _fault(chance: random.Random, microbatch: Microbatch, limits: Limits) -> Mic
 def _between(chance: random.Random, limits: Limits) -> Action:
     """Draw what is done between two steps."""
     kinds = ("evaluate", "write", "write", "swap", "freeze", "thaw", "save", "load", "set", "hook")
-    kind = chance.choice((*kinds, "schedule", "schedule", "move", "reload", "detour"))
+    kinds = (*kinds, "schedule", "schedule", "move", "reload", "detour", "clear state")
+    kind = chance.choice((*kinds, *["add group"] * 3) if limits.has_late else kinds)
+    if kind == "add group":
+        return AddGroup()
     if kind == "move":
         return Move() if limits.may_move else Schedule()
     if kind == "swap":
@@ -356,6 +414,7 @@ def _inside(chance: random.Random, limits: Limits) -> Action:
         return Freeze(block=chance.randrange(2), number=number) if chance.random() < 0.7 else Thaw()
     kinds = ("evaluate", "write", "write", "swap", "save", "load", "drop", "look", "gradients")
     kinds = (*kinds, "gradients", "set", "toggle", "toggle", "schedule", "reload", "detour")
+    kinds = (*kinds, "clear state")
     kind = chance.choice(kinds)
     if kind == "gradients":
         how = chance.choice(limits.gradient_writes)
@@ -383,12 +442,15 @@ def _anywhere(chance: random.Random, kind: str, limits: Limits) -> Action:
         return Schedule()
     if kind == "reload":
         return ReloadOptimizer()
+    if kind == "clear state":
+        return ClearState()
     if kind == "detour":
         return Detour(how=chance.choice(limits.detours), block=chance.randrange(2))
     if kind == "toggle":
         return Toggle(block=chance.randrange(2))
     if kind == "load":
-        return Load(is_of_before=limits.has_before and chance.random() < 0.7)
+        is_of_before = limits.has_before and chance.random() < 0.7
+        return Load(is_of_before=is_of_before, is_first=not is_of_before and chance.random() < 0.4)
     return Swap() if kind == "swap" else Look()
 
 

@@ -209,9 +209,11 @@ class Generated(nn.Module):
         parts += [makers[chance.choice([*makers])]() for _ in range(count)]
         return Block(parts, chance=chance)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Return the loss of each row, (rows,)."""
+    def forward(self, rows: Tensor, probe: Tensor | None = None) -> Tensor:
+        """Return the loss of each row, (rows,); a probe is added to the input, (rows, WIDTH)."""
         x = whole(self.table)[rows % 7]
+        if probe is not None:
+            x = x + probe
         for block in self.blocks:
             x = block(x, rows)
         scores = x @ whole(self.table).T

@@ -19,6 +19,8 @@ from tests.campaign.actions import (
     CLIPS,
     COPIES,
     DETOURS,
+    FORMS,
+    FORMS_OF_ONE_GRADIENT,
     GRADIENT_WRITES,
     HOOKS,
     MODES,
@@ -58,6 +60,8 @@ class Way:
     """True if each parameter group has an optimizer of its own."""
     has_scaler: bool = False
     """True if losses are scaled."""
+    has_late: bool = False
+    """True if the second block is frozen, and the optimizer built without it."""
     actions: tuple[Action, ...] = ()
 
 
@@ -146,11 +150,16 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
     # A hook on what was added up is not called on a rank that adds nothing.
     may_idle = is_shared and kind != "fsdp" and chance.random() < 0.5
     is_declared = kind in ("zero", "chained") and (is_odd or chance.random() < 0.3)
+    has_late = kind in ("plain", "fsdp") and before is None and chance.random() < 0.25
+    # Torch ignores an assignment to `.data` of a DTensor, if nothing refuses it; and buckets hold
+    # parameters, which another dtype does not fit.
+    detours = DETOURS if is_declared or kind == "fsdp" else (*DETOURS, "data")
     way = Way(
         kind=kind,
         layout=layout,
         options=_draw_options(chance, kind),
         is_declared=is_declared,
+        has_late=has_late,
         has_contexts=has_contexts,
         actions=draw_actions(
             chance,
@@ -166,13 +175,16 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
                 # A fully sharded model cannot be copied, and experts of a copy get gradients of the
                 # same rows from several ranks.
                 modes=MODES if kind == "fsdp" else (*MODES, *(COPIES if is_plain else COPIES[:1])),
+                # Only in a microbatch an error of torch can be explained.
+                forms=FORMS if kind != "fsdp" or has_contexts else FORMS_OF_ONE_GRADIENT,
                 gradient_writes=GRADIENT_WRITES + (CLIPS if is_clipped else ()),
-                # Torch ignores an assignment to `.data` of a DTensor, if nothing refuses it.
-                detours=DETOURS[:-1] if is_declared or kind == "fsdp" else DETOURS,
+                detours=(*detours, "dtype") if kind in ("plain", "fsdp") else detours,
+                has_late=has_late,
                 num_idle=num_ranks - 1 if may_idle else 0,
             ),
         ),
-        has_two=kind != "chained" and chance.random() < 0.3,
+        # A user's reduction of one group of several does not know what is added to it.
+        has_two=kind != "chained" and not (has_late and kind == "plain") and chance.random() < 0.3,
         has_scaler=chance.random() < 0.3,
     )
     return Program(

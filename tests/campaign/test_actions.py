@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaign.actions import Action, Move
+from tests.campaign.actions import FAULTS, FORMS, Action, AddGroup, Formed, Microbatch, Move
 from tests.campaign.programs import STRATEGIES, draw_irregular
 from tests.campaign.runs import run_irregular_programs
 from tests.harness import run_ranks
@@ -82,12 +82,19 @@ def test_the_programs_have_everything_that_they_are_about() -> None:
     assert len(sharded) == 4
     for axis in ("dp", "cp", "tp", "ep", "replicas"):
         assert any(way.layout.get(axis, 1) > 1 for way in ways), axis
-    done = Counter(
-        (program.ways[-1].kind, type(action))
+    actions = [
+        (program.ways[-1].kind, action)
         for program in (draw_irregular(seed, num_ranks=1) for seed in range(1000, 2800))
         for action in program.ways[-1].actions
-    )
-    # Buckets hold parameters: a model moves before its sharded optimizer is built.
-    assert {kind for kind, action in done if action is Move} == {"plain", "fsdp"}
-    assert len(done) == 4 * len(Action.__args__) - 2
+    ]
+    done = Counter((kind, type(action)) for kind, action in actions)
+    # Buckets hold parameters: a model moves, and gets other ones, before its sharded optimizer is
+    # built.
+    for each in (Move, AddGroup):
+        assert {kind for kind, action in done if action is each} == {"plain", "fsdp"}
+    assert len(done) == 4 * len(Action.__args__) - 4
     assert min(done.values()) >= 3
+    forms = {(kind, each.form) for kind, each in actions if isinstance(each, Formed)}
+    assert len(forms) == 4 * len(FORMS)
+    faults = {(kind, each.fault) for kind, each in actions if isinstance(each, Microbatch)}
+    assert len(faults) == 4 * (1 + len(FAULTS))

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from holdfast import Layout
 from tests.campaign.actions import (
     Action,
+    AddGroup,
+    ClearState,
     Detour,
     Drop,
     Evaluate,
@@ -41,12 +43,16 @@ from tests.campaign.ways import (
     THAWED,
     Hooks,
     Values,
+    add_group,
     change_settings,
     clip,
     evaluate,
     evaluate_average,
     evaluate_otherwise,
+    forwards,
+    freeze,
     is_hooked,
+    late_parameters,
     param_groups,
     reload,
     rows_of,
@@ -81,6 +87,8 @@ class Situation:
     """True if hooks are at parameters."""
     is_split: bool = False
     """True if ranks have other settings."""
+    is_regrouped: bool = False
+    """True if what is to be loaded has another number of parameter groups."""
 
 
 class Twin:
@@ -89,6 +97,8 @@ class Twin:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.model = generate(program.seed, program.traits).model
+        self._late = late_parameters(self.model) if program.ways[-1].has_late else {}
+        freeze(self._late)
         self._all = list(self.model.parameters())
         self._at_start = {p: p.requires_grad for p in self._all}
         self._mains = [
@@ -96,12 +106,14 @@ class Twin:
         ]
         self._has_loaded_mains = False
         make = OPTIMIZERS[program.optimizer]
-        self._optimizer = make(param_groups(self._mains, decays="weight_decay" in make.keywords))
+        members = [p for p in self._mains if p not in self._late]
+        self._optimizer = make(param_groups(members, decays="weight_decay" in make.keywords))
         self._scheduler = scheduler_of(self._optimizer)
         self._sums: dict[int, Tensor] = {}
         """Gradients so far, by position of the parameter."""
         self._shares = 1
         self._saved: Any = None
+        self._saved_first: Any = None
         self._saved_before: Any = None
         """What the way before has left."""
         self._hooks = Hooks(self.model)
@@ -139,7 +151,7 @@ class Twin:
                 self._save()
             case Load():
                 self._note_write()
-                self._load(self._saved_before if action.is_of_before else self._saved)
+                self._load(self._source(action))
             case Drop():
                 if action.to_zeros:
                     for total in self._sums.values():
@@ -158,6 +170,10 @@ class Twin:
                     change_settings(self._optimizer, action.factor)
                 else:
                     self.situation.is_split = True
+            case ClearState():
+                self._optimizer.state.clear()
+            case AddGroup():
+                add_group(self._optimizer, self._late, at_start=self._at_start)
             case Toggle():
                 toggle(self.model, action)
             case Schedule():
@@ -187,6 +203,20 @@ class Twin:
 
     def _save(self) -> None:
         self._saved = self._state()
+        if self._saved_first is None:
+            self._saved_first = self._saved
+
+    def situation_at(self, action: Action) -> Situation:
+        """Return what has happened, by which a refusal of an action is judged."""
+        if isinstance(action, Load):
+            saved = self._source(action)[2]["param_groups"]
+            self.situation.is_regrouped = len(saved) != len(self._optimizer.param_groups)
+        return self.situation
+
+    def _source(self, action: Load) -> Any:
+        if action.is_of_before:
+            return self._saved_before
+        return self._saved_first if action.is_first else self._saved
 
     def _state(self) -> Any:
         # A save takes what was written, but main parameters keep bits for when it is undone.
@@ -196,6 +226,8 @@ class Twin:
     def _microbatch(self, action: Microbatch, way: Way) -> Values:
         layout = Layout(**way.layout)
         self._shares = layout.dp * layout.cp
+        if action.form == "cleared":
+            self._drop(frees=False)
         situation = self.situation
         situation.has_run |= action.does != "nothing"
         situation.is_reduced |= action.is_last
@@ -213,24 +245,24 @@ class Twin:
         batches = [[parts[action.part] for parts in shares]]
         if self.program.traits.dtype == torch.bfloat16:  # each rank rounds a gradient of its own
             batches = [[rows] for rows in batches[0]]
-        losses: list[Tensor] = []
+        losses: list[float] = []
+        gradients: list[float | None] = []
         for batch in batches:
-            found = self.model(torch.cat(batch)).split(len(batch[0]))
-            of_shares = [each.mean() / action.num_parts for each in found]
-            losses += of_shares
+            with torch.set_grad_enabled(action.does != "no_grad"):
+                found = forwards(self.model, batch, action)
             if action.does == "all":
-                loss = torch.stack(of_shares).sum()
-                if isinstance(action, TwiceBackward):
-                    loss.backward(retain_graph=True)
+                for loss in found.totals():
+                    if isinstance(action, TwiceBackward):
+                        loss.backward(retain_graph=True)
+                        self._add_gradients()
+                    loss.backward()
                     self._add_gradients()
-                loss.backward()
-                self._add_gradients()
-        found = iter(losses)
+            losses += found.losses()
+            gradients += found.input_gradients()
+        rest, others = iter(losses), iter(gradients)
         return {
-            "losses": [
-                None if index in idle else float(next(found).detach())
-                for index in range(self._shares)
-            ]
+            "losses": [None if i in idle else next(rest) for i in range(self._shares)],
+            "input gradients": [None if i in idle else next(others) for i in range(self._shares)],
         }
 
     def _add_gradients(self) -> None:
@@ -307,7 +339,7 @@ class Twin:
         self.situation.has_gradients = bool(self._sums)
 
     def _set_trainable(self, action: Freeze | Thaw) -> None:
-        set_trainable(self.model, action, at_start=self._at_start)
+        set_trainable(self.model, action, at_start=self._at_start, late=self._late)
         self.situation.is_thawed = any(p.requires_grad > was for p, was in self._at_start.items())
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ from tests.campaign.actions import (
     Detour,
     Drop,
     Evaluate,
+    Formed,
     Load,
     Microbatch,
     ReloadOptimizer,
@@ -38,13 +39,14 @@ class Answer:
     error: str = ""
     """Class and text."""
     is_clear: bool = True
-    """True if the error is the injected one, or one of Holdfast's."""
+    """True if the error is the injected one, or one of Holdfast's, or one that it explains."""
 
     @staticmethod
     def of(error: Exception, *, after: str = "") -> Answer:
         """Return the answer that is an error, or one in the recovery after an error."""
-        is_clear = isinstance(error, HoldfastError | Trouble) and not after
-        text = f"{type(error).__name__}: {error}"
+        notes = getattr(error, "__notes__", [])
+        is_clear = (isinstance(error, HoldfastError | Trouble) or bool(notes)) and not after
+        text = " ".join([f"{type(error).__name__}: {error}", *notes])
         if not is_clear:
             text = "".join([after, text, *traceback.format_tb(error.__traceback__)[-2:]])
         return Answer(error=text, is_clear=is_clear)
@@ -126,14 +128,21 @@ REFUSALS = (
     ),
     Refusal(
         name="twice",
-        actions=(TwiceBackward,),
+        actions=(TwiceBackward, Formed),  # "in turns"
         text=r"a gradient came after its bucket was reduced.* one backward call in each microbatch",
+        fits=lambda now: True,
+    ),
+    Refusal(
+        name="freed",
+        actions=(Formed,),  # "penalty"
+        text=r"storage of size 0.* In a fully sharded model",
         fits=lambda now: True,
     ),
     Refusal(
         name="replaced",
         actions=(Detour,),
-        text=r"parameter '.*' .* since fully_shard_model|a fully sharded model cannot be copied",
+        text=r"parameter '.*' .* since fully_shard_model|a fully sharded model cannot be copied"
+        r"|parameter '.*' was converted from .* after the first forward",
         fits=lambda now: True,
     ),
     Refusal(
@@ -159,6 +168,12 @@ REFUSALS = (
         actions=(Step,),
         text=r"was frozen when optimizer .* was built and (is trained|has a gradient) now",
         fits=lambda now: now.is_thawed or now.was_thawed,
+    ),
+    Refusal(
+        name="other groups",
+        actions=(Load,),
+        text=r"would start fresh: optimizer\.groups\.\d|has \d parameter groups, the checkpoint",
+        fits=lambda now: now.is_regrouped,
     ),
     Refusal(
         name="in a step",
@@ -255,7 +270,7 @@ def _refusal(action: Action, answers: Sequence[Answer], twin: Twin) -> str | Non
         if (
             isinstance(action, refusal.actions)
             and all(a.is_clear and re.search(refusal.text, a.error) for a in answers)
-            and refusal.fits(twin.situation)
+            and refusal.fits(twin.situation_at(action))
         ):
             return refusal.name
     return None
@@ -271,8 +286,8 @@ def _has_to_raise(action: Action, twin: Twin) -> bool:
 def _differences(found: Values, expected: Values, *, index: int) -> list[str]:
     wrong = []
     for name, value in expected.items():
-        if name == "losses":
-            name, value = "loss", value[index]
+        if name in ("losses", "input gradients"):
+            name, value = {"losses": "loss"}.get(name, "input gradient"), value[index]
         if value is None:
             continue
         mine = found[name]

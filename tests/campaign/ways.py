@@ -6,7 +6,7 @@ import contextlib
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -38,11 +38,14 @@ from holdfast.optim import (
 )
 from tests.campaign.actions import (
     Action,
+    AddGroup,
+    ClearState,
     Detour,
     DetourKind,
     Drop,
     Evaluate,
     Fault,
+    Form,
     Freeze,
     Hook,
     Load,
@@ -132,7 +135,10 @@ class Trained:
         self.program, self.way, self.groups = program, way, groups
         case = generate(program.seed, program.traits, values=values)
         self.model = case.model
+        late = late_parameters(case.model) if way.has_late else {}
+        freeze(late)
         self._experts = _placed(case, way, groups)
+        self._late = dict(zip(late_parameters(case.model), late.values(), strict=False))
         self.sharded: ShardedModel | None = None
         self._stepped: Any = None
         """The optimizer of a sharded model, or several by name."""
@@ -167,11 +173,11 @@ class Trained:
             case Detour():
                 return {"output": evaluate_otherwise(self.model, action)}
             case Freeze() | Thaw():
-                set_trainable(self.model, action, at_start=self._trainable)
+                set_trainable(self.model, action, at_start=self._trainable, late=self._late)
             case Save():
                 self._save(is_async=action.is_async, is_lazy=action.is_lazy)
             case Load():
-                self._load(is_of_before=action.is_of_before)
+                self._load(is_of_before=action.is_of_before, is_first=action.is_first)
             case Drop():
                 self._drop(action.how, to_zeros=action.to_zeros)
             case WriteGradients():
@@ -181,6 +187,11 @@ class Trained:
                 self._hooks.register(action)
             case ReloadOptimizer():
                 reload(self._inner)
+            case ClearState():
+                self._inner.state.clear()
+            case AddGroup():
+                first = self._inner.inners[0] if self.way.has_two else self._inner
+                add_group(first, self._late, at_start=self._trainable)
             case Set():
                 if action.ranks is None or self._index in action.ranks:
                     change_settings(self.optimizer, action.factor)
@@ -200,7 +211,7 @@ class Trained:
         if isinstance(action, Swap) and STALE.search(text):  # half of it is done
             self._load()
         if THAWED.search(text):
-            set_trainable(self.model, Thaw(), at_start=self._trainable)
+            set_trainable(self.model, Thaw(), at_start=self._trainable, late=self._late)
         if is_hooked(action, text):
             self._hooks.remove()
         if isinstance(action, Step):
@@ -247,18 +258,31 @@ class Trained:
         with self._microbatch(is_last=action.is_last):
             if action.does == "nothing" or self._index in action.idle:
                 return {}
-            with _fault_of(self.model, fault, action.block):
-                loss = self.model(rows).mean() / action.num_parts
+            with (
+                _fault_of(self.model, fault, action.block),
+                torch.set_grad_enabled(action.does != "no_grad"),
+            ):
+                found = forwards(self.model, [rows], action)
                 if fault == "before backward":
                     raise Trouble
+                if action.form == "evaluated":
+                    evaluate(self.model, "no_grad")
+                if action.form == "cleared":
+                    self._drop("optimizer.zero_grad")
                 if action.does == "all":
-                    scaled = loss if self._scaler is None else self._scaler.scale_loss(loss)
-                    if isinstance(action, TwiceBackward):
-                        scaled.backward(retain_graph=True)
-                    scaled.backward()
+                    for loss in found.totals():
+                        scaled = loss if self._scaler is None else self._scaler.scale_loss(loss)
+                        if isinstance(action, TwiceBackward):
+                            scaled.backward(retain_graph=True)
+                        scaled.backward()
             if fault is not None:
                 raise Trouble
-        return {"loss": float(loss.detach())}
+        scale = 1.0 if self._scaler is None or action.form != "input" else self._scaler.scale
+        gradient = found.input_gradients()[0]
+        return {
+            "loss": found.losses()[0],
+            "input gradient": None if gradient is None else gradient / scale**2,
+        }
 
     def _microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         if not self.way.has_contexts:
@@ -303,7 +327,7 @@ class Trained:
         if pending is not None:
             pending.result()
 
-    def _load(self, *, is_of_before: bool = False) -> None:
+    def _load(self, *, is_of_before: bool = False, is_first: bool = False) -> None:
         self._wait()
         # What was frozen when it was saved and is trained now starts fresh, as in one process.
         allowed = {"allow_missing": ("optimizer.state.*",)}
@@ -312,7 +336,7 @@ class Trained:
             with Checkpointer(self._before, groups=self.groups) as checkpointer:
                 checkpointer.load(self.state(), **allowed)
         else:
-            self._checkpointer.load(self.state(), **allowed)
+            self._checkpointer.load(self.state(), step=1 if is_first else None, **allowed)
 
     def _drop(self, how: str, *, to_zeros: bool = False) -> None:
         if how == "model.zero_grad":
@@ -334,7 +358,11 @@ class Trained:
                 experts=case.experts if self._experts is not None else (),
                 **way.options,
             )
-            divided = param_groups(list(model.parameters()), decays=decays)
+            # Sharding has replaced them.
+            late = late_parameters(model)
+            self._late = dict(zip(late, self._late.values(), strict=False))
+            members = [p for p in model.parameters() if p not in self._late]
+            divided = param_groups(members, decays=decays)
             if not way.has_two:
                 self._stepped = make(divided)
                 return self._stepped
@@ -343,7 +371,8 @@ class Trained:
         experts = self._experts or set()
         dense = [p for p in model.parameters() if p not in experts]
         special = [p for p in model.parameters() if p in experts]
-        divided = param_groups([*dense, *special], decays=decays)
+        members = [p for p in (*dense, *special) if p not in self._late]
+        divided = param_groups(members, decays=decays)
         if way.kind == "plain":
             if not way.has_two:
                 return ReducedOptimizer(make(divided), groups, reduce=self._reduce)
@@ -425,20 +454,135 @@ def _fault_of(model: Generated, fault: Fault | None, block: int) -> Iterator[Non
         del module, args
         if fault == "in forward":
             raise Trouble
-        if output.requires_grad:
+        if fault == "in recompute":
+            if is_in_backward():
+                raise Trouble
+        elif output.requires_grad:
             output.register_hook(fail)
 
-    if fault not in ("in forward", "in backward"):
+    if fault not in ("in forward", "in backward", "in recompute"):
         yield
         return
-    handle = _block(model, block).parts[0].register_forward_hook(hook)
+    faulty = _block(model, block)
+    before, faulty.recomputed = faulty.recomputed, faulty.recomputed or fault == "in recompute"
+    handle = faulty.parts[0].register_forward_hook(hook)
     try:
         yield
     finally:
         handle.remove()
+        faulty.recomputed = before
+
+
+def is_in_backward() -> bool:
+    """Return True in a forward that a backward makes, to compute activations again."""
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
 
 
 # ---- actions that a twin does alike ----
+
+
+class Forwards:
+    """Losses of the forwards of a microbatch, by share of the rows; before their backward."""
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.by_share: list[list[Tensor]] = []
+        """Losses of each forward, by share."""
+        self.probes: list[Tensor] = []
+        """Of each share, if the input has a gradient."""
+        self._saliencies: list[float] = []
+
+    def add(self, losses: list[Tensor]) -> None:
+        """Add one forward."""
+        self.by_share.append(losses)
+
+    def note_saliencies(self) -> None:
+        """Take the gradients of the input alone."""
+        gradients = torch.autograd.grad(self._whole(), self.probes, retain_graph=True)
+        self._saliencies = [float(g.double().square().sum()) for g in gradients]
+
+    def add_penalties(self, weights: list[float]) -> None:
+        """Add the squares of the gradients of the input to the losses."""
+        gradients = torch.autograd.grad(self._whole(), self.probes, create_graph=True)
+        for share, (g, weight) in enumerate(zip(gradients, weights, strict=True)):
+            loss = self.by_share[0][share]
+            self.by_share[0][share] = loss + (g * weight).square().sum() / weight
+
+    def _whole(self) -> Tensor:
+        return torch.stack([loss for losses in self.by_share for loss in losses]).sum()
+
+    def totals(self) -> list[Tensor]:
+        """Return the losses that have a backward, in turn."""
+        if self.form != "in turns":
+            return [self._whole()]
+        return [torch.stack(losses).sum() for losses in self.by_share]
+
+    def losses(self) -> list[float]:
+        """Return the loss of each share."""
+        return [
+            float(torch.stack(losses).sum().detach()) for losses in zip(*self.by_share, strict=True)
+        ]
+
+    def input_gradients(self) -> list[float | None]:
+        """Return sums of squares of the gradients of the input, by share."""
+        if self._saliencies:
+            return [*self._saliencies]
+        if self.form != "input":
+            return [None for _ in self.by_share[0]]
+        return [
+            0.0 if probe.grad is None else float(probe.grad.double().square().sum())
+            for probe in self.probes
+        ]
+
+
+def forwards(model: Generated, shares: list[Tensor], action: Microbatch) -> Forwards:
+    """Run the forwards of a microbatch for some shares of its rows."""
+    found = Forwards(action.form)
+    lengths = [len(rows) * action.num_parts for rows in shares]
+    is_split = action.form in ("halves", "in turns")
+    for first in range(2) if is_split else (None,):
+        pieces = [rows if first is None else rows[first::2] for rows in shares]
+        probe = None
+        if action.form in ("input", "saliency", "penalty"):
+            found.probes = [
+                torch.zeros(len(rows), WIDTH, dtype=model.traits.dtype, requires_grad=True)
+                for rows in pieces
+            ]
+            probe = torch.cat(found.probes)
+        out = model(torch.cat(pieces), probe).split([*map(len, pieces)])
+        found.add([each.sum() / n for each, n in zip(out, lengths, strict=True)])
+    if action.form == "saliency":
+        found.note_saliencies()
+    if action.form == "penalty":
+        found.add_penalties([float(n) for n in lengths])
+    return found
+
+
+def late_parameters(model: Generated) -> dict[nn.Parameter, bool]:
+    """Return the parameters of the second block alone, each with True if it is to be trained."""
+    others = {model.table, *model.blocks[0].parameters()}
+    return {p: p.requires_grad for p in model.blocks[1].parameters() if p not in others}
+
+
+def freeze(parameters: Iterable[nn.Parameter]) -> None:
+    """Stop training some parameters."""
+    for p in parameters:
+        p.requires_grad_(False)
+
+
+def add_group(
+    optimizer: torch.optim.Optimizer,
+    late: dict[nn.Parameter, bool],
+    *,
+    at_start: dict[nn.Parameter, bool],
+) -> None:
+    """Train parameters that an optimizer was built without; no second time."""
+    if late:
+        for p, is_trained in late.items():
+            p.requires_grad_(is_trained)
+        optimizer.add_param_group({"params": [*late]})
+        at_start |= late
+        late.clear()
 
 
 def evaluate(model: Generated, mode: str) -> Tensor:
@@ -492,6 +636,8 @@ def evaluate_otherwise(model: Generated, action: Detour) -> Tensor:
         finally:  # torch does not put back what is of a module at two places
             leaf._parameters["up"] = before
         return output.clone()
+    if action.how == "dtype":
+        return evaluate_wider(model)
     places = [*leaf._parameters]
     try:
         with _in_place(block, leaf, action.how):
@@ -499,6 +645,19 @@ def evaluate_otherwise(model: Generated, action: Detour) -> Tensor:
     finally:
         for name in places:  # a parametrization has moved it to the end
             leaf._parameters[name] = leaf._parameters.pop(name)
+
+
+def evaluate_wider(model: Generated) -> Tensor:
+    """Evaluate in float64, if the parameters have one dtype to which they go back as they were."""
+    dtypes = {p.dtype for p in model.parameters()}
+    before = evaluate(model, "no_grad")  # a first forward in float64 would be for good
+    if dtypes != {torch.float32}:
+        return before
+    model.double()
+    try:
+        return evaluate(model, "no_grad")
+    finally:
+        model.float()
 
 
 @contextlib.contextmanager
@@ -573,9 +732,13 @@ def write(model: Generated, action: Write) -> None:
 
 
 def set_trainable(
-    model: Generated, action: Freeze | Thaw, *, at_start: Mapping[nn.Parameter, bool]
+    model: Generated,
+    action: Freeze | Thaw,
+    *,
+    at_start: Mapping[nn.Parameter, bool],
+    late: Mapping[nn.Parameter, bool],
 ) -> None:
-    """Freeze a block, or thaw it."""
+    """Freeze a block, or thaw it, but for parameters that no optimizer has yet."""
     if action.block is None:
         for p, trained in at_start.items():
             p.requires_grad_(trained)
@@ -584,7 +747,8 @@ def set_trainable(
     if action.number is not None:
         parameters = [parameters[action.number % len(parameters)]]
     for p in parameters:
-        p.requires_grad_(isinstance(action, Thaw))
+        if p not in late:
+            p.requires_grad_(isinstance(action, Thaw))
 
 
 @torch.no_grad()

@@ -122,6 +122,11 @@ def test_verify_says_what_it_cannot_know(holdfast: Holdfast, place: Path) -> Non
         result = holdfast("export", place / name, "--tensor", "*layers.1.weight", "--to", to)
         assert (result.code, to.exists()) == (1, False)
         assert "layers.1.weight" in result.err
+        for command in (("diff", place / name, place / "hf"), ("show", place / name, "--stats")):
+            result = holdfast(*command, "--tensor", "*layers.1.weight")
+            assert result.code == 1
+            assert "another CRC-32" in result.err
+        assert holdfast("show", place / name, "--stats", "--tensor", "*half").code == 0
         # What is not read is not compared.
         others = holdfast("export", place / name, "--tensor", "*half", "--to", to)
         assert others.code == 0, others.err
@@ -131,7 +136,7 @@ def test_verify_says_what_it_cannot_know(holdfast: Holdfast, place: Path) -> Non
     file.write_bytes(file.read_bytes()[:-3000])
     result = holdfast("verify", place / "dcp")
     assert result.code == 1
-    assert "__0_0.distcp" in result.out
+    assert "__0_0.distcp" in result.err
 
 
 def test_commands_that_remove_leave_them_alone(holdfast: Holdfast, place: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -75,7 +76,8 @@ def test_tensors_sharded_over_two_axes(tmp_path: Path) -> None:
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 6))
+    # Of four ranks three have rows of the last layer: 2, 2, 1 and none.
+    return nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 5))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
@@ -171,6 +173,53 @@ def test_metadata_that_lies_is_refused(tmp_path: Path) -> None:
         (path / ".metadata").write_bytes(good.replace(name, name[::-1]))
         with pytest.raises(CorruptionError):
             Checkpointer(tmp_path / "run").load_all(source=path)
+
+
+def _place(**fields: Any) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == "a":
+                for name, value in fields.items():
+                    setattr(info, name, value)
+
+    return change
+
+
+def _size(size: tuple[int, ...], *chunks: tuple[Any, Any]) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata["a"]
+        entry.size = torch.Size(size)
+        entry.chunks = [ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in chunks]
+
+    return change
+
+
+LIES: dict[str, Callable[[Any], None]] = {
+    "an offset beyond 63 bits": _place(offset=2**63),
+    "a length beyond 63 bits": _place(length=2**63),
+    "a negative offset": _place(offset=-1),
+    "a length that is too short": _place(length=10),
+    "a place in the metadata": _place(relative_path=".metadata"),
+    "a place in another folder": _place(relative_path="../other/__0_0.distcp"),
+    "a shape beyond 63 bits": _size((2**62, 2**62), ((0, 0), (2, 3))),
+    "a chunk beyond the shape": _size((2, 3), ((2**61, 0), (2, 3))),
+    "a chunk of other dims": _size((2, 3), ((0,), (6,))),
+    "no chunks": _size((2, 3)),
+    "a larger shape": _size((3, 3), ((0, 0), (2, 3))),
+    "chunks of one archive": _size((4, 3), ((0, 0), (2, 3)), ((2, 0), (2, 3))),
+}
+
+
+@pytest.mark.parametrize("kind", LIES)
+def test_metadata_with_impossible_places_is_refused(tmp_path: Path, kind: str) -> None:
+    """X2: by a load of all; a length that is too short only once the archive is opened."""
+    path = tmp_path / "dcp"
+    dcp.save({"a": torch.ones(2, 3), "b": 5}, checkpoint_id=path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    LIES[kind](metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptionError):
+        Checkpointer(tmp_path / "run").load_all(source=path)
 
 
 def test_a_gap_as_large_as_an_overlap_is_not_converted(tmp_path: Path) -> None:

@@ -66,6 +66,11 @@ def _write_sharded(context: RankContext, path: str, tensors: dict[str, torch.Ten
     }
     assert any(isinstance(each, DTensor) for each in state.values())
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(path, save_distributed=True))
+    Path(f"{path}-and-whole").mkdir(exist_ok=True)
+    writer = dcp.HuggingFaceStorageWriter(
+        f"{path}-and-whole", save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(state, storage_writer=writer)
 
 
 def test_the_sharded_variant_of_dcp(tmp_path: Path) -> None:
@@ -75,6 +80,12 @@ def test_the_sharded_variant_of_dcp(tmp_path: Path) -> None:
     run_ranks(2, _write_sharded, str(path), tensors)
     assert len(list(path.glob("shard-*"))) == 2
     check_format(path, "model", tensors)
+    whole = tmp_path / "sharded-and-whole"
+    check_catalog(whole, "model", tensors)
+    # The shards that it was made of.
+    note = "sharded/: a folder with Hugging Face safetensors; name it to read it"
+    assert [*open_catalog(whole).left_out] == [note]
+    check_catalog(whole / "sharded", "model", tensors)
 
 
 def test_what_the_index_does_not_name_is_left_out_by_name(tmp_path: Path) -> None:
@@ -273,6 +284,11 @@ def test_a_file_of_a_model_that_was_not_downloaded_is_an_error(
         open_catalog(tmp_path)
     (tmp_path / "a.safetensors").unlink()
     with pytest.raises(ConfigError, match="git lfs pull"):
+        open_catalog(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").unlink(missing_ok=True)
+        (tmp_path / f"{name}.safetensors").symlink_to(f"{name}.safetensors")
+    with pytest.raises(ConfigError, match=r"a\.safetensors .*a link that leads nowhere"):
         open_catalog(tmp_path)
 
 

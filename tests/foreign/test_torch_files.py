@@ -124,18 +124,23 @@ def test_what_asks_for_code_is_left_out_of_a_folder_by_name(tmp_path: Path) -> N
         open_catalog(folder / "training_args.bin")
 
 
-def test_sharded_weights_of_hugging_face(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stem", "variant"),
+    [("pytorch_model", ""), ("pytorch_model.fp16", ".fp16"), ("diffusion_pytorch_model", "")],
+)
+def test_sharded_weights_of_hugging_face(tmp_path: Path, stem: str, variant: str) -> None:
+    """X24: shards under other names were parts of their own, and half of them a whole model."""
     tensors = sample_tensors()
     names = list(tensors)
     placed = {}
     for number in range(2):
-        file = f"pytorch_model-{number + 1:05d}-of-00002.bin"
+        file = f"{stem}-{number + 1:05d}-of-00002.bin"
         torch.save({name: tensors[name] for name in names[number::2]}, tmp_path / file)
         placed |= dict.fromkeys(names[number::2], file)
-    index = tmp_path / "pytorch_model.bin.index.json"
+    index = tmp_path / f"{stem.removesuffix(variant)}.bin.index{variant}.json"
     index.write_text(json.dumps({"weight_map": placed}))
     check_catalog(tmp_path, "model", tensors)
-    second = tmp_path / "pytorch_model-00002-of-00002.bin"
+    second = tmp_path / f"{stem}-00002-of-00002.bin"
     whole = second.read_bytes()
     # Cut, without a tensor, or gone: the other half is not a model.
     second.write_bytes(whole[:-100])
@@ -148,7 +153,7 @@ def test_sharded_weights_of_hugging_face(tmp_path: Path) -> None:
     with pytest.raises(CorruptionError, match="not a file of the folder"):
         open_catalog(tmp_path)
     index.unlink()
-    with pytest.raises(CorruptionError, match=r"there is no pytorch_model-00002-of-00002\.bin"):
+    with pytest.raises(CorruptionError, match=f"there is no {second.name}"):
         open_catalog(tmp_path)
     second.write_bytes(whole)
     check_catalog(tmp_path, "model", tensors)
@@ -169,6 +174,7 @@ def test_a_damaged_file_of_a_folder_is_an_error(tmp_path: Path, weights: str) ->
         (whole.replace(b"param_groups", b"param_gruops"), "another CRC-32"),
         (b"", "is empty; damaged"),
         (bytes(4096), "starts with zeros; damaged"),
+        (b"version https://git-lfs.github.com/spec/v1\nsize 9\n", "git lfs pull"),
     ):
         optimizer.write_bytes(damaged)
         with pytest.raises(CorruptionError, match=rf"optimizer\.pt.*{why}.*alone, name it"):

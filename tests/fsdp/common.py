@@ -64,7 +64,7 @@ class Layer(nn.Module):
 class Net(nn.Module):
     """Layers around a table that is used at both ends."""
 
-    def __init__(self, num_layers: int = 3) -> None:
+    def __init__(self, num_layers: int = 2) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.empty(7, WIDTH))
         self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
@@ -82,7 +82,7 @@ def plain(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def build(*, seed: int = 1, dtype: torch.dtype = torch.float32, num_layers: int = 3) -> Net:
+def build(*, seed: int = 1, dtype: torch.dtype = torch.float32, num_layers: int = 2) -> Net:
     """The model with values that depend on the seed alone."""
     net = Net(num_layers)
     generator = torch.Generator().manual_seed(seed)
@@ -150,7 +150,7 @@ def train(
 
 
 def truth(
-    make: Make, *, steps: int = STEPS, max_norm: float = 0.0, num_layers: int = 3
+    make: Make, *, steps: int = STEPS, max_norm: float = 0.0, num_layers: int = 2
 ) -> tuple[Net, list[tuple[float, float]]]:
     """One process, the whole batch at once: the model, and (loss, norm) of each step."""
     net = build(num_layers=num_layers)

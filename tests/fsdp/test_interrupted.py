@@ -23,6 +23,10 @@ from tests.harness import RankContext, run_ranks
 LAYOUTS: list[dict[str, Any]] = [{"dp": 2}, {"dp": 4, "ep": 2}, {"dp": 4, "replicas": 2}]
 
 
+NUM_LAYERS = 3
+"""Where a unit fails: one is before it, and one after it."""
+
+
 class Trouble(Exception):
     """Raised by a test's model."""
 
@@ -98,13 +102,13 @@ def attempt(
 def errors(context: RankContext, sizes: dict[str, Any], strategies: list[str]) -> list[str]:
     """By case, what is wrong after a step that failed anywhere, and was repeated."""
     wrong = []
-    expected, reference = truth(sgd, steps=2)
+    expected, reference = truth(sgd, steps=2, num_layers=NUM_LAYERS)
     for turn, strategy in enumerate(strategies):
         for number, fail in enumerate(PLACES):
             # The first and the last microbatch in turn: each place and each strategy has both.
             at = (turn + number) % 2
             with ProcessGroups.create(Layout(**sizes)) as groups:
-                net = place(build(), groups)
+                net = place(build(num_layers=NUM_LAYERS), groups)
                 sharded = shard(net, groups, strategy=strategy)
                 optimizer = sgd(net.parameters())
                 norms = []
@@ -191,10 +195,10 @@ NEW_KINDS: tuple[Callable[..., Any], ...] = (nullcontext, frozen, backwards)
 
 def errors_in_new_kinds(context: RankContext, sizes: dict[str, Any], names: Any) -> list[Any]:
     raised = []
-    expected, reference = truth(sgd, steps=len(NEW_KINDS))
+    expected, reference = truth(sgd, steps=len(NEW_KINDS), num_layers=NUM_LAYERS)
     for turn, strategy in enumerate(STRATEGIES):
         with ProcessGroups.create(Layout(**sizes), names=names) as groups:
-            net = place(build(), groups)
+            net = place(build(num_layers=NUM_LAYERS), groups)
             sharded = shard(net, groups, strategy=strategy)
             optimizer = sgd(net.parameters())
             norms = []
@@ -276,6 +280,10 @@ def written_after_evaluation(context: RankContext) -> None:
         for how in WRITES:
             expected = build()
             halve(expected, how)
+            values = expected(rows_of(0)[0])
+            twin = copy.deepcopy(expected)
+            twin(torch.cat(rows_of(0))).mean().backward()
+            sgd(twin.parameters()).step()
             for strategy in STRATEGIES:
                 net = build()
                 sharded = shard(net, groups, strategy=strategy)
@@ -285,13 +293,8 @@ def written_after_evaluation(context: RankContext) -> None:
                 assert difference(net, expected) == 0, (how, strategy, "state")
                 with torch.no_grad():
                     found = sharded.model(rows_of(0)[0])
-                assert torch.allclose(found, expected(rows_of(0)[0]), atol=1e-6), (how, strategy)
-                optimizer = sgd(net.parameters())
-                good(sharded, optimizer, 0)
-                twin = copy.deepcopy(expected)
-                twin_optimizer = sgd(twin.parameters())
-                twin(torch.cat(rows_of(0))).mean().backward()
-                twin_optimizer.step()
+                assert torch.allclose(found, values, atol=1e-6), (how, strategy)
+                good(sharded, sgd(net.parameters()), 0)
                 assert difference(net, twin) < 1e-6, (how, strategy, "step")
 
 
@@ -761,7 +764,7 @@ def branch(sharded: ShardedModel, x: Tensor, of_rank: Any) -> None:
         sharded.model(x, *of_rank).sum().backward()
 
 
-def in_other_orders(context: RankContext) -> None:
+def in_other_orders(context: RankContext, root: Path) -> None:
     rows = [torch.full((1, 4), rank + 1.0, requires_grad=True) for rank in range(2)]
     x = rows[context.rank]
     with ProcessGroups.create(Layout(dp=2), data_timeout_s=20) as groups:
@@ -782,12 +785,20 @@ def in_other_orders(context: RankContext) -> None:
                     branch(sharded, x, each[context.rank])
                 sharded.drop_gradients()
             if strategy != "no_shard":  # which gathers nothing
-                for follows in (partial(branch, sharded, x, ((0, 1),)), sharded.compare_launches):
-                    with torch.no_grad():
-                        net(x, *ORDERS[1][context.rank])
-                    with pytest.raises(PlanError, match=r"comes next: .*'layers\.\d' .*rank 1"):
-                        follows()
-                    sharded.drop_gradients()
+                with Checkpointer(root / strategy, groups=groups) as checkpointer:
+                    for follows in (
+                        partial(branch, sharded, x, ((0, 1),)),
+                        sharded.compare_launches,
+                        partial(checkpointer.save, 1, {"net": net}),
+                        partial(checkpointer.save_async, 2, {"net": net}),
+                    ):
+                        with torch.no_grad():
+                            net(x, *ORDERS[1][context.rank])
+                        with pytest.raises(PlanError, match=r"comes next: .*'layers\.\d' .*rank 1"):
+                            follows()
+                        sharded.drop_gradients()
+                    assert checkpointer.steps() == []
+                    checkpointer.save(1, {"net": net})
                 net(x, *ORDERS[1][context.rank]).sum().backward()
                 before = {name: full(p) for name, p in net.named_parameters()}
                 with pytest.raises(PlanError, match=r"what comes next: .*'layers\.\d' .*rank 1"):
@@ -802,6 +813,23 @@ def in_other_orders(context: RankContext) -> None:
             torch.stack(losses).sum().backward()
             alone.step()
             assert difference(net, single) < 1e-4, strategy
+
+
+def stages_in_other_orders(context: RankContext) -> None:
+    """The ranks of one stage run its units in another order; no microbatch of theirs agrees."""
+    with ProcessGroups.create(Layout(pp=2, dp=2), data_timeout_s=20) as groups:
+        net = Branching()
+        sharded = fully_shard_model(net, groups, experts=(), units=net.layers, num_prefetched=0)
+        optimizer = sgd(net.parameters())
+        x = torch.ones(1, 4)
+        is_other = groups.index("pp") == 1 and groups.index("dp_cp") == 1
+        before = {name: full(p) for name, p in net.named_parameters()}
+        branch(sharded, x, ((1, 0) if is_other else (0, 1),))
+        with pytest.raises(PlanError, match=r"what comes next: .*'layers\.\d' .*rank 3"):
+            sharded.step(optimizer)
+        assert all(torch.equal(full(p), before[name]) for name, p in net.named_parameters())
+        branch(sharded, x, ((0, 1),))
+        assert not sharded.step(optimizer).skipped
 
 
 def two_models_in_other_orders(context: RankContext, is_adopted: bool) -> None:
@@ -907,9 +935,17 @@ def without_rows_for_its_expert(context: RankContext) -> None:
             assert torch.equal(full(expert.get_parameter(name)), kept), name
 
 
-def test_ranks_that_run_other_units_do_not_get_each_others_weights() -> None:
-    """I1: a rank without rows for an expert took the other expert's weights, silently."""
-    run_ranks(2, in_other_orders)
+def test_ranks_that_run_other_units_do_not_get_each_others_weights(tmp_path: Path) -> None:
+    """I1: a rank without rows for an expert took the other expert's weights, silently.
+
+    What an evaluation in another order has found is not saved either.
+    """
+    run_ranks(2, in_other_orders, tmp_path)
+
+
+def test_stages_whose_ranks_run_other_units_are_refused_by_the_step() -> None:
+    """I1: microbatches of pipeline stages end in no agreement, so the step compares."""
+    run_ranks(4, stages_in_other_orders)
 
 
 @pytest.mark.parametrize("is_adopted", [False, True])

@@ -28,6 +28,8 @@ from holdfast import (
     ProcessGroups,
     StorageError,
 )
+from holdfast.arrays.boxes import Box
+from holdfast.format.reader import Snapshot
 from holdfast.integrations import dcp as own
 from holdfast.integrations.dcp import HoldfastReader, HoldfastWriter
 from holdfast.state.tensor_elements import equal_bits, local_of
@@ -333,6 +335,36 @@ def test_saved_loaded_saved_without_a_difference(tmp_path: Path) -> None:
     writer.close()
     data = [sorted((tmp_path / f"iter_000000{n}/data").iterdir()) for n in (1, 2)]
     assert [a.read_bytes() for a in data[0]] == [b.read_bytes() for b in data[1]]
+
+
+def test_a_target_that_torch_fills_needs_no_second_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P26: columns of a matrix, as a planner asks for them, went through memory of their size."""
+    whole = torch.arange(1000.0 * 7).reshape(1000, 7)
+    saved = {"w": whole, "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 3)}
+    dcp.save(saved, checkpoint_id=tmp_path / "1", storage_writer=HoldfastWriter())
+    monkeypatch.setattr("holdfast.integrations.dcp._PIECE_NBYTES", 4096)
+    read: list[int] = []
+    read_box = Snapshot.read_box
+
+    def counted(self: Snapshot, key: str, box: Box, out: memoryview, **options: Any) -> None:
+        read.append(len(out))
+        read_box(self, key, box, out, **options)
+
+    monkeypatch.setattr(Snapshot, "read_box", counted)
+    for target in (
+        torch.zeros(7, 1000).t(),
+        torch.zeros(1000, 20)[:, 3:10],
+        torch.zeros(1000, 7, dtype=torch.float64),
+    ):
+        read.clear()
+        state = {"w": target, "scalar": torch.zeros(()), "empty": torch.zeros(3, 0).t()}
+        dcp.load(state, storage_reader=HoldfastReader(tmp_path / "1"))
+        assert torch.equal(target, whole.to(target.dtype))
+        assert state["scalar"].item() == 3.0
+        assert max(read) <= 4096
+        assert sum(read) == whole.nbytes + 4
 
 
 def test_damage_is_found_and_a_step_is_not_overwritten(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from holdfast import (
     module_parts,
 )
 from holdfast.fsdp import fully_shard_model
+from tests.campaign.ways import is_in_backward
 from tests.checkpoint.common import full
 from tests.modules.graphs import draw_spans
 
@@ -85,7 +86,9 @@ class Microbatch:
     """Modules that feed others, and do not in this microbatch: a modality that is not there."""
     twice: frozenset[tuple[str, str]]
     """Edges that are crossed twice, the second time with half of the tokens' values."""
-    does: Literal["all", "forward", "nothing"] = "all"
+    does: Literal["all", "forward", "nothing", "no_grad"] = "all"
+    form: Literal["", "evaluated", "cleared"] = ""
+    """What is done between forward and backward: an evaluation, `zero_grad()` of the optimizer."""
     fault: tuple[str, str, tuple[int, ...]] | None = None
     """Module, place, and the indices in its layout of the ranks that fail."""
     nan: tuple[str, int] | None = None
@@ -180,7 +183,30 @@ def draw(seed: int, *, num_ranks: int) -> Program:
         per_token=per_token,
         actions=(),
     )
-    return replace(program, actions=tuple(_draw_actions(program, rng)))
+    actions = _altered(program, list(_draw_actions(program, rng)))
+    return replace(program, actions=tuple(actions))
+
+
+def _altered(program: Program, actions: Sequence[Microbatch | Do]) -> Iterator[Microbatch | Do]:
+    """Make some of the actions more unusual; draws of their own, for the same reason as above."""
+    rng = random.Random(f"{program.seed} alterations")
+    for action in actions:
+        if rng.random() < 0.05:
+            yield Do(what="clear", module=rng.choice(list(program.specs)))
+        chosen, other = rng.random(), rng.random()
+        if isinstance(action, Do):
+            if action.what == "load" and chosen < 0.4:
+                action = replace(action, how="first")
+        elif action.fault is not None:
+            module, place, failing = action.fault
+            if place == "in backward" and chosen < 0.4:
+                action = replace(action, fault=(module, "in recompute", failing))
+        elif action.does == "forward":
+            if chosen < 0.3:
+                action = replace(action, does="no_grad")
+        elif action.does == "all" and action.nan is None and chosen < 0.15:
+            action = replace(action, form="evaluated" if other < 0.5 else "cleared")
+        yield action
 
 
 def _place(
@@ -338,14 +364,18 @@ class Block(nn.Module):
         self._dtype = dtype
         self._is_recomputed = is_recomputed
 
+    fails_in_recompute = False
+
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self._dtype)
-        if self._is_recomputed:
+        if self._is_recomputed or self.fails_in_recompute:
             result: Tensor = checkpoint(self._run, x, use_reentrant=False)
             return result
         return self._run(x)
 
     def _run(self, x: Tensor) -> Tensor:
+        if self.fails_in_recompute and is_in_backward():
+            raise Trouble
         result: Tensor = x + torch.tanh(x @ self.up.T) @ self.down.T * self.scale
         return result
 
@@ -394,6 +424,7 @@ class Twin:
         self.num_tokens = 0
         self.has_nan = False
         self.saved: Any = None
+        self.saved_first: Any = None
 
     # The situation, by which refusals are judged.
     num_open = 0
@@ -436,10 +467,12 @@ class Twin:
         self._drop(action)
 
     def _microbatch(self, each: Microbatch) -> dict[str, Any]:
+        if each.form == "cleared":
+            self._drop(each)
         self.is_in_step = True
         self.has_had_last = self.has_had_last or each.is_last
         self.ended_with_last = each.is_last
-        if each.does == "nothing":
+        if each.does in ("nothing", "no_grad"):
             return {}
         _, total = self.forward(each)
         if each.does == "forward":
@@ -517,9 +550,15 @@ class Twin:
                 {m: [o.state_dict() for o in each] for m, each in self.optimizers.items()},
             )
         )
+        self.saved_first = self.saved_first or self.saved
+
+    def _clear(self, action: Do) -> None:
+        for optimizer in self.optimizers[action.module]:
+            optimizer.state.clear()
 
     def _load(self, action: Do) -> None:
-        blocks, optimizers = copy.deepcopy(self.saved)
+        saved = self.saved_first if action.how == "first" else self.saved
+        blocks, optimizers = copy.deepcopy(saved)
         for m, state in blocks.items():
             self.blocks[m].load_state_dict(state)
             for optimizer, own in zip(self.optimizers[m], optimizers[m], strict=True):
@@ -674,6 +713,7 @@ class World:
                 continue
             if at == m and fault == "in forward":
                 raise Trouble
+            self.blocks[m].fails_in_recompute = at == m and fault == "in recompute"
             out = self.blocks[m](x)
             if at == m and fault == "in backward" and out.requires_grad:
                 out.register_hook(_fail)
@@ -707,12 +747,20 @@ class World:
         with self.optimizer.microbatch(is_last=each.is_last):
             if each.does == "nothing":
                 return {}
-            _, total = self._forward(each, fault, at)
+            with torch.set_grad_enabled(each.does != "no_grad"):
+                _, total = self._forward(each, fault, at)
             if fault == "before backward":
                 raise Trouble
+            if each.form == "evaluated":
+                seen = self._seen
+                self._evaluate(Do(what="evaluate", how="no_grad", number=1))
+                self._seen = seen
+            if each.form == "cleared":
+                self.num_tokens, self.has_nan = 0, False
+                self.optimizer.zero_grad()
             if each.does == "all" and total.requires_grad:
                 total.backward()
-            if fault == "after backward" or fault in ("in backward",):
+            if fault in ("after backward", "in backward", "in recompute"):
                 raise Trouble
         if each.does == "all":
             self.num_tokens += self._seen
@@ -813,7 +861,12 @@ class World:
 
     def _load(self, action: Do) -> None:
         self._wait()
-        self.checkpointer.load(self._parts(), allow_missing=("*.optimizer.state.*",))
+        step = 1 if action.how == "first" else None
+        self.checkpointer.load(self._parts(), step=step, allow_missing=("*.optimizer.state.*",))
+
+    def _clear(self, action: Do) -> None:
+        if self.steppers.get(action.module) is not None:
+            self.optimizer[action.module].state.clear()
 
     def _move(self, action: Do) -> None:
         self._wait()

@@ -43,11 +43,17 @@ def test_the_programs_have_everything() -> None:
     assert {*dtypes} == {1, 2}
     actions = [action for each in programs for action in each.actions]
     assert {action.what for action in actions if isinstance(action, Do)} == {
-        "drop", "evaluate", "freeze", "load", "look", "move", "save", "set", "step", "swap", "thaw",
-        "write",
+        "clear", "drop", "evaluate", "freeze", "load", "look", "move", "save", "set", "step",
+        "swap", "thaw", "write",
     }  # fmt: skip
     microbatches = [action for action in actions if isinstance(action, Microbatch)]
-    assert {each.does for each in microbatches} == {"all", "forward", "nothing"}
+    assert {each.does for each in microbatches} == {"all", "forward", "nothing", "no_grad"}
+    assert {each.form for each in microbatches} == {"", "evaluated", "cleared"}
+    places = {each.fault[1] for each in microbatches if each.fault is not None}
+    assert places == {
+        "in forward", "before backward", "in backward", "in recompute", "after backward"
+    }  # fmt: skip
+    assert any(isinstance(a, Do) and a.what == "load" and a.how == "first" for a in actions)
     for name in ("left_out", "twice", "fault", "nan"):
         assert any(getattr(each, name) for each in microbatches), name
     assert any(not sum(each.counts) for each in microbatches)

@@ -101,6 +101,13 @@ class RowState(Lion):
         super().update(p, g, state, group)
 
 
+class MatrixState(Lion):
+    def update(self, p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+        if p.ndim > 1:
+            state["rows"] = torch.zeros_like(p)
+        super().update(p, g, state, group)
+
+
 class Noisy(Lion):
     def update(self, p: Tensor, g: Tensor, state: Any, group: Any) -> None:
         p.add_(torch.randn_like(p), alpha=group["lr"])
@@ -259,6 +266,7 @@ JOINING: dict[str, tuple[Callable[..., torch.optim.Optimizer], str]] = {
     "factored": (Factored, "does not update elements one by one"),
     "decay": (DecayMatrices, "does not update elements one by one"),
     "row state": (RowState, r"keeps 'counts' of shape \[3\]"),
+    "matrix state": (MatrixState, "MatrixState keeps 'rows' only for some tensors"),
     "noisy": (Noisy, "draws random numbers"),
     "distance": (Distance, "does not update elements one by one"),
     "prodigy": (partial(Prodigy, lr=1.0), "Prodigy does not update elements one by one"),

@@ -87,6 +87,23 @@ def test_a_gradient_of_an_expert_that_only_some_of_its_ranks_have_is_refused(
     assert not results[3][1]
 
 
+def halve_gradient(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.div_(2)
+
+
+class Unfinished(torch.autograd.Function):
+    """The sum of a tensor, which has no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
 def averaged(context: RankContext) -> None:
     def one(value: float) -> tuple[nn.Parameter, torch.optim.Optimizer]:
         parameter = nn.Parameter(torch.full((3,), value))
@@ -128,6 +145,22 @@ def averaged(context: RankContext) -> None:
         with pytest.warns(RuntimeWarning, match=r"clip with step\(max_norm="):
             optimizer.microbatch(is_last=True).__enter__()
         optimizer.drop_gradients()
+        parameter, inner = one(1.0)
+        optimizer = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
+        in_place = parameter.register_post_accumulate_grad_hook(halve_gradient)  # of the backward
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                parameter.sum().backward()
+            optimizer.step()
+            with pytest.raises(ZeroDivisionError):  # a backward that never ends
+                (parameter.sum() * Unfinished.apply(parameter)).backward()
+            optimizer.drop_gradients()
+        in_place.remove()
+        parameter.sum().backward()
+        nn.utils.clip_grad_norm_([parameter], 1.0)
+        with pytest.warns(RuntimeWarning, match=r"clip with step\(max_norm="):
+            optimizer.step()
         parameter, inner = one(2.0)
         ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)  # gone at once
         parameter.sum().backward()

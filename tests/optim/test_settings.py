@@ -180,6 +180,37 @@ def in_other_orders(context: RankContext) -> None:
             ask_before_the_step(both, order, kind=kind)
 
 
+def in_other_orders_on_adopted_groups(context: RankContext) -> None:
+    """Each of the two optimizers has groups of its own, on the same communicators."""
+    order = (1, 0) if context.rank else (0, 1)
+    for kind, options in (("sharded", {"bucket_nbytes": 1 << 10}), ("fsdp", {}), ("reduced", {})):
+        with (
+            ProcessGroups.create(Layout(**SIZES), data_timeout_s=20) as groups,
+            ProcessGroups.adopt(
+                Layout(**SIZES, name="adopted"),
+                {name: groups.group(name) for name in groups.held()},
+                data_timeout_s=20,
+            ) as others,
+        ):
+            both = [Alone(kind, each, **options) for each in (groups, others)]
+            for number in (0, 1):
+                for each in both:
+                    each.backward(number)
+                before = [each.values() for each in both]
+                for place in order if number else (1, 0):
+                    if number:
+                        with pytest.raises(
+                            ConfigError, match=r"of the optimizer: \d on rank 0; \d"
+                        ):
+                            both[place].call(max_norm=1.0)
+                    else:
+                        both[place].call(max_norm=1.0)
+            for each, values in zip(both, before, strict=True):
+                now = each.values()
+                assert all(torch.equal(now[name], values[name]) for name in values), kind
+            ask_before_the_step(both, order, kind=kind)
+
+
 def ask_before_the_step(both: list[Alone], order: tuple[int, int], *, kind: str) -> None:
     """Norms that each rank asks in an order of its own, and then in one order."""
     before = [each.values() for each in both]
@@ -206,6 +237,11 @@ def ask_before_the_step(both: list[Alone], order: tuple[int, int], *, kind: str)
 def test_optimizers_that_a_rank_takes_in_another_order_do_not_mix() -> None:
     """I2: norms and updates of one were made of gradients of the other, silently."""
     run_ranks(2, in_other_orders)
+
+
+def test_optimizers_whose_groups_share_communicators_do_not_mix() -> None:
+    """I2: each of them was number 1 on its groups, so that nothing showed another order."""
+    run_ranks(2, in_other_orders_on_adopted_groups)
 
 
 def failing(context: RankContext, kind: str) -> list[str]:

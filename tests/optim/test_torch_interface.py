@@ -112,6 +112,42 @@ def test_schedulers_take_a_chain() -> None:
 
 
 @pytest.mark.parametrize("make", [sharded, chained])
+def test_state_is_read_and_written_where_it_is(make: Any) -> None:
+    """S4: an entry is that of the optimizer that has the tensor, and a parameter has none here."""
+    net = net_of()
+    optimizer = make(net)
+    assert not [
+        p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state
+    ]
+    for _ in range(2):
+        backward(net, optimizer)
+        optimizer.step()
+    shares = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [{*optimizer.state[p]} for p in shares]
+    assert all(names)
+    assert {*optimizer.state} == {*shares}
+    assert optimizer.state.pop(shares[-1], None)
+    assert shares[-1] not in optimizer.state
+    assert optimizer.state.get(shares[-1]) is None
+    optimizer.state[shares[-1]] = {"mine": 1}
+    assert optimizer.inners[-1].state[shares[-1]] == {"mine": 1}
+    del optimizer.state[shares[-1]]
+    assert optimizer.state.setdefault(shares[-1], {"mine": 2}) == {"mine": 2}
+    parameter = next(net.parameters())
+    untaken: Any = (
+        lambda: optimizer.state[parameter],
+        lambda: parameter in optimizer.state,
+        lambda: optimizer.state.pop(parameter, None),
+        lambda: optimizer.state.update({parameter: {}}),
+    )
+    for call in untaken:
+        with pytest.raises(ConfigError, match="not in param_groups"):
+            call()
+    optimizer.state.clear()
+    assert not any(inner.state for inner in optimizer.inners)
+
+
+@pytest.mark.parametrize("make", [sharded, chained])
 def test_what_means_something_else_here_is_refused(make: Any) -> None:
     net = net_of()
     optimizer = make(net)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,16 @@ def other_devices(size: int) -> itertools.chain[list[str]]:
     return itertools.chain([[f"{k}-{rank}" for rank in range(size)] for k in range(20)])
 
 
-def undisturbed(directory: Path, size: int, faults: list[Fault]) -> list[torch.Tensor]:
-    """The parameters of a job without hardware faults; bad data stays what it is."""
-    del faults
-    return Job(directory / "undisturbed", size=size).launch(["x"] * size).params
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[torch.Tensor]]:
+    """The parameters of a job of so many ranks without hardware faults."""
+
+    @cache
+    def params(size: int) -> list[torch.Tensor]:
+        directory = tmp_path_factory.mktemp("undisturbed")
+        return Job(directory, size=size).launch(["x"] * size).params
+
+    return params
 
 
 def check_whole(job: Job, expected: list[torch.Tensor]) -> None:
@@ -45,14 +53,17 @@ def finish(job: Job, size: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_fault_has_its_true_verdict(
-    tmp_path: Path, kind: str, size: int, fatal: bool
+    tmp_path: Path,
+    undisturbed: Callable[[int], list[torch.Tensor]],
+    kind: str,
+    size: int,
+    fatal: bool,
 ) -> None:
     """D7, D8, D9: over every rank, step and microbatch, with saves at every interval."""
     places = itertools.product(range(size), range(NUM_STEPS), range(NUM_MICROBATCHES))
     for number, (rank, step, microbatch) in enumerate(places):
         fault = Fault(kind=kind, rank=rank, step=step, microbatch=microbatch, fatal=fatal)
         directory = tmp_path / str(number)
-        expected = undisturbed(directory, size, [fault])
         job = Job(directory, size=size, faults=[fault], save_interval=1 + number % 3)
         last = job.run(iter(other_devices(size)))
         assert job.verdicts() == [kind]
@@ -66,7 +77,7 @@ def test_every_fault_has_its_true_verdict(
         assert last.exit_code == (CODES[kind] if fatal else None)
         finish(job, size)
         if not (fatal and kind == "correct_result"):
-            check_whole(job, expected)
+            check_whole(job, undisturbed(size))
 
 
 @pytest.mark.parametrize("size", [1, 2])

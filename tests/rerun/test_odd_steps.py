@@ -76,7 +76,7 @@ def sharded(
     make = partial(torch.optim.Adam, lr=0.01)
     return ShardedOptimizer(
         model, parameters, make=make, groups=groups, over="dp_cp", divisor=1, stage=stage,
-        name="rest",
+        name="rest", elementwise=True,
     )  # fmt: skip
 
 

@@ -35,6 +35,11 @@ from holdfast.format.names import list_steps, saving_dir, step_dir
 from holdfast.format.root_identity import RootIdentity, new_root_id
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
+from holdfast.parallel.groups.order_comparison import (
+    compare_orders,
+    first_difference,
+    pack_orders,
+)
 from holdfast.storage import Storage
 from holdfast.storage.reading import pause_of
 from holdfast.writer.kept_images import end_keepers
@@ -73,6 +78,7 @@ class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
         root: the id of its root; the coordinator's is the one of the save.
         new_root: whether the coordinator found no checkpoint in a root without an id.
         is_empty: whether its state has no part.
+        orders: what it has launched and not compared, see `pack_orders`.
     """
 
     kind: str
@@ -92,6 +98,7 @@ class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
     root: str = ""
     new_root: bool = False
     is_empty: bool = False
+    orders: bytes = b""
 
 
 class Proposals:
@@ -106,6 +113,7 @@ class Proposals:
         num_saves: the count of saves that all continue from; a rank that missed a failed one
             catches up.
         failed: by id, each earlier failure that some rank has not raised.
+        orders: by rank, what it has launched since ranks have compared it.
     """
 
     def __init__(self, answers: Sequence[bytes]) -> None:
@@ -118,6 +126,7 @@ class Proposals:
         plans = {(proposal.plan, proposal.compares) for proposal in self.by_rank}
         self.is_unchanged = len(plans) == 1 and first.plan != ""
         self.num_saves = max(proposal.num_saves for proposal in self.by_rank)
+        self.orders = [proposal.orders for proposal in self.by_rank]
         self.failed: dict[str, ErrorRecord] = {}
         for proposal in self.by_rank:
             for save_id, error in proposal.failed:
@@ -136,8 +145,10 @@ class Proposals:
 
     def agrees(self) -> bool:
         """Return True if all ranks request the same and no failure is to be raised."""
-        return not self.failed and all(
-            len(set(values)) == 1 for values in self._to_agree_on().values()
+        return (
+            not self.failed
+            and all(len(set(values)) == 1 for values in self._to_agree_on().values())
+            and first_difference(self.orders) is None
         )
 
     def _to_agree_on(self) -> dict[str, list[object]]:
@@ -357,6 +368,7 @@ class Handshake:
                     root=root_id,
                     new_root=is_new,
                     is_empty=not local.flat.nodes,
+                    orders=pack_orders(self._groups.uncompared_orders()),
                 )
             )
             # Phase 3, three collectives: plan with all ranks, unless all hold one and the same.
@@ -446,13 +458,19 @@ class Handshake:
     # ---- Phase 2: one collective ----
 
     def _propose(self, proposal: SaveProposal) -> Proposals:
-        """Exchange proposals; raise on all ranks if one has failed, or if they differ."""
+        """Exchange proposals; raise on all ranks if one has failed, or if they differ.
+
+        Cost: one collective; another one if ranks have launched unlike.
+        """
         control = self._groups.control
         proposals = Proposals(
             control.agree(None, phase=BEGIN, payload=msgspec.msgpack.encode(proposal))
         )
         self._close_earlier(proposals)
         proposals.refuse_disagreement(control.ranks)
+        # What an evaluation in another order has computed may be in the state, such as its best
+        # loss.
+        compare_orders(proposals.orders, launches=self._groups.uncompared_launches, control=control)
         return proposals
 
     def _close_earlier(self, proposals: Proposals) -> None:

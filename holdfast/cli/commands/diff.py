@@ -15,7 +15,7 @@ from holdfast.cli.support.compare import (
     in_words,
     value_differences,
 )
-from holdfast.cli.support.elements import refuse_drift
+from holdfast.cli.support.elements import refuse_damage, refuse_drift
 from holdfast.cli.support.keys import select_keys
 from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, shape_in_words
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
@@ -158,6 +158,8 @@ def _compare_tensors(a: Snapshot, b: Snapshot, args: Args, result: Differences) 
             result.num_equal += 1
         else:
             common.append(key)
+    for side in (a, b):
+        refuse_damage(side, common)
     total = sum(a.tensor(key).nbytes for key in common)
     with progress_bar(quiet=args.json) as bar:
         advance = partial(bar.advance, bar.add_task("diff", total=total))

@@ -14,14 +14,12 @@ from urllib.parse import quote
 import numpy as np
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.elements import read_elements, refuse_drift
+from holdfast.cli.support.elements import read_elements, refuse_damage, refuse_drift
 from holdfast.cli.support.keys import select_keys
 from holdfast.cli.support.messages import print_removed
 from holdfast.cli.support.steps import open_checkpoint
 from holdfast.cli.support.tables import make_console, progress_bar
 from holdfast.errors import ConfigError, counted, in_bytes
-from holdfast.foreign.checksums import refuse_damage
-from holdfast.foreign.view import CatalogStorage
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.elements import decode_elements
@@ -89,8 +87,7 @@ def run(args: Args) -> int:
         snapshot = opened.snapshot
         keys = select_keys(args.tensor, snapshot.keys)
         refuse_drift(snapshot, keys)
-        if isinstance(snapshot.storage, CatalogStorage):
-            refuse_damage(snapshot.storage.catalog, keys=keys)
+        refuse_damage(snapshot, keys)
         outputs = [_output(snapshot.tensor(key), args) for key in keys]
         total = sum(output.info.nbytes for output in outputs)
         with progress_bar(quiet=False) as bar:

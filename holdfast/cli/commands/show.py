@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.elements import refuse_drift
+from holdfast.cli.support.elements import refuse_damage, refuse_drift
 from holdfast.cli.support.holders import SavedPlacement
 from holdfast.cli.support.keys import select_keys
 from holdfast.cli.support.locality_tables import locality_json, print_locality
@@ -103,6 +103,7 @@ def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
     chosen = set(snapshot.keys if args.tensor is None else select_keys(args.tensor, snapshot.keys))
     if args.stats:
         refuse_drift(snapshot, chosen)
+        refuse_damage(snapshot, chosen)
     for tensor in manifest.tensors:
         part = parts.get(tensor.key, "")
         if tensor.key not in chosen or args.part not in (None, part):

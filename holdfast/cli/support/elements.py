@@ -8,6 +8,8 @@ import numpy as np
 
 from holdfast.arrays.boxes import Box, split_box
 from holdfast.errors import CorruptionError
+from holdfast.foreign import checksums
+from holdfast.foreign.view import CatalogStorage
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.reader import Snapshot
 
@@ -31,6 +33,15 @@ def refuse_drift(snapshot: Snapshot, keys: Iterable[str]) -> None:
             f"{snapshot.storage.describe(snapshot.directory)}: {drift}. Which copy is right is "
             f"not stored: load the checkpoint with on_drift='warn' to take the first one"
         )
+
+
+def refuse_damage(snapshot: Snapshot, keys: Iterable[str]) -> None:
+    """Raise CorruptionError if bytes of these tensors differ from a CRC-32 in a foreign file.
+
+    Cost: of a foreign format with checksums, one more read of these bytes.
+    """
+    if isinstance(snapshot.storage, CatalogStorage):
+        checksums.refuse_damage(snapshot.storage.catalog, keys=keys)
 
 
 def read_elements(snapshot: Snapshot, key: str) -> Iterator[bytearray]:

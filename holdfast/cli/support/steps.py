@@ -14,7 +14,7 @@ from holdfast.errors import ConfigError, counted
 from holdfast.foreign.formats import (
     find_step,
     unknown,
-    without_bytes,
+    why_unknown,
 )
 from holdfast.foreign.location import Location
 from holdfast.foreign.own_format import find_own
@@ -203,7 +203,7 @@ def _nothing_at(path: Path, storage: Storage) -> str:
         return _choose_a_run(path, runs)
     if links := linked_steps(storage, survey_steps(storage)[1]):
         return f"{path} holds no committed checkpoint; {links}"
-    if reason := without_bytes(Location.of(path)):
+    if reason := why_unknown(Location.of(path)):
         return reason
     return (
         f"{path} is not a checkpoint: neither a {MANIFEST} nor an iter_*/{MANIFEST} is in it; "

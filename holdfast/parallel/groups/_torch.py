@@ -171,6 +171,13 @@ def backend_of(group: ProcessGroup) -> str:
     return str(dist.get_backend(group))
 
 
+def is_alive(group: ProcessGroup) -> bool:
+    """Return False once a communicator is destroyed."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return group in c10d._world.pg_map
+
+
 def destroy(group: ProcessGroup) -> None:
     """Destroy a communicator, unless it is gone already."""
     with contextlib.suppress(ValueError, RuntimeError, AssertionError):

@@ -19,7 +19,7 @@ class OrderMark:
 
     def __init__(self, *, number: int, start: int) -> None:
         self.number = number
-        """1 for the first user; equal on all ranks."""
+        """1 for the first user, 0 for `LaunchOrder.unsaved`; equal on all ranks."""
         self.start = start
         self.digest = 0
         """Of uncompared launches that are not kept any more."""
@@ -40,7 +40,12 @@ class LaunchOrder:
         self._names: list[str] = []
         self._launches: list[int] = []
         self._num_users = 0
-        self._marks: WeakSet[OrderMark] = WeakSet()
+        self.unsaved = OrderMark(number=0, start=0)
+        """What no user has compared or forgotten, for saves: it goes into no checkpoint.
+
+        Not a mark of a user's: the user may be gone, and others may have come later.
+        """
+        self._marks: WeakSet[OrderMark] = WeakSet([self.unsaved])
         self.note: Callable[[int], object] = self._launches.append if is_shared else _ignore
         """Takes the number of what this rank launches; a method in C, since each launch calls it.
         """
@@ -80,8 +85,9 @@ class LaunchOrder:
         self._launches.clear()
 
     def forget(self, mark: OrderMark) -> None:
-        """Move a mark behind everything that was launched; on all ranks."""
-        mark.digest, mark.start = 0, len(self._launches)
+        """Move a user's mark behind everything that was launched; on all ranks."""
+        for each in (mark, self.unsaved):
+            each.digest, each.start = 0, len(self._launches)
 
     def take_back(self, mark: OrderMark, numbers: Collection[int]) -> None:
         """Remove the launches of `numbers` behind a mark, which all ranks have completed."""

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
+from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -68,7 +69,7 @@ class ProcessGroups:
         "_held",
         "_is_closed",
         "_is_complete",
-        "_num_numbered",
+        "_numbers",
         "_orders",
         "_owned",
         "_prefix",
@@ -119,7 +120,7 @@ class ProcessGroups:
         self._orders: MutableMapping[ProcessGroup, LaunchOrder] = _torch.kept_in_process(
             "orders", WeakKeyDictionary
         )
-        self._num_numbered: Counter[str] = Counter()
+        self._numbers: Counter[str] | None = None
         self._is_closed = False
         self._is_complete = False
 
@@ -417,10 +418,56 @@ class ProcessGroups:
             self._orders[communicator] = LaunchOrder(is_shared=communicator.size() > 1)
         return self._orders[communicator]
 
+    def uncompared_orders(self) -> dict[str, int]:
+        """Return a digest of the launches that ranks have not compared, by communicator.
+
+        Of all communicators of this process that are not destroyed, those of other `ProcessGroups`,
+        too. Ranks that have one in common have equal digests of it unless they launched unlike.
+        """
+        return {key: each.digest(each.unsaved) for key, each in self._orders_by_key().items()}
+
+    def uncompared_launches(self, key: str) -> list[str] | None:
+        """Return what `uncompared_orders` has a digest of, in words; None where it has not."""
+        order = self._orders_by_key().get(key)
+        return None if order is None else order.names(order.unsaved)
+
+    def _orders_by_key(self) -> dict[str, LaunchOrder]:
+        """Return the orders of all communicators, by names equal on all ranks.
+
+        They are short, since a save sends them in its first message.
+        """
+        return {
+            blake2b(_torch.group_name(communicator).encode(), digest_size=6).hexdigest(): order
+            for communicator, order in [*self._orders.items()]
+            if order.is_shared and _torch.is_alive(communicator)
+        }
+
     def next_number(self, kind: str) -> int:
-        """Return 1, 2, ... for each kind: equal on all ranks for what they do in the same order."""
-        self._num_numbered[kind] += 1
-        return self._num_numbered[kind]
+        """Return 1, 2, ... for each kind: equal on all ranks for what they do in the same order.
+
+        Counted together with other groups of the same ranks that have adopted these communicators,
+        or given them: collectives of both may meet.
+        """
+        numbers = self._counted()
+        numbers[kind] += 1
+        return numbers[kind]
+
+    def last_number(self, kind: str) -> int:
+        """Return what `next_number` has returned last; 0 if nothing."""
+        return self._counted()[kind]
+
+    def _counted(self) -> Counter[str]:
+        """Return the last number of each kind, which all groups on these communicators have."""
+        if self._numbers is None:
+            kept: MutableMapping[ProcessGroup, dict[frozenset[int], Counter[str]]]
+            kept = _torch.kept_in_process("numbers", WeakKeyDictionary)
+            ranks = frozenset(self.layout.ranks)
+            by_ranks = [kept.setdefault(each.group, {}) for each in self._held.values()]
+            known = (each[ranks] for each in by_ranks if ranks in each)
+            self._numbers = next(known, None) or Counter()
+            for each in by_ranks:
+                each.setdefault(ranks, self._numbers)
+        return self._numbers
 
     def direct(self) -> Direct:
         """Return what exchanges small tensors on the host with other ranks of the layout.

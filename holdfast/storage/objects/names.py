@@ -21,8 +21,13 @@ A move writes two names, and must not be made twice from one source, nor be seen
 A process that looks at a name with a move in it looks at the target: with that number, the move was
 made. A process that wants to change a name first completes (3) what a dead one has left, or
 prevents (2) by writing the target's name again with the same content: the condition of the other's
-put then fails. A target with a number is not changed again before its source is tidied, so the
-number is there for as long as a look at the source needs it.
+put then fails. Whatever is written to a name next, a free one too, also states the numbers of the
+moves before, and of what has freed it. So who is between (2) and (3), or gets an old answer from a
+cache, still learns that its move was made, however the target has changed since.
+
+Who cannot tell whether its move was made looks again, and tries again if it was not. By then
+another process may have done (3), and the source stands for what the target had. So a second try is
+of the directory of the first, or there is none.
 
 A save states its move when it makes its name: an *early* move, to the name of its step, on
 condition that this is absent. So (1) takes no request of its own, and a save is committed by (2)
@@ -60,6 +65,11 @@ _MIN_NBYTES = 64
 shows which names stand for something."""
 _NUM_TRIES = 50
 _MAX_SEEN = 16
+_MAX_MADE = 32
+"""Of how many earlier moves a name states the numbers."""
+_MAX_MADE_FREE = 2
+"""Of how many a free one does, which is small."""
+_ID_NBYTES = 16
 _NUM_THREADS = 16
 MAX_HELD_NBYTES = 1 << 18
 """Bytes of small files that a name holds; what has more is objects."""
@@ -108,6 +118,7 @@ class NameRecord(msgspec.Struct, frozen=True, kw_only=True):
         note: A text about the directory, from who made it, for lists.
         move: The move that is in progress from here.
         came: The move that brought it here.
+        made: Numbers of the moves that have brought other directories here before, newest first.
         held: Small files in the directory that are not objects, by their paths in it.
         others: What other names stand for, by name and version; only a help for lists.
     """
@@ -118,6 +129,7 @@ class NameRecord(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     move: NameMove | None = None
     came: Came | None = None
+    made: tuple[str, ...] = ()
     held: dict[str, bytes] = {}
     others: dict[str, NameRecord] = {}
 
@@ -127,12 +139,14 @@ class NameNotes:
     """What is known of a directory before its next move.
 
     Args:
+        prefix: Of the directory's data: another one of its name has other notes.
         text: For lists.
         files: The names in it.
         held: The small files that its name shall hold; None for those that it holds already.
         aside: The files in it that are not part of it after the move.
     """
 
+    prefix: str
     text: str
     files: Sequence[str]
     held: Mapping[str, bytes] | None = None
@@ -141,11 +155,16 @@ class NameNotes:
 
 @dataclass(frozen=True, slots=True)
 class NameEntry:
-    """A name's object as it was read: what it states, None for a free name; version and time."""
+    """A name's object as it was read: what it states, None for a free name; version and time.
+
+    `made` are the numbers of the moves that have brought a directory here or freed the name, as
+    far as it states them.
+    """
 
     record: NameRecord | None
     tag: Tag
     changed: float = 0.0
+    made: tuple[str, ...] = ()
 
 
 class Names:
@@ -165,6 +184,8 @@ class Names:
         # Names with a dot as this process last wrote or saw them. One that another process has
         # changed since only costs a put whose condition does not hold, and is then read again.
         self._seen: dict[str, NameEntry] = {}
+        # Numbers of the last moves of which this process has tidied the source.
+        self._tidied: dict[str, None] = {}
 
     def annotate(self, name: str, notes: NameNotes) -> None:
         """Say what a directory has, for its name's next move to a name without a dot."""
@@ -259,43 +280,67 @@ class Names:
         """
         seen = self._seen.get(source)
         early = seen.record.move if seen is not None and seen.record is not None else None
-        is_tried = False
+        tried: list[NameMove] = []
         if seen is not None and early is not None and early.to == target:
             if self._finish_move(source, seen, early, None):
                 return
-            is_tried = True
-        for number in range(is_tried, _NUM_TRIES):
-            own = self._own(source)
-            if seen is not None and not _is_same(seen, own):
-                raise FileNotFoundError(source)  # removed, and made again by a process that is late
+            tried.append(early)
+        for number in range(len(tried), _NUM_TRIES):
+            own = self._own_again(source, seen, tried)
+            if own is None:
+                return
+            seen = seen or own
             # At first as if the target were absent, as it nearly always is: the condition of the
             # put says whether that is so.
             there = self._get(target) if number else None
             if there is not None and there.record is not None:
+                if there.record.came is not None and any(_is_made(each, there) for each in tried):
+                    self._tidy_source(there.record.came)
+                    return
                 if self.look(target) is not None:
                     raise FileExistsError(target)
                 self._tidy_if_made(target, there)
                 continue
-            if self._make_move(source, own, target, there, None):
+            if self._make_move(source, own, target, there, None, tried):
                 return
         raise _busy(source)
 
     def exchange(self, first: str, second: str) -> None:
         """Exchange what two names stand for; FileNotFoundError if one stands for nothing."""
+        seen: NameEntry | None = None
+        tried: list[NameMove] = []
         for _ in range(_NUM_TRIES):
-            own, there = self._own(first), self._own(second)
+            own = self._own_again(first, seen, tried)
+            if own is None:
+                return
+            seen = seen or own
+            there = self._own(second)
             assert there.record is not None
             other = _plain(there.record)
-            if self._make_move(first, own, second, there, other):
+            if self._make_move(first, own, second, there, other, tried):
                 return
         raise _busy(first)
 
     def withdraw(self, name: str) -> NameRecord:
         """Free a name; return what it stood for. FileNotFoundError if that is nothing."""
+        tried: dict[str, NameRecord] = {}
         for _ in range(_NUM_TRIES):
-            own = self._own(name)
-            assert own.record is not None
-            if self._swap(name, own, None) is not None:
+            own = None
+            with suppress(FileNotFoundError):
+                own = self._own(name)
+            if tried:
+                # The last try may have freed it, and another process have given it a directory.
+                now = own or self._get(name)
+                for number in now.made if now is not None else ():
+                    if number in tried:
+                        return tried[number]
+            if own is None or own.record is None:
+                raise FileNotFoundError(name)
+            if name.startswith(".") and own.record.came is not None:
+                self._settle_source(own.record.came)
+            number = _nonce()
+            tried[number] = own.record
+            if self._swap(name, own, None, nonce=number) is not None:
                 return own.record
         raise _busy(name)
 
@@ -412,16 +457,19 @@ class Names:
         target: str,
         there: NameEntry | None,
         other: NameRecord | None,
+        tried: list[NameMove],
     ) -> bool:
         """Make a move as in the text of the module; False if it is to be tried again.
 
-        After False the source may have no move, or another process's.
+        After False the source may have no move, or another process's; and the move may have been
+        made. It is added to `tried` for `_own_again`.
         """
         assert own.record is not None
         before = _version(there.tag) if there is not None else ""
         move = NameMove(id=_nonce(), to=target, before=before, other=other)
         plain = msgspec.structs.replace(own.record, move=None, came=None)
         locked = self._swap(source, own, msgspec.structs.replace(plain, move=move))
+        tried.append(move)
         if locked is None:
             return False
         if self._finish_move(source, locked, move, there):
@@ -445,7 +493,7 @@ class Names:
         came = Came(id=move.id, source=source)
         if not target.startswith("."):
             notes = self._notes.get(source)
-            if notes is None:
+            if notes is None or notes.prefix != record.prefix:
                 record = msgspec.structs.replace(record, files=self._files(record))
             else:
                 aside = [self.data_key(record, path) for path in notes.aside]
@@ -491,6 +539,32 @@ class Names:
         listing = self._bucket.list(self.data_key(record))
         held = {path.partition("/")[0] for path in record.held}
         return tuple(sorted({*listing.dirs, *listing.objects, *held}))
+
+    def _own_again(
+        self, name: str, seen: NameEntry | None, tried: Sequence[NameMove]
+    ) -> NameEntry | None:
+        """Return a name as `_own` does, for a next try; None if one of those before was made.
+
+        Args:
+            name: The source of the moves.
+            seen: What it stood for at the first try; None if this is the first.
+            tried: The moves, all to one target.
+
+        Raises:
+            FileNotFoundError: It stands for nothing; or has a dot, so that it is used once, and
+                stands for another directory: it was replaced, or removed and made again.
+        """
+        own = None
+        with suppress(FileNotFoundError):
+            own = self._own(name)
+        if own is not None and (seen is None or _is_same(seen, own)):
+            return own
+        there = self._get(tried[0].to) if tried else None
+        if any(_is_made(move, there) for move in tried):
+            return None
+        if own is None or name.startswith("."):
+            raise FileNotFoundError(name)
+        return own
 
     def _own(self, name: str) -> NameEntry:
         """Return a name without a move in it or unfinished before it, to be changed by the caller.
@@ -542,6 +616,27 @@ class Names:
         if entry.record.move.id == came.id:
             self._tidy(came.source, entry)
 
+    def _settle_source(self, came: Came) -> None:
+        """Prove that the source of a move that was made is tidied, or tidy it.
+
+        For a target that will be deleted, and with it the number of the move: the source would
+        stand for the directory again. A look alone may be at what a cache has of before, so what
+        it shows is written again. Only of a source with a dot it is enough that nothing is found:
+        it would be a leftover without files.
+        """
+        for _ in range(_NUM_TRIES):
+            if came.id in self._tidied:
+                return
+            entry = self._get(came.source)
+            if entry is None and came.source.startswith("."):
+                return
+            move = entry.record.move if entry is not None and entry.record is not None else None
+            if entry is not None and move is not None and move.id == came.id:
+                self._tidy(came.source, entry)
+            elif entry is not None and self._swap(came.source, entry, entry.record) is not None:
+                return
+        raise _busy(came.source)
+
     def _tidy_if_made(self, name: str, entry: NameEntry) -> bool:
         """Tidy a name if it states a move that was made; return whether it does.
 
@@ -588,9 +683,13 @@ class Names:
         if after is None and name.startswith("."):
             # The name last: while it is there, the next that looks does the rest.
             self._bucket.delete([*aside, name + SUFFIX])
-            return
-        self._bucket.delete(aside)
-        self._swap(name, entry, after.record if after is not None else None)
+        else:
+            self._bucket.delete(aside)
+            if self._swap(name, entry, after.record if after is not None else None) is None:
+                return
+        self._tidied[move.id] = None
+        while len(self._tidied) > _MAX_SEEN:
+            self._tidied.pop(next(iter(self._tidied)), None)
 
     def _get(self, name: str) -> NameEntry | None:
         """Read a name's object; None if there is none."""
@@ -603,7 +702,7 @@ class Names:
             self._known = record.others | self._known
             record = msgspec.structs.replace(record, others={})
             self._know(name, meta.tag, record)
-        return NameEntry(record, meta.tag, meta.changed)
+        return NameEntry(record, meta.tag, meta.changed, _moves_to(record, bytes(data)))
 
     def _know(self, name: str, tag: Tag, record: NameRecord) -> None:
         """Remember what a version of a name states, but for the files that it holds."""
@@ -612,26 +711,28 @@ class Names:
             other = msgspec.structs.replace(move.other, held={})
             move = msgspec.structs.replace(move, other=other)
         self._known[f"{name} {_version(tag)}"] = msgspec.structs.replace(
-            record, move=move, held={}, others={}
+            record, move=move, made=(), held={}, others={}
         )
 
     def _swap(
-        self, name: str, entry: NameEntry | None, record: NameRecord | None
+        self, name: str, entry: NameEntry | None, record: NameRecord | None, *, nonce: str = ""
     ) -> NameEntry | None:
         """Replace a name that still is as it was read; None if it is not. None frees it."""
-        nonce = _nonce()
+        nonce, made = nonce or _nonce(), entry.made if entry is not None else ()
         if record is None:
-            data = nonce.encode()
+            data = "".join((nonce, *made[:_MAX_MADE_FREE])).encode()
         else:
-            record = msgspec.structs.replace(record, nonce=nonce)
+            came = record.came.id if record.came is not None else ""
+            made = tuple(number for number in made if number != came)[:_MAX_MADE]
+            record = msgspec.structs.replace(record, nonce=nonce, made=made)
             data = msgspec.json.encode(record)
         tag = self._bucket.put_if(name + SUFFIX, data, tag=entry.tag if entry else None).tag
         if tag is None:
             return None
         if record is not None:
             self._know(name, tag, record)
-            self._see(name, NameEntry(record, tag))
-        return NameEntry(record, tag)
+            self._see(name, NameEntry(record, tag, made=_moves_to(record, data)))
+        return NameEntry(record, tag, made=_moves_to(record, data))
 
 
 def _prefixes_of(records: Iterable[NameRecord]) -> set[str]:
@@ -665,7 +766,7 @@ def _version(tag: Tag) -> str:
 
 
 def _nonce() -> str:
-    return secrets.token_hex(8)
+    return secrets.token_hex(_ID_NBYTES // 2)
 
 
 def _decode(data: bytes, name: str) -> NameRecord | None:
@@ -682,21 +783,31 @@ def _decode(data: bytes, name: str) -> NameRecord | None:
 
 
 def _is_made(move: NameMove, there: NameEntry | None) -> bool:
-    """Return True if the target's name is the one that a move has written."""
-    record = there.record if there is not None else None
-    return record is not None and record.came is not None and record.came.id == move.id
+    """Return True if a move has written the target's name, whatever has changed that since."""
+    return there is not None and move.id in there.made
+
+
+def _moves_to(record: NameRecord | None, data: bytes) -> tuple[str, ...]:
+    """Return the numbers of changes that a name's object states: the last one, then earlier ones.
+
+    That a name was freed counts as a move of nothing.
+    """
+    if record is not None:
+        return (*((record.came.id,) if record.came is not None else ()), *record.made)
+    numbers = data.decode(errors="replace")
+    return tuple(numbers[at : at + _ID_NBYTES] for at in range(0, len(numbers), _ID_NBYTES))
 
 
 def _after(entry: NameEntry, move: NameMove) -> NameEntry | None:
     """Return what the source of a move stands for after it; None for nothing."""
     if move.other is None:
         return None
-    return NameEntry(move.other, entry.tag, entry.changed)
+    return NameEntry(move.other, entry.tag, entry.changed, entry.made)
 
 
 def _plain(record: NameRecord) -> NameRecord:
     """Return what a name states of its directory alone."""
-    return msgspec.structs.replace(record, nonce="", move=None, came=None, others={})
+    return msgspec.structs.replace(record, nonce="", move=None, came=None, made=(), others={})
 
 
 def _is_same(seen: NameEntry, now: NameEntry) -> bool:

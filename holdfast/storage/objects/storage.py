@@ -123,6 +123,8 @@ class ObjectStorage:
     0.1 s to begin, and eight at once must be answered within `timeout_s` by a slow network, too."""
     stamps_all = True
     """Ages are by the clock that stamps the objects, not by what a process says of its own."""
+    is_durable_at_once = True
+    """What a process sees has been stored."""
     least_pause_s = 0.25
     """Seconds between two looks while a process waits for another: each look is a request."""
 
@@ -335,8 +337,10 @@ class ObjectStorage:
                 see `holds`.
             aside: Files below it that are not part of it from then on, and are deleted.
         """
-        notes = NameNotes(text=note, files=files, held=held, aside=aside)
-        self._names.annotate(path, notes)
+        record = self._do("examine", path, lambda: self._find(path))
+        if record is not None:  # else there is nothing to rename either
+            notes = NameNotes(prefix=record.prefix, text=note, files=files, held=held, aside=aside)
+            self._names.annotate(path, notes)
 
     def holds(self, files: Mapping[str, bytes]) -> bool:
         """Return True if a directory's name can hold these files, so that they take no request."""

@@ -53,6 +53,9 @@ def test_what_one_user_has_compared_the_other_one_still_has_to() -> None:
         order.note_compared(late)
         assert order.has_uncompared(early)
         digests.append(order.digest(early))
+        assert order.digest(order.unsaved) == order.digest(early)  # nor does it for a save
+        order.forget(late)
+        assert not order.digest(order.unsaved)
     # Marks are kept in no order, which is another one on each rank.
     assert len({*digests[::2]}) == len({*digests[1::2]}) == 1
     assert digests[0] != digests[1]

@@ -269,13 +269,16 @@ def compare_layouts(rank: RankContext, layouts: tuple[Layout, ...]) -> int:
         if rank.rank not in layout.ranks:
             continue
         with ProcessGroups.create(layout) as groups:
-            for name, case in CASES.items():
-                for dtype in (torch.float64, torch.float32):
-                    try:
-                        compare(case, groups, dtype)
-                    except AssertionError as error:
-                        raise AssertionError(f"{layout}, {name}, {dtype}: {error}") from error
-                    done += 1
+            # In float64 a wrong factor cannot hide; one case shows what a dtype changes.
+            for name, dtype in (
+                *((name, torch.float64) for name in CASES),
+                ("gelu", torch.float32),
+            ):
+                try:
+                    compare(CASES[name], groups, dtype)
+                except AssertionError as error:
+                    raise AssertionError(f"{layout}, {name}, {dtype}: {error}") from error
+                done += 1
     return done
 
 
@@ -291,7 +294,7 @@ def test_layouts_compute_what_one_process_does(layouts: tuple[Layout, ...]) -> N
     num_ranks = max(layout.world_size for layout in layouts)
     done = run_ranks(num_ranks, compare_layouts, layouts).results
     for rank, number in enumerate(done):
-        assert number == 2 * len(CASES) * sum(rank in layout.ranks for layout in layouts)
+        assert number == (len(CASES) + 1) * sum(rank in layout.ranks for layout in layouts)
 
 
 def record_traffic(log: list[tuple[str, int, torch.dtype]]) -> None:

@@ -1,10 +1,11 @@
-"""Stages of the GPT: checkpoints of any split of its layers load under any other one."""
+"""Stages of the GPT: checkpoints of any split of its layers load under other ones."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
 
+import pytest
 import torch
 
 from holdfast import Checkpointer, Layout, ProcessGroups
@@ -16,6 +17,9 @@ from holdfast_trainer.models.gpt import GPT
 from holdfast_trainer.models.stages import Pipeline
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
+
+STRIDES = (1, 4)
+"""How far before a split, in the list of all, are those whose checkpoints it loads at once."""
 
 Way = tuple[int, Pipeline]
 """Pipeline ranks, and how the layers are cut over them."""
@@ -60,8 +64,10 @@ def model_of(way: Way, num_layers: int, index: int) -> GPT:
     return GPT(config(num_layers), stages=own)
 
 
-def every_split(context: RankContext, root: str, counts: tuple[int, ...]) -> int:
-    """Save under each split, load under each other; the number of parameters compared."""
+def every_split(
+    context: RankContext, root: str, counts: tuple[int, ...], strides: tuple[int, ...]
+) -> int:
+    """Save under each split, load some others under each; the number of parameters compared."""
     compared = 0
     for num_layers in counts:
         cases = ways(num_layers)
@@ -77,7 +83,7 @@ def every_split(context: RankContext, root: str, counts: tuple[int, ...]) -> int
                         fill(model, true=True)
                         checkpointer.save(number, {"model": model})
                         continue
-                    for step in range(len(cases)):
+                    for step in {(number - stride) % len(cases) for stride in strides}:
                         fill(model, true=False)
                         checkpointer.load({"model": model}, step=step)
                         for name, parameter in model.named_parameters():
@@ -96,8 +102,10 @@ def fill(model: GPT, *, true: bool) -> None:
                 parameter.copy_(full(name, tuple(parameter.shape)))
 
 
-def test_a_gpt_is_whole_under_every_split(tmp_path: Path) -> None:
-    assert all(run_ranks(4, every_split, str(tmp_path), (5,), timeout_s=200).results)
+@pytest.mark.parametrize("strides", [STRIDES, pytest.param((*range(9),), marks=pytest.mark.slow)])
+def test_a_gpt_is_whole_under_every_split(tmp_path: Path, strides: tuple[int, ...]) -> None:
+    arguments = str(tmp_path), (5,), strides
+    assert all(run_ranks(4, every_split, *arguments, timeout_s=200).results)
     for num_layers in (5,):
         names = {f"model.{name}" for name, _ in GPT(config(num_layers)).named_parameters()}
         storage = PosixStorage(tmp_path / f"{num_layers}")

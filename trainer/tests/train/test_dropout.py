@@ -27,7 +27,7 @@ EXPERTS = MODEL + "--feeds e --num-experts 4 --expert-dim 16 "
 def chain(
     rank: RankContext, directory: str, model: str, legs: tuple[tuple[int, str], ...]
 ) -> dict[int, tuple[float, str, str]]:
-    """Train two steps under each layout in turn, each from what the one before saved."""
+    """Train a step under each layout in turn, each from what the one before saved."""
     corpus = read_corpus([Path(directory) / "text"])
     everyone = dist.new_group(list(range(rank.num_ranks)))
     seen = {}
@@ -43,14 +43,14 @@ def chain(
             ):
                 report = LoadReport(step=0, path="")
                 if number:
-                    report = checkpointer.load(trainer.state(), step=2 * number)
+                    report = checkpointer.load(trainer.state(), step=number)
                     trainer.schedule.apply()
-                losses = [trainer.train_step().loss for _ in range(2)]
+                loss = trainer.train_step().loss
                 trainer.update.synchronize()
                 checkpointer.save(trainer.progress.step, trainer.state(), check_replicas=True)
-                assert trainer.progress.step == 2 * number + 2
+                assert trainer.progress.step == number + 1
                 kept, dropped = ",".join(report.kept), ",".join(report.dropped)
-                seen[number] = losses[-1], kept, dropped
+                seen[number] = loss, kept, dropped
         dist.barrier(group=everyone)
     return seen
 

@@ -3,8 +3,8 @@
 A communicator pairs launches by their order alone. Where they follow the code of the model, as the
 gathers of a fully sharded one do, a branch that one rank takes and another does not pairs different
 units: of one size, each rank computes with weights of another unit, and nothing fails. The units of
-two models on one communicator meet the same way (`parallel/groups/launch_order.py`), and gradients
-of two sharded optimizers whose microbatches a rank enters the other way round.
+two models on one communicator meet the same way (`launch_order.py`), and gradients of two sharded
+optimizers whose microbatches a rank enters the other way round.
 """
 
 from __future__ import annotations
@@ -24,6 +24,20 @@ def pack_orders(orders: Mapping[str, int]) -> bytes:
     return msgspec.msgpack.encode(orders) if orders else b""
 
 
+def first_difference(payloads: Sequence[bytes]) -> str | None:
+    """Return the first communicator on which ranks have launched unlike; None if there is none.
+
+    Args:
+        payloads: of all ranks, as `pack_orders` makes them.
+    """
+    digests: dict[str, set[int]] = {}
+    # In every microbatch if there are several data axes: once for all ranks of each of them.
+    for payload in {*payloads}:
+        for key, digest in _unpack(payload).items():
+            digests.setdefault(key, set()).add(digest)
+    return min((key for key, different in digests.items() if len(different) > 1), default=None)
+
+
 def compare_orders(
     payloads: Sequence[bytes],
     *,
@@ -33,34 +47,24 @@ def compare_orders(
     """Raise PlanError on all ranks if ranks have launched unlike on a communicator of theirs.
 
     Args:
-        payloads: of all ranks, a digest by communicator; empty without any.
+        payloads: of all ranks, as `pack_orders` makes them.
         launches: returns what this rank has launched on a communicator; None if it does not have
             it.
         control: of all ranks.
 
     Cost: a collective over `control` if ranks differ.
     """
-    # In every microbatch if there are several data axes: once for all ranks of each of them.
-    of_payload = {
-        each: msgspec.msgpack.decode(each, type=dict[str, int]) if each else {}
-        for each in {*payloads}
-    }
-    digests: dict[str, set[int]] = {}
-    for orders in of_payload.values():
-        for key, digest in orders.items():
-            digests.setdefault(key, set()).add(digest)
-    differing = sorted(key for key, different in digests.items() if len(different) > 1)
-    if not differing:
+    key = first_difference(payloads)
+    if key is None:
         return
-    key = differing[0]
     own = launches(key)
     answers = control.all_gather(json.dumps(own and [*own]).encode(), phase="orders of collectives")
     by_member = {
         rank: json.loads(answer) or []
         for rank, payload, answer in zip(control.ranks, payloads, answers, strict=True)
-        if key in of_payload[payload]
+        if key in _unpack(payload)
     }
-    differs = _first_difference(by_member)
+    differs = _first_other(by_member)
     if differs is None:
         what = "many launches ago, in forwards outside of microbatch(...), ranks ran other units"
     else:
@@ -73,12 +77,16 @@ def compare_orders(
         f"models, and microbatches of the same optimizers, in the same order, in forward and "
         f"backward: call a unit also where it has no rows, and use its output in the loss (times "
         f"0, maybe), or make the module around the branch the unit. Call drop_gradients() on all "
-        f"ranks, and repeat the step",
+        f"ranks, and repeat the step or the evaluation",
         details={"ranks": [*by_member]},
     )
 
 
-def _first_difference(launches: Mapping[int, Sequence[str]]) -> dict[int, str] | None:
+def _unpack(payload: bytes) -> dict[str, int]:
+    return msgspec.msgpack.decode(payload, type=dict[str, int]) if payload else {}
+
+
+def _first_other(launches: Mapping[int, Sequence[str]]) -> dict[int, str] | None:
     """Return, by rank, the first launch that is not the same on all ranks; None if all are."""
     for row in zip_longest(*launches.values(), fillvalue="nothing"):
         if len({*row}) > 1:
