@@ -202,9 +202,10 @@ class Identity:
         return cls(len(manifest), manifest[-_TAIL_NBYTES:])
 
     def is_of(self, storage: Storage, directory: str) -> bool:
-        """Return True if this version is in that directory; StorageError if that is not known.
+        """Return True if this version is in that directory; one small read.
 
-        Cost: one small read.
+        Raises:
+            StorageError: It cannot be known now.
         """
         path = join_path(directory, MANIFEST)
         try:
@@ -225,7 +226,7 @@ def pin_version(
     The version is looked up at its final name and among versions that are kept for their readers.
 
     Raises:
-        StorageError: The version is gone: it was replaced or removed. Or it cannot be looked for.
+        StorageError: The version is gone: it was replaced or removed; or that cannot be known now.
     """
     # Several looks: an exchange may move the version between the look here and the look there.
     for _ in range(_NUM_LOOKS):

@@ -25,7 +25,7 @@ from holdfast.format.manifest import ExtraInfo, FileInfo
 from holdfast.format.names import INDEX, MANIFEST, point_to_newest, saving_dir, step_dir
 from holdfast.format.summaries import annotate
 from holdfast.format.verifier import verify_snapshot, verify_source
-from holdfast.format.versions import Identity
+from holdfast.format.versions import Identity, pin_version
 from holdfast.retention.removal import prove_sound
 from holdfast.storage import Source, Storage
 from holdfast.storage.reading import for_each, is_locked, read_at_most
@@ -118,8 +118,10 @@ def copy_checkpoint(
                 f"until some seconds ago: wait for it, or try again in {max(alive_s, 1):.0f} s"
             )
         target.make_dir(place, durable=False)
-        with heartbeat(target, place, position=0), source.pin(directory) as held:
-            sent = _Copy(files, held, directory, target, place, on_progress).run()
+        # The version of the records: another one may have its name by now.
+        version = pin_version(source, directory, Identity.of(files.records.manifest))
+        with heartbeat(target, place, position=0), version as (held, held_directory):
+            sent = _Copy(files, held, held_directory, target, place, on_progress).run()
             if verify and (damages := verify_snapshot(target, place)):
                 target.remove_tree(place)
                 raise CorruptionError(

@@ -17,6 +17,7 @@ from holdfast import Checkpointer, ConfigError, CorruptionError, HoldfastError, 
 from holdfast.cli.main import main
 from holdfast.format.names import step_dir
 from holdfast.format.verifier import verify_snapshot
+from holdfast.format.versions import read_lease
 from holdfast.storage import Storage
 from holdfast.storage.posix import PosixSink
 from holdfast.writer import copying
@@ -120,6 +121,27 @@ def test_an_interrupted_copy_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
 
 class _KilledError(BaseException):
     """The process ends here."""
+
+
+def test_a_source_that_is_replaced_meanwhile_is_not_called_damaged() -> None:
+    """P21: between the look at its records and that at its data."""
+    source, url = (
+        ObjectStorage(f"memory://{secrets.token_hex(8)}/run"),
+        f"memory://{secrets.token_hex(8)}/run",
+    )
+    Checkpointer(source, settle_s=0.0).save(1, state_of(1))
+    before = files_of(source, step_dir(1))
+    done: list[str] = []
+
+    def replace(kind: str, key: str, start: int, nbytes: int) -> None:
+        if kind == "put" and key.startswith(".saving-") and not done:
+            done.append(key)
+            Checkpointer(source.url, settle_s=0.0).save(1, state_of(2), overwrite=True)
+
+    with read_lease(source, step_dir(1)):  # as the command does
+        copy_checkpoint(source, step_dir(1), ObjectStorage(url, observer=replace))
+    assert done
+    assert files_of(ObjectStorage(url), step_dir(1)) == before
 
 
 def test_two_copies_of_one_version_never_take_from_each_other(tmp_path: Path) -> None:

@@ -244,6 +244,7 @@ ANSWERS = [
     (400, "ExpiredToken", "have expired: renew them"),
     (301, "PermanentRedirect", "is in another region: set AWS_REGION"),
     (400, "AuthorizationHeaderMalformed", "is in another region: set AWS_REGION"),
+    (400, "InvalidRequest", "set AWS_CHECKSUM_ALGORITHM=SHA256"),
     (503, "SlowDown", "asks for fewer requests"),
     (501, "NotImplemented", "does not do conditional puts"),
 ]
@@ -254,7 +255,10 @@ def test_each_refusal_says_what_to_do(status: int, code: str, words: str) -> Non
     from http.server import BaseHTTPRequestHandler, HTTPServer
     from threading import Thread
 
-    body = f"<Error><Code>{code}</Code><Message>hf-secret</Message></Error>".encode()
+    text = "hf-secret"
+    if code == "InvalidRequest":  # S3 says it only in words
+        text += ": Content-MD5 OR x-amz-checksum- HTTP header is required"
+    body = f"<Error><Code>{code}</Code><Message>{text}</Message></Error>".encode()
 
     class Handler(BaseHTTPRequestHandler):
         def _any(self) -> None:

@@ -4,7 +4,7 @@ In each round up to three clients do one operation each, at once. Each client's 
 at every look another one. In some programs a process stands still in the middle of an operation
 while the others go on and its lease expires; requests are late, and caches answer with what was.
 Whatever happens, a step has one of the versions that the operations allow, whole; what a save has
-reported as committed is there; and every round ends.
+reported as committed is there; no command calls anything damaged; and every round ends.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
 from holdfast import Checkpointer, HoldfastError, Stored
+from holdfast.cli.main import main
+from holdfast.cli.support.messages import EXIT_MISTAKE
 from holdfast.format import versions
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.verifier import verify_snapshot
@@ -41,6 +44,13 @@ from tests.buckets.server import new_bucket
 NUM_ROUNDS = 4
 STEPS = (1, 2, 3)
 KINDS = ("save", "save", "async", "replace", "replace", "copy", "prune", "repair", "load")
+LOOKS = {
+    "ls": (), "show": ("--stats", "--tensor", "t.a"), "verify": (), "diff": ("URL",),
+    "view": ("--out", "OUT.html"), "export": ("--tensor", "t.a", "--to", "OUT"),
+    "copy out": ("OUT", "--verify"), "convert": ("OUT", "--to", "safetensors", "--parts", "t"),
+    "tag": ("STEP", "best"),
+}  # fmt: skip
+"""Commands, and what comes after the URL."""
 SAVES = ("save", "async", "replace", "copy")
 REPLACES = ("replace", "copy")
 _ROUND_S = 90.0
@@ -166,8 +176,20 @@ class Process:
         assert self._may_go_on.wait(_ROUND_S)
 
 
-def perform(operation: Operation, checkpointer: Checkpointer) -> None:
+def command(operation: Operation, url: str, out: Path) -> None:
+    """Run a command of the terminal, which finds nothing damaged, whatever else it meets."""
+    words = {
+        "prune": ("--keep-last", "1", "--yes"), "repair": (), **LOOKS,
+    }[operation.kind]  # fmt: skip
+    said = {"URL": url, "OUT": str(out), "OUT.html": f"{out}.html", "STEP": str(operation.step)}
+    code = main([operation.kind.split()[0], url, *(said.get(word, word) for word in words)])
+    assert code in (0, EXIT_MISTAKE), f"{operation.kind} ends with {code}"
+    operation.is_done = code == 0
+
+
+def perform(operation: Operation, checkpointer: Checkpointer, out: Path) -> None:
     storage, step = checkpointer.storage, operation.step
+    assert isinstance(storage, ObjectStorage)
     try:
         if operation.kind == "async":
             checkpointer.save_async(step, state_of(operation.version)).result()
@@ -178,6 +200,11 @@ def perform(operation: Operation, checkpointer: Checkpointer) -> None:
             source = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
             Checkpointer(source, settle_s=0.0).save(step, state_of(operation.version))
             copy_checkpoint(source, step_dir(step), storage, overwrite=True, verify=True)
+        elif operation.kind in LOOKS or (
+            operation.kind in ("prune", "repair") and operation.version % 2
+        ):
+            command(operation, storage.url, out)
+            return
         elif operation.kind == "prune":
             apply_retention(storage, plan_retention(storage, KeepLast(1)))
         elif operation.kind == "repair":
@@ -191,7 +218,7 @@ def perform(operation: Operation, checkpointer: Checkpointer) -> None:
         operation.crash = error
 
 
-def run_program(s3: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_program(s3: str, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bucket, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(bucket, "_LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr("tests.buckets.proxy._DELAY_S", 0.01)
@@ -204,6 +231,7 @@ def run_program(s3: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A third of the programs gives up at once: saves fail, or their outcome is unknown.
     rate, retry_s = (0.03, 0.0) if seed % 3 == 0 else (0.12, 5.0)
     with fault_proxy(s3, at_random(seed, rate, lags=lags)) as (proxy, address):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)  # for commands
         processes = [Process() for _ in range(generator.randint(1, 3))]
         clients = [
             # With an observer the writer is a thread.
@@ -221,12 +249,15 @@ def run_program(s3: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 if number in stand:
                     continue
                 version += 1
-                kind, step = generator.choice(KINDS), generator.choice(STEPS)
+                kinds = KINDS if generator.random() < 0.6 else [*LOOKS]
+                kind, step = generator.choice(kinds), generator.choice(STEPS)
                 unseen.append(Operation(kind, step, version))
                 if stops and generator.random() < 0.4:
                     processes[number].stop_after(generator.randint(1, 25))
                 threads[number] = threading.Thread(
-                    target=perform, args=(unseen[-1], client), daemon=True
+                    target=perform,
+                    args=(unseen[-1], client, tmp_path / str(version)),
+                    daemon=True,
                 )
             for thread in threads.values():
                 thread.start()
@@ -251,6 +282,7 @@ def run_program(s3: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             except HoldfastError:
                 continue
         proxy.settle()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
     compare(model, ObjectStorage(url), seed)
     left = repair(ObjectStorage(url), alive_s=0.0)
     assert not [each for each in left if each.fate == "kept"], f"seed {seed}: {left}"
@@ -296,9 +328,10 @@ def compare(model: Model, storage: ObjectStorage, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_programs_through_a_bad_network(
-    s3: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    s3: str, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run_program(s3, seed, monkeypatch)
+    """P19, P27."""
+    run_program(s3, seed, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +342,6 @@ def test_programs_through_a_bad_network(
     ],
 )
 def test_more_programs_through_a_bad_network(
-    s3: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    s3: str, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run_program(s3, seed, monkeypatch)
+    run_program(s3, seed, monkeypatch, tmp_path)

@@ -239,6 +239,12 @@ def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) 
         )
     if number == 409:
         return Failure("again", "another request for the same name was in progress")
+    if code == "InvalidRequest" and "x-amz-checksum" in text:
+        return Failure(
+            "final",
+            f"{place} has an object lock, with which each object must come with a checksum: set "
+            f"AWS_CHECKSUM_ALGORITHM=SHA256, or the option checksum_algorithm",
+        )
     if 400 <= number < 500 and number not in (408, 425):
         return Failure("final", f"{place} refuses the request (status {number} {code})")
     if number:
