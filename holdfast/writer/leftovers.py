@@ -233,7 +233,7 @@ def _treat(
 ) -> Leftover:
     """Finish, remove or leave one save in progress."""
     try:
-        if save_id_of(storage, step_dir(step)) == unclaimed(save_id):
+        if known_save_id(storage, step_dir(step)) == unclaimed(save_id):
             return _retire(storage, name, step, "its save is committed", dry_run)
         if storage.exists(f"{name}/{FAILED_FILE}"):
             return _remove(storage, name, step, "its save failed", dry_run)
@@ -290,7 +290,7 @@ def _put_back(
     """
     final = step_dir(step)
     try:
-        if save_id_of(storage, final) is not None:
+        if known_save_id(storage, final) is not None:
             return _retire(storage, name, step, "replaced", dry_run)
         for other in storage.list(""):
             parsed = parse_saving_dir(other)

@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST, parse_saving_dir, step_dir, unclaimed
-from holdfast.format.versions import save_id_of
+from holdfast.format.versions import known_save_id, save_id_of
 from holdfast.storage import Storage
 from holdfast.storage.reading import pause_of
 from holdfast.writer.records import DONE_DIR, FAILED_FILE, WriteJob, read_sealed, seal
@@ -42,9 +42,10 @@ def publish_failure(
         # The data of a failed save is useless, and may be what filled the disk. But if the exchange
         # with an older version could not be undone, this directory holds that older version.
         with suppress(HoldfastError):
-            in_place = save_id_of(storage, step_dir(job.header.step)) == job.header.save_id
+            in_place = known_save_id(storage, step_dir(job.header.step)) == job.header.save_id
             if job.file.name is not None and not in_place:
                 storage.remove_tree(f"{job.directory}/{job.file.name}")
+        with suppress(HoldfastError):
             storage.write_file(path, data, durable=False)
 
 
@@ -65,13 +66,15 @@ def read_failure(storage: Storage, path: str) -> HoldfastError:
 def discard_save(storage: Storage, directory: str) -> None:
     """Remove the directory of an abandoned save; a failure to do so is ignored.
 
-    If the save is at its final name, the directory is kept. It then holds the replaced version,
-    which is needed if the replacement turns out not to be durable.
+    If the save is at its final name, or that cannot be known now, the directory is kept. It may
+    then hold the replaced version, which is needed if the replacement turns out not to be durable.
     """
     try:
         parsed = parse_saving_dir(directory)
-        if parsed is not None and save_id_of(storage, step_dir(parsed[0])) == unclaimed(parsed[1]):
-            return
+        if parsed is not None:
+            step, save_id = parsed
+            if known_save_id(storage, step_dir(step)) == unclaimed(save_id):
+                return
         if storage.exists(directory):
             storage.remove_tree(directory)
     except HoldfastError:

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 import pytest
@@ -24,13 +25,15 @@ from holdfast import (
     Layout,
     ProcessGroups,
     Sharded,
+    StorageError,
     Stored,
 )
-from holdfast.format.names import list_steps, saving_dir, step_dir
+from holdfast.format.names import MANIFEST, list_steps, saving_dir, step_dir
 from holdfast.format.verifier import verify_snapshot
 from holdfast.format.versions import read_manifest
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.writer.leftovers import repair
+from holdfast.writer.outcomes import discard_save
 from tests.crash.common import ROWS, state_of, whole
 from tests.harness import RankContext, run_ranks
 
@@ -277,6 +280,43 @@ def test_a_load_that_lasts_takes_a_lease(monkeypatch: pytest.MonkeyPatch) -> Non
         assert Checkpointer(reader, settle_s=0.0).load({"t": Stored(), "v": Stored()}).step == 1
     assert "being read by" in spared[1]
     assert other.list(".reading") == []
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class KilledAfterExchange(ObjectStorage):
+    """The process ends when the new version has the name of the step."""
+
+    def exchange_dir(self, first: str, second: str) -> None:
+        super().exchange_dir(first, second)
+        raise Killed
+
+
+class NotAnswering(ObjectStorage):
+    """The manifest of step 1 cannot be read now."""
+
+    def read_at_most(self, path: str, nbytes: int, *, start: int = 0) -> bytes:
+        if path == f"{step_dir(1)}/{MANIFEST}":
+            raise StorageError("no answer", details={"is_unknown": True})
+        return super().read_at_most(path, nbytes, start=start)
+
+
+def test_a_replaced_version_stays_until_it_is_known_what_has_replaced_it() -> None:
+    """P27: neither a save that is given up nor a repair takes no answer for no checkpoint."""
+    url = f"memory://{secrets.token_hex(8)}/run"
+    Checkpointer(ObjectStorage(url), settle_s=0.0).save(1, state_of(1))
+    with suppress(Killed):
+        checkpointer = Checkpointer(KilledAfterExchange(url), settle_s=0.0)
+        checkpointer.save(1, state_of(2), overwrite=True)
+    (left,) = [name for name in ObjectStorage(url).list("") if name.startswith(".saving-")]
+    for give_up in (lambda storage: discard_save(storage, left), partial(repair, alive_s=0.0)):
+        give_up(NotAnswering(url))
+        assert ObjectStorage(url).is_dir(left)
+    assert [each.fate for each in repair(ObjectStorage(url), alive_s=0.0)] == ["removed"]
+    loaded = Checkpointer(ObjectStorage(url), settle_s=0.0).load({"v": Stored()})
+    assert cast("dict[str, object]", loaded.values["v"])["version"] == 2
 
 
 def test_a_save_in_progress_is_left_alone() -> None:
