@@ -173,7 +173,7 @@ class Hiding:
 
 
 class MadeHook:
-    """Is told of gradients that autograd makes."""
+    """Is notified of gradients that autograd makes."""
 
     name: str
     """The optimizer's, or what keeps the gradient."""
