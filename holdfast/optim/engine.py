@@ -515,8 +515,9 @@ class StepEngine:
     def _refuse_interrupted(self) -> Exception | None:
         """Return the error of a module of which gradients are missing, after an earlier error.
 
-        The gradients that are left are dropped, so that the module makes the collectives of a whole
-        step, as it does on the other ranks.
+        It then makes the collectives that the other ranks make. If they know of the error, these
+        are those of a whole step, and the gradients that are left are dropped. Otherwise they are
+        what is missing of those that have begun.
         """
         failure: Exception | None = None
         for module, stepper in self._steppers.items():
@@ -525,7 +526,10 @@ class StepEngine:
             except ConfigError as error:
                 failure = failure or _in_module(module, error)
                 try:
-                    stepper.drop_gradients()
+                    if stepper.is_interrupted_alone:
+                        stepper.join_reductions()
+                    else:
+                        stepper.drop_gradients()
                 except ConfigError as lost:
                     failure = _in_module(module, lost)
         return failure

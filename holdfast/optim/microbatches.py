@@ -45,6 +45,7 @@ class MicrobatchTaker(ABC):
     """Takes the gradients of one module's microbatches on one rank."""
 
     _is_interrupted = False
+    _is_alone = False
     _is_entry = False
     _reason_closed = _reason_lost = ""
 
@@ -148,11 +149,17 @@ class MicrobatchTaker(ABC):
                 yield
             except BaseException:
                 self.interrupt()
+                self._is_alone = True
                 raise
 
     def interrupt(self) -> None:
         """Refuse microbatches and steps until `drop_gradients`: some gradients are missing."""
-        self._is_interrupted = True
+        self._is_interrupted, self._is_alone = True, False
+
+    @property
+    def is_interrupted_alone(self) -> bool:
+        """True after an error that other ranks learn of in the step, which they make as usual."""
+        return self._is_interrupted and self._is_alone
 
     def check_ended(self) -> None:
         """Raise ConfigError if an error ended a microbatch, and nothing was dropped since."""

@@ -20,10 +20,12 @@ from tests.harness import RankContext, run_ranks
 from tests.optim.multi_module.common import (
     Spec,
     Trained,
+    Twin,
     build,
     layouts_of,
     momentum,
     rows_of,
+    train_module,
     whole_values,
 )
 
@@ -225,6 +227,48 @@ def test_a_failure_of_one_rank_in_any_phase_is_raised_on_all_and_the_next_step_w
     first, *others = run_ranks(4, failing).results
     assert len(first) == 18
     assert all(other == first for other in others)
+
+
+def alone(context: RankContext) -> list[str]:
+    """An error of one rank in the microbatch of one module, entered for that module alone."""
+    report = []
+    specs = {"whole": Spec(sizes={"dp": 2}, kind="fsdp"), "shares": Spec(sizes={"dp": 2})}
+    twin = Twin(specs)
+    with ModuleGroups.create(layouts_of(specs)) as groups:
+        modules = build(groups, specs)
+        optimizer = MultiModuleOptimizer(groups, {n: m.stepper for n, m in modules.items()})
+        for step, (culprit, failing) in enumerate((r, n) for r in range(2) for n in specs):
+            rows = {name: rows_of(step, name) for name in specs}
+            caught = None
+            for name, each in modules.items():
+                entry: Any = each.sharded or each.stepper
+                try:
+                    with entry.microbatch(is_last=True):
+                        train_module(each, rows[name])
+                        if (context.rank, name) == (culprit, failing):
+                            boom()
+                except OSError as error:
+                    caught = error
+            # The other rank is told by the step, and not in the microbatch.
+            assert (caught is None) == (context.rank != culprit)
+            match = f"rank {culprit}: .*an error ended the last microbatch"
+            with pytest.raises(HoldfastError, match=match) as refused:
+                optimizer.step()
+            report.append(str(refused.value))
+            optimizer.drop_gradients()
+            for name, each in modules.items():
+                train_module(each, rows[name])
+            optimizer.step()
+            twin.step(rows)
+            optimizer.synchronize()
+            assert twin.difference(modules) < 1e-6
+    return report
+
+
+def test_an_error_in_the_microbatch_of_one_module_is_refused_by_the_step_of_all() -> None:
+    """M15: before the step an entry meets nobody, so its error is this rank's alone until then."""
+    first, other = run_ranks(2, alone, timeout_s=45).results
+    assert first == other
 
 
 def scalers(context: RankContext) -> list[Any]:
