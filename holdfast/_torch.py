@@ -41,20 +41,18 @@ __all__ = [
 # ---- DTensors ----
 
 
-def local_tensor(tensor: DTensor) -> Tensor:
-    """Return the tensor that a DTensor holds on this rank.
+local_tensor: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
+"""Returns the tensor that a DTensor holds on this rank.
 
-    `to_local` is an operation of autograd, and waits for what is still gathered.
-    """
-    return tensor._local_tensor
+`to_local` is an operation of autograd, and waits for what is still gathered.
+"""
 
 
 def local_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
     """Return `local_tensor` of each, by a loop in C."""
-    return list(map(_LOCAL_TENSOR, tensors))
+    return list(map(local_tensor, tensors))
 
 
-_LOCAL_TENSOR = attrgetter("_local_tensor")
 DTENSOR_FORMS = attrgetter("dtype", "shape", "_local_tensor.dtype", "_local_tensor.shape")
 """Dtype and global shape of a DTensor, dtype and shape of what it holds on this rank."""
 DTENSOR_PLACED = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta.shape")
