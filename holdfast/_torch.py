@@ -23,13 +23,14 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_module_registration_hook,
 )
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DTENSOR_FORMS", "DTENSOR_PLACED", "DTENSOR_SPECS", "AsyncCollectiveTensor",
     "TorchDispatchMode", "argument_names", "buffer_table", "call_after_backward", "copy_each",
-    "form_check",
-    "give_metadata", "hook_states", "launched_as", "local_tensor", "local_tensor_slot",
+    "form_check", "give_metadata", "has_step_hooks",
+    "hook_states", "launched_as", "local_tensor", "local_tensor_slot",
     "local_tensors", "lost_after_s", "mark_eager", "mark_launch", "mark_stepped", "module_table",
     "module_version", "num_storage_uses", "parameter_table", "registered_in",
     "registrations", "scale_each",
@@ -40,20 +41,18 @@ __all__ = [
 # ---- DTensors ----
 
 
-def local_tensor(tensor: DTensor) -> Tensor:
-    """Return the tensor that a DTensor holds on this rank.
+local_tensor: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
+"""Returns the tensor that a DTensor holds on this rank.
 
-    `to_local` is an operation of autograd, and waits for what is still gathered.
-    """
-    return tensor._local_tensor
+`to_local` is an operation of autograd, and waits for what is still gathered.
+"""
 
 
 def local_tensors(tensors: Iterable[DTensor]) -> list[Tensor]:
     """Return `local_tensor` of each, by a loop in C."""
-    return list(map(_LOCAL_TENSOR, tensors))
+    return list(map(local_tensor, tensors))
 
 
-_LOCAL_TENSOR = attrgetter("_local_tensor")
 DTENSOR_FORMS = attrgetter("dtype", "shape", "_local_tensor.dtype", "_local_tensor.shape")
 """Dtype and global shape of a DTensor, dtype and shape of what it holds on this rank."""
 DTENSOR_PLACED = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta.shape")
@@ -370,6 +369,17 @@ def launched_as(given: Tensor) -> str | None:
     """Return what `mark_launch` has noted."""
     operation: str | None = getattr(given, "_launched_as", None)
     return operation
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a step of an optimizer runs hooks: its own, or those of all optimizers."""
+    tables: tuple[Mapping[int, object], ...] = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    return any(tables)
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Literal
@@ -633,7 +633,7 @@ class ShardedModel(MicrobatchTaker):
             num_parts = self.groups.layout.ep if is_one_of_many else 1
             by_num_parts.setdefault(num_parts, []).append(parameter)
         return [
-            replace(part, num_copies=part.num_copies // num_parts) if num_parts > 1 else part
+            part._replace(num_copies=part.num_copies // num_parts) if num_parts > 1 else part
             for num_parts, parameters in sorted(by_num_parts.items())
             for part in gradient_parts(parameters, copies=self._copies)
         ]

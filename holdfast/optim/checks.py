@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from holdfast._torch import local_tensor
+from holdfast._torch import has_step_hooks, local_tensor
 from holdfast.arguments import check_choice, check_int, check_number
 from holdfast.errors import ConfigError
 from holdfast.optim.in_flight import gradient_hook
@@ -23,6 +24,13 @@ _NOT_ELEMENTWISE = (
     *("SOAP", "Shampoo", "SparseAdam"),
 )
 """Names of classes that always join elements; all others are tried (`elementwise`)."""
+_ELEMENTWISE = frozenset(
+    {
+        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD"),
+    }
+)
+"""Names of torch's classes that update elements one by one: no others, whatever torch adds."""
 
 
 def read_groups(
@@ -97,8 +105,32 @@ def check_kind(inner: torch.optim.Optimizer, *, name: str) -> None:
 
 
 def is_known_elementwise(kind: type) -> bool:
-    """Return True for torch's own classes that update elements one by one."""
-    return kind.__module__.startswith("torch.optim.") and kind.__name__ not in _NOT_ELEMENTWISE
+    """Return True for torch's own classes that update elements one by one, not for subclasses."""
+    name = kind.__name__
+    return name in _ELEMENTWISE and kind.__module__ == f"torch.optim.{name.lower()}"
+
+
+def steps_as_torch_wrote_it(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer is of a known elementwise class, and a step runs torch's code.
+
+    False if a step runs hooks, or if `step` was replaced, in the object or in the class.
+    """
+    return (
+        is_known_elementwise(type(optimizer))
+        and not has_step_hooks(optimizer)
+        and "step" not in vars(optimizer)
+        and _is_torchs(type(optimizer).step)
+    )
+
+
+def _is_torchs(function: object) -> bool:
+    """Return True if a function, and all that its decorators have wrapped, is code of torch."""
+    while isinstance(function, FunctionType):
+        # `__module__` is copied by functools.wraps, the globals are those of the code.
+        if not function.__globals__["__name__"].startswith("torch."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return function is None
 
 
 def check_free(parameters: Iterable[nn.Parameter], *, names: Mapping[nn.Parameter, str]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast._torch import scale_each
+from holdfast._torch import DTENSOR_SPECS, local_tensor, scale_each
 from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim import collectives
 from holdfast.optim.plain_shards import PlainShards, Shards
@@ -24,11 +25,14 @@ on tensors."""
 _WORD = 1 << 32
 _WORLD = ("tp", "dp_cp", "pp")
 """Groups that one after the other reach every rank of a layout exactly once."""
+_mesh_of, _placements_of = DTENSOR_SPECS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientPart:
-    """The part of some gradients on this rank, and the number of ranks that hold the same part."""
+class GradientPart(NamedTuple):
+    """The part of some gradients on this rank, and the number of ranks that hold the same part.
+
+    A tuple, since a step makes one for each parameter.
+    """
 
     local: Tensor
     """Of any shape, without padding except zeros that `num_padding` counts."""
@@ -129,8 +133,8 @@ class CopyCounts:
         for parameter, like in placed:
             mesh, num_parts = None, 1
             if isinstance(like, DTensor):
-                mesh = like.device_mesh
-                key = (id(mesh), like.placements)
+                mesh = _mesh_of(like)
+                key = (id(mesh), _placements_of(like))
             else:
                 key = num_parts = self._num_parts(parameter)
             known = self._known.get(key)
@@ -164,7 +168,7 @@ def gradient_parts(parameters: Iterable[nn.Parameter], *, copies: CopyCounts) ->
             placed.append((parameter, parameter))
     parts = []
     for (parameter, like), count in zip(placed, copies.of(placed), strict=True):
-        local = like.to_local() if isinstance(like, DTensor) else like
+        local = local_tensor(like) if isinstance(like, DTensor) else like
         if like is parameter:
             none = local.new_empty(0)
             parts.append(GradientPart(local=none, num_copies=count, num_unused=local.numel()))
@@ -370,7 +374,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
         return
     gradients = (p.grad for p in parameters if p.grad is not None)
     # Of a DTensor its elements: the operations of DTensors cost far more than the multiplication.
-    scale_each([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+    scale_each([local_tensor(g) if isinstance(g, DTensor) else g for g in gradients], factor)
 
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:
@@ -381,9 +385,10 @@ def _square(tensors: Sequence[Tensor]) -> Tensor:
     kernel, too, and touching it first took seven times as long as the squares.
     """
     flats = [_reals(each) if each.is_complex() else each.reshape(-1) for each in tensors]
-    room = min(_CHUNK, sum(map(Tensor.numel, flats)))
+    numels = [*map(Tensor.numel, flats)]
+    room = min(_CHUNK, sum(numels))
     wide = torch.empty(room, dtype=torch.float64, device=flats[0].device)
-    sums = [_dot(chunk, wide) for chunk in _chunks(flats)]
+    sums = [_dot(chunk, wide) for chunk in _chunks(flats, numels)]
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
@@ -392,12 +397,11 @@ def _reals(local: Tensor) -> Tensor:
     return torch.view_as_real(local.reshape(-1).resolve_conj()).reshape(-1)
 
 
-def _chunks(flats: Iterable[Tensor]) -> Iterator[Tensor]:
+def _chunks(flats: Iterable[Tensor], numels: Iterable[int]) -> Iterator[Tensor]:
     """Yield rows cut or joined to at most `_CHUNK` elements."""
     small: list[Tensor] = []
     room = _CHUNK
-    for flat in flats:
-        numel = flat.numel()
+    for flat, numel in zip(flats, numels, strict=True):
         if numel > _CHUNK:
             yield from torch.split(flat, _CHUNK)
             continue

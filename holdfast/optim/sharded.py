@@ -22,6 +22,7 @@ from holdfast.optim.checks import (
     check_parameter,
     check_settings,
     read_groups,
+    steps_as_torch_wrote_it,
 )
 from holdfast.optim.collectives import Pending
 from holdfast.optim.elementwise import check_elementwise
@@ -93,8 +94,9 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             (`joint.py`). Without `overlap` the step waits.
         elementwise: a declaration that the optimizer updates elements one by one; without it a
             trial on small tensors has to show that (about a tenth of a second, six more calls of
-            `make`). A trial proves some dozens of steps; after every update scalars of groups and
-            states are compared between ranks, and ranks that differ are refused.
+            `make`; for torch's own classes a hundredth, and three). A trial proves some dozens of
+            steps; after every update scalars of groups and states are compared between ranks, and
+            ranks that differ are refused.
         shards: by axis, plain parameters of which each rank along the axis holds another shard:
             `{"tp": [...]}`; for experts `ep` and `expt_tp`. All other plain parameters are the same
             on all ranks of their pipeline stage, or with `over="expt_dp"` experts that have a name
@@ -594,7 +596,14 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             kinds = [bucket.main for bucket in self._buckets]
             if kinds:
                 shapes = [local_of(p).shape for bucket in self._buckets for p in bucket.parameters]
-                check_elementwise(make, param_groups, like=kinds, shapes=shapes, name=self.name)
+                check_elementwise(
+                    make,
+                    param_groups,
+                    like=kinds,
+                    shapes=shapes,
+                    name=self.name,
+                    is_known=steps_as_torch_wrote_it(inner),
+                )
         return inner
 
     def _make_parameters(self) -> list[OptimizerParameter]:

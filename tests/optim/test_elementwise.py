@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from holdfast import ConfigError, Layout, ProcessGroups
 from holdfast.optim import ReducedOptimizer, ShardedOptimizer
@@ -358,7 +360,70 @@ def test_many_groups_are_tried_once_each_kind() -> None:
     net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
     groups = [{"params": [p], "weight_decay": p.ndim * 0.1} for p in net.parameters()]
     ShardedOptimizer(net, groups, make=make, groups=ProcessGroups.single(), over="dp_cp", divisor=1)
-    assert made == [40] + [2] * 6
+    assert made == [40] + [2] * 3
+
+
+class LateSGD(torch.optim.SGD):
+    """A subclass of a class that is known, which is not, although its `step` is torch's."""
+
+    def _init_group(self, *args: Any) -> Any:
+        join_late(self)
+        return super()._init_group(*args)
+
+
+def join_late(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Join elements of each tensor after some steps, of which a short trial makes fewer."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state[p]
+            state["calls"] = state.get("calls", 0) + 1
+            if state["calls"] > Late.after:
+                with torch.no_grad():
+                    p.sub_(p.mean())
+
+
+def hooked(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    optimizer.register_step_post_hook(join_late)
+    return optimizer
+
+
+def replaced(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    optimizer: Any = torch.optim.SGD(groups, lr=0.1)
+    own = optimizer.step
+    optimizer.step = lambda closure=None: [own(closure), join_late(optimizer)][0]
+    return optimizer
+
+
+@pytest.mark.parametrize("way", ["subclass", "hook", "every hook", "object", "class", "function"])
+def test_classes_of_torch_that_were_changed_are_found_out(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3: only code that is torch's own is known to update elements one by one."""
+    makes: dict[str, Any] = {"subclass": LateSGD, "hook": hooked, "object": replaced}
+    own = torch.optim.SGD.step
+
+    @wraps(own)
+    def joining(self: Any, closure: Any = None) -> Any:
+        own(self, closure)
+        join_late(self)
+
+    def centred(params: list[Tensor], gradients: list[Tensor], *_: Any, **__: Any) -> None:
+        for p, gradient in zip(params, gradients, strict=True):
+            p.sub_(gradient - gradient.mean())
+
+    if way == "class":
+        vars(joining).pop("hooked", None)  # so torch puts its own wrapper around it once more
+        monkeypatch.setattr(torch.optim.SGD, "step", joining)
+    if way == "function":  # one that `step` calls, so in the first steps of any trial
+        monkeypatch.setattr(sys.modules["torch.optim.sgd"], "sgd", centred)
+    handle = register_optimizer_step_post_hook(join_late) if way == "every hook" else None
+    try:
+        with pytest.raises(ConfigError, match="SGD does not update elements one by one"):
+            built(makes.get(way, torch.optim.SGD))
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def test_make_has_to_take_the_tensors_it_is_given() -> None:
