@@ -29,7 +29,7 @@ from holdfast.state.stored import (
     follow_stored,
     zeros_placed_like,
 )
-from holdfast.state.tensor_elements import equal_trees, local_of
+from holdfast.state.tensor_elements import equal_trees, local_of, local_part
 
 
 def entry_targets(
@@ -63,14 +63,10 @@ def entry_targets(
 
     if not is_plain_dict(below.node):
         return follow_stored(below, None, nested)
-    home = stored.value("membership", name)
-    on_device = isinstance(home, int) and any(
-        stored.value("groups", home, flag) for flag in ("capturable", "fused")
-    )
     have = have if isinstance(have, Mapping) else {}
     entries: dict[str, object] = {}
-    for entry in below.keys_under():
-        info = below.tensor(below.at(entry))
+    for entry, node in below.node.items():
+        info = below.tensor(node)
         current = have.get(entry)
         if info is None:
             inside = partial(nested, inside=f".{entry}")
@@ -83,7 +79,7 @@ def entry_targets(
         if (
             isinstance(current, torch.Tensor)
             and id(current) not in filled
-            and not is_expanded(local_of(current))
+            and not is_expanded(local_part(current))
         ):
             live: Any = with_padding(stored_form(param, entry, current), param, padding)
             if global_shape(live) == info.shape or not stored.has("parameters", name):
@@ -92,10 +88,19 @@ def entry_targets(
         if target is None:
             target = placed_by(param.parameter, info, followed.get(f".{entry}"))
         if target is None:
+            on_device = entry != "step" or _steps_on_device(name, stored)
             target = _target(param, entry, info, on_device=on_device, real_shape=padding)
             target = with_padding(target, param, padding)
         entries[entry] = made[info.key] = target
     return entries
+
+
+def _steps_on_device(name: str, stored: StoredPart) -> bool:
+    """Return True if a parameter's group keeps its step counters on the device."""
+    home = stored.value("membership", name)
+    return isinstance(home, int) and any(
+        stored.value("groups", home, flag) for flag in ("capturable", "fused")
+    )
 
 
 def refuse_other_shape(
@@ -149,11 +154,10 @@ def likes_of_others(parameters: Iterable[torch.Tensor]) -> Likes:
 
 def on_device_of(value: Any, param: OptimizerParameter) -> Any:
     """Loaded state of one parameter; tensors in lists and dicts follow it to its device."""
-    device = local_of(param.parameter).device
 
     def move(tree: Any) -> Any:
         if isinstance(tree, torch.Tensor):
-            return tree if isinstance(tree, DTensor) else tree.to(device)
+            return tree if isinstance(tree, DTensor) else tree.to(local_of(param.parameter).device)
         if type(tree) is dict:
             return {name: move(child) for name, child in tree.items()}
         if type(tree) in (list, tuple):
@@ -212,7 +216,7 @@ def _target(
             f"{list(parameter.shape)}: a sharded optimizer takes elementwise state only; if "
             f"they differ by padding alone, declare it: declare_padding(module, name, shape)"
         )
-    where = device if on_device or entry != "step" else torch.device("cpu")
+    where = device if on_device else torch.device("cpu")
     return torch.zeros(stored.shape, dtype=stored.dtype, device=where)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.format.values import (
     Codecs,
+    are_plain,
     decode_tree,
     encode_tree,
     is_per_rank,
@@ -28,6 +29,7 @@ from holdfast.format.values import (
     is_tensor,
     items_of,
     key_name,
+    keys_of_tensors,
     kind_in_words,
     node_bytes,
     pairs_of,
@@ -55,8 +57,7 @@ Members = dict[Token, tuple[Any, Any]]
 """Token -> (key, node) of each member of a stored mapping, in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """Shape (global) and dtype of a stored tensor."""
 
     key: str
@@ -164,7 +165,7 @@ class StoredPart:
             return None
         key = str(node["k"])
         dtype, shape = self.tensors[key]
-        return StoredTensor(key=key, shape=tuple(shape), dtype=torch_dtype(dtype))
+        return StoredTensor(key, tuple(shape), torch_dtype(dtype))
 
     def value(self, *path: str | int) -> object:
         """Return the plain number, text, truth value or null at a path; None for others."""
@@ -180,10 +181,10 @@ class StoredPart:
         """Return the node at a path; None if there is none."""
         node = self.node
         for name in path:
-            if isinstance(node, list):
-                node = node[name] if isinstance(name, int) and name < len(node) else None
-            elif is_plain_dict(node):
+            if is_plain_dict(node):
                 node = node.get(name) if isinstance(name, str) else None
+            elif isinstance(node, list):
+                node = node[name] if isinstance(name, int) and name < len(node) else None
             else:  # with keys that a plain dict cannot have, such as one that starts with '$'
                 pairs = pairs_of(node) or ()
                 node = next((child for key, child in pairs if key == name), None)
@@ -244,7 +245,13 @@ def _add_leaf_paths(node: Any, path: str, result: list[str], key_of: Callable[[A
     if not isinstance(node, _NESTED):
         result.append(path)
         return
+    if isinstance(node, list) and node and are_plain(node):
+        result += [f"{path}.{i}" for i in range(len(node))]
+        return
     if is_plain_dict(node) and node:
+        if are_plain(node.values()) or keys_of_tensors([*node.values()]) is not None:
+            result += [f"{path}.{name}" for name in node]
+            return
         for name, child in node.items():  # text, which is a part of a path as it is
             if isinstance(child, _NESTED) and not is_tensor(child):
                 _add_leaf_paths(child, f"{path}.{name}", result, key_of)

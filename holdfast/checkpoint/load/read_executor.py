@@ -39,6 +39,8 @@ from holdfast.storage.reading import range_nbytes, requests_of
 
 _COUNTERS = struct.Struct("<5Q")
 _MAX_THREADS = 8
+_THREADS_NBYTES = 1 << 20
+"""What is read from this host's page cache and hashed in less time than threads take to start."""
 _PAGE_NBYTES = 4 << 10
 """Without verification, reads are cut at multiples of this, and gaps of so many bytes or more in
 what a rank needs are not read. Of the page cache, a system call for a strip costs what a copy of 8
@@ -118,6 +120,7 @@ class LoadExecutor:
         self._memory = memory
         self._verify = verify and files.has_digests
         self._num_threads = num_threads
+        self._is_cached: bool = getattr(files.storage, "is_cached_on_host", True)
         self._requests_before = requests_before
         self._has_failed = threading.Event()
         self._local = threading.local()
@@ -186,9 +189,12 @@ class LoadExecutor:
         something.
         """
         error: Exception | None = None
-        if self._num_threads == 1 and self._transfers is None:
+        alone = self._reads_of(_ALONE)
+        # One read needs no second thread, and few bytes none.
+        is_small = len(alone) <= 1 or (self._is_cached and self.nbytes_needed < _THREADS_NBYTES)
+        if self._transfers is None and (self._num_threads == 1 or is_small):
             try:
-                for pieces in self._reads_of(_ALONE):
+                for pieces in alone:
                     self._read(pieces, None)
             except Exception as caught:
                 error = caught

@@ -36,6 +36,7 @@ from holdfast.format.values.value_nodes import (
     SETS,
     TAG,
     Node,
+    are_plain,
     is_like_a_tag,
     is_unicode,
     join_path,
@@ -534,6 +535,8 @@ class _Decoder:
         for key in node:
             if is_like_a_tag(key):
                 raise _malformed(node, path, f"unknown member {key!r}")
+        if are_plain(node.values()):
+            return node.copy()
         return {key: self.decode(v, join_path(path, key), depth + 1) for key, v in node.items()}
 
     def _tagged(self, node: dict[str, Node], path: str, depth: int) -> object:
@@ -553,6 +556,8 @@ class _Decoder:
     def _items(self, node: Node, path: str, depth: int) -> list[object]:
         if not isinstance(node, list):
             raise TypeError("a list is expected")
+        if are_plain(node):
+            return [*node]
         return [self.decode(item, join_path(path, i), depth + 1) for i, item in enumerate(node)]
 
     def _sequence(self, tag: str, node: dict[str, Node], path: str, depth: int) -> object:

@@ -34,6 +34,7 @@ _KEY = "k"
 _TABLES = ("per_rank", "dataclass")
 _WRAPPERS = ("codec", UNION)
 _CONTAINERS = frozenset((*MAPPINGS, *SEQUENCES, *SETS, *_TABLES))
+_PLAIN_KINDS = frozenset((bool, int, float, str, type(None)))
 
 
 def tag_of(node: Any) -> str | None:
@@ -64,6 +65,11 @@ def keys_of_tensors(nodes: Sequence[Any]) -> list[Any] | None:
         return [node[_KEY] for node in nodes] if tags.issubset(TENSORS) else None
     except (LookupError, TypeError):  # a list, a plain dict or a plain value
         return None
+
+
+def are_plain(nodes: Collection[Any]) -> bool:
+    """Return True if all nodes are plain values: numbers, texts, truth values and nulls."""
+    return _PLAIN_KINDS.issuperset(map(type, nodes))
 
 
 def is_per_rank(node: Any) -> TypeGuard[dict[str, Any]]:
@@ -288,7 +294,7 @@ def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
     waiting: list[tuple[Any, _TreePath]] = [
         (node, _TreePath(name, None))
         for name, node in parts.items()
-        if isinstance(node, dict | list)
+        if _may_hold_tensors(node)
     ]
     while waiting:
         node, tree_path = waiting.pop()
@@ -313,12 +319,21 @@ def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
                     # Joined once for all leaves of a container: most leaves have many siblings.
                     path = path or tree_path.path()
                     item[_KEY] = f"{path}.{name}"
-                elif isinstance(item, dict | list):
+                elif _may_hold_tensors(item):
                     waiting.append((item, _TreePath(str(name), tree_path)))
         elif tag in TENSORS and _KEY not in node:
             num_chars += tree_path.length
             _refuse_long_keys(num_chars, limit)
             node[_KEY] = tree_path.path()
+
+
+def _may_hold_tensors(node: Any) -> bool:
+    """Return False for a plain value, and for containers of them: shapes, words of a stream."""
+    kind = type(node)
+    if kind is list:
+        return not are_plain(node)
+    # A tensor without its key has one member, its tag.
+    return kind is dict and (TAG in node or not are_plain(node.values()))
 
 
 def _are_implied(nodes: Collection[Any]) -> bool:

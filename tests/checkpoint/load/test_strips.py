@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -149,3 +150,27 @@ def test_strips_of_a_file_and_of_a_store_that_cannot_skip(tmp_path: Path) -> Non
     with pytest.raises(StorageError, match="it is truncated"):
         read_strips(source, memoryview(bytearray(30_000)), start=10_001, strips=strips)
     source.close()
+
+
+@pytest.mark.parametrize(("numel", "has_threads"), [(256, False), (256 << 10, True)])
+def test_few_bytes_of_this_host_are_read_without_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numel: int, has_threads: bool
+) -> None:
+    """A load of some KiB does not start threads, which would cost more than its reads."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    names: list[str] = []
+    start = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        names.append(thread.name)
+        start(thread)
+
+    saved = {name: torch.full((numel,), float(i)) for i, name in enumerate("abcd")}
+    # What is requested has gaps, so that there are two reads.
+    wanted = {name: torch.zeros(numel) for name in "ac"}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, saved)
+        monkeypatch.setattr(threading.Thread, "start", noted)
+        checkpointer.load(wanted)
+    assert any("holdfast-load" in name for name in names) is has_threads
+    assert all(torch.equal(wanted[name], saved[name]) for name in wanted)
