@@ -194,8 +194,7 @@ class GradientReducer:
         )
 
     def close(self) -> None:
-        """Remove the hooks, and forget unused gradients."""
-        self.drop()
+        """Remove the hooks; after `drop`."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

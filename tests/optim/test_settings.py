@@ -129,7 +129,11 @@ def refused(context: RankContext, kind: str) -> list[str]:
             group[key] = was
         group["lr"] = 0.2  # on all
         group["momentum"] = 1.0 if context.rank else 1  # equal, in another form
+        # Another implementation, and an entry that no optimizer has declared.
+        group["foreach"], group["note"] = None if context.rank else False, context.rank
         assert not alone.step(2, max_norm=1.0, scaler=LossScaler(), count_zeros=True).skipped
+        group["foreach"] = None
+        del group["note"]
         now = alone.values()
         assert any(not torch.equal(now[name], before[name]) for name in before)
         skipped = alone.step(3, is_finite=context.rank == 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +328,31 @@ def test_gradients_in_buckets_are_not_forgotten_by_hand() -> None:
     del net[0].weight.grad
     with pytest.raises(ConfigError, match="no parameter got a gradient"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_parameters_outlive_their_optimizer_in_the_middle_of_a_step(is_closed: bool) -> None:
+    """What was in buckets is gone with them; from there on parameters are plain ones."""
+    net = net_of()
+    optimizer = sharded(net)
+    backward(net, optimizer)
+    assert not any(type(p) is nn.Parameter for p in net.parameters())
+    if is_closed:
+        optimizer.close()
+        assert all(type(p) is nn.Parameter for p in net.parameters())
+    rest = nn.ParameterList(net.parameters())
+    gone = weakref.ref(optimizer)
+    del net, optimizer
+    gc.collect()
+    assert gone() is None
+    assert all(p.grad is None for p in rest)
+    rest.zero_grad()
+    for parameter in rest:
+        parameter.grad = None
+        parameter.sum().backward()
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))
+        del parameter.grad
+        assert parameter.grad is None
 
 
 def test_contexts_do_not_nest_and_steps_are_outside() -> None:
