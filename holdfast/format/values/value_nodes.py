@@ -292,9 +292,7 @@ def fill_implied_keys(parts: dict[str, Any], *, limit: int) -> None:
     """
     num_chars = 0
     waiting: list[tuple[Any, _TreePath]] = [
-        (node, _TreePath(name, None))
-        for name, node in parts.items()
-        if _may_hold_tensors(node)
+        (node, _TreePath(name, None)) for name, node in parts.items() if _may_hold_tensors(node)
     ]
     while waiting:
         node, tree_path = waiting.pop()
