@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -76,9 +76,13 @@ _MAX_PART_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What one look at a root shows: its names, and by directory the files and the note."""
+    """What one look at a root shows: its names, and by directory the files and the note.
+
+    `moved` are names of saves that were committed, and that nobody could delete.
+    """
 
     names: Sequence[str]
+    moved: Collection[str]
     files: Mapping[str, Sequence[str]]
     notes: Mapping[str, str]
 
@@ -307,8 +311,11 @@ class ObjectStorage:
         """
         listing = self._do("list", "", lambda: self._bucket.list(""))
         records = self._do("list", "", lambda: self._names.records(listing, steps_only=True))
+        made_for = {record.prefix.partition("-")[2] for record in records.values()}
+        names = self._names_in(listing)
         return Survey(
-            names=self._names_in(listing),
+            names=names,
+            moved={name for name in names if name[:200] in made_for and name.startswith(".")},
             files={name: record.files for name, record in records.items()},
             notes={name: record.note for name, record in records.items() if record.note},
         )
