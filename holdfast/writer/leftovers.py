@@ -20,7 +20,13 @@ from holdfast.format.names import (
     step_dir,
     unclaimed,
 )
-from holdfast.format.versions import known_save_id, readers_of, retire, save_id_of
+from holdfast.format.versions import (
+    known_save_id,
+    read_manifest,
+    readers_of,
+    retire,
+    save_id_of,
+)
 from holdfast.retention.tags import TAGS_DIR
 from holdfast.storage import Storage
 from holdfast.storage.reading import is_locked, locking
@@ -299,6 +305,8 @@ def _put_back(
             if alive := patience.reason(storage, other):
                 why = f"{other} is to replace it, {alive}"
                 return Leftover(name=name, step=step, fate="alive", why=why)
+        if _has_no_data(storage, name):
+            return _remove(storage, name, step, "half removed", dry_run)
         if not dry_run:
             storage.rename_dir(name, final)
     except StorageError as error:
@@ -306,6 +314,19 @@ def _put_back(
     return Leftover(
         name=name, step=step, fate="finished", why="its replacement or removal was interrupted"
     )
+
+
+def _has_no_data(storage: Storage, name: str) -> bool:
+    """Return True if all data files of a checkpoint are gone.
+
+    In a bucket a request that comes late may write a name again after the removal, with manifest
+    and index in it.
+    """
+    try:
+        files = read_manifest(storage, name)[1].file_sizes
+    except CorruptionError:
+        return False
+    return bool(files) and not any(storage.exists(f"{name}/{file}") for file in files)
 
 
 def _treat_pointer(storage: Storage, *, dry_run: bool) -> list[Leftover]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from holdfast import Checkpointer, HoldfastError, StorageError
 from holdfast.format import versions
 from holdfast.format.names import list_steps, step_dir
+from holdfast.format.verifier import verify_snapshot
 from holdfast.format.versions import LEASES_DIR, Lease, readers_of
 from holdfast.writer.leftovers import repair
 
@@ -146,6 +148,62 @@ def test_garbage_goes_when_it_has_had_no_name_for_long(monkeypatch: pytest.Monke
         monkeypatch.setattr(storage_module, "_GARBAGE_S", 3600.0)
         ObjectStorage(storage.url).collect_garbage()
         assert bool(storage._bucket.list_all(".store/data")) == is_there
+
+
+class LatePut:
+    """obstore's functions: of one object the first put seems lost, and comes with `land`."""
+
+    def __init__(self, library: Any, part: str) -> None:
+        self._library, self._part = library, part
+        self.late: list[Callable[[], object]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def put(self, store: object, key: str, *args: object, **options: object) -> Any:
+        if self._part in key and not self.late:
+            self.late.append(lambda: self._library.put(store, key, *args, **options))
+            raise self._library.exceptions.GenericError("reset by peer")
+        return self._library.put(store, key, *args, **options)
+
+
+def test_a_name_that_comes_after_its_removal_makes_no_checkpoint() -> None:
+    """P22: it has manifest and index in it, and the data is gone."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step))
+    library = LatePut(storage._bucket._obstore, "/.old-")
+    storage._bucket._obstore = library
+    storage.remove_tree(step_dir(2), only_if=lambda aside: True)
+    library.late[0]()
+    (name,) = (name for name in storage.list("") if name.startswith(".old-"))
+    assert [(each.name, each.fate) for each in repair(storage, alive_s=0.0)][:1] == [
+        (name, "removed")
+    ]
+    assert list_steps(ObjectStorage(storage.url)) == [1]
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_save_whose_name_comes_late_again_takes_no_data_from_its_checkpoint(
+    is_removed: bool,
+) -> None:
+    """P22: the step was there before, so another move than the one it states has made it."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state_of(1))
+        if is_removed:
+            storage.remove_tree(DIRECTORY)
+    other = ObjectStorage(storage.url)
+    library = LatePut(other._bucket._obstore, "/.saving-")
+    other._bucket._obstore = library
+    with Checkpointer(other, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state_of(2), overwrite=True)
+    library.late[0]()
+    assert any(name.startswith(".saving-") for name in storage.list(""))
+    repair(ObjectStorage(storage.url), alive_s=0.0)
+    assert not any(name.startswith(".saving-") for name in ObjectStorage(storage.url).list(""))
+    assert verify_snapshot(ObjectStorage(storage.url), DIRECTORY) == []
 
 
 def upload(storage: ObjectStorage, payload: bytes) -> bool:

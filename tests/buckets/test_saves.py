@@ -37,6 +37,7 @@ pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage
 from holdfast.storage.objects import storage as object_storage
+from tests.buckets.proxy import Fault, fault_proxy
 from tests.buckets.server import ACCESS_KEY, SECRET_KEY, TOKEN, environment, new_bucket
 
 
@@ -211,6 +212,25 @@ def test_a_list_of_a_hundred_steps_takes_three_requests() -> None:
     assert sum(reader.requests.values()) <= 3
     reader.requests.clear()
     assert list_steps(ObjectStorage(url)) == list(range(100))
+
+
+def test_a_list_calls_no_committed_save_one_in_progress(
+    url: str, s3: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """P27: its name stays where deletions are denied."""
+
+    def choose(method: str, path: str) -> Fault:
+        return "denied" if method == "DELETE" or path.endswith("?delete") else ""
+
+    with (
+        fault_proxy(s3, choose) as (_, address),
+        Checkpointer(ObjectStorage(url, endpoint=address), settle_s=0.0) as checkpointer,
+    ):
+        checkpointer.save(1, state_of(1))
+    assert main(["ls", url]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "left of a save that was committed" in text
+    assert "in progress" not in text
 
 
 def test_the_requests_of_one_rank() -> None:

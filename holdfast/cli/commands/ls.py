@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,13 +97,13 @@ def run(args: Args) -> int:
     if not is_url(args.root) and os.path.isfile(args.root):
         return _run_file(args)
     storage, root = open_root(args.root), shown(args.root)
-    names, steps = _survey(storage)
+    names, steps, moved = _survey(storage)
     is_step = is_url(args.root) and parse_step_dir(root.rpartition("/")[2]) is not None
     if MANIFEST in names or is_step:
         raise ConfigError(f"{root} is one checkpoint; `holdfast show {root}` shows it")
     if is_url(args.root):
         require_something(storage, names, root)
-    leftovers = _leftovers(args.root, names, {step.step for step in steps})
+    leftovers = _leftovers(args.root, names, {step.step for step in steps}, moved)
     pointer = _pointer(storage)
     # A directory without checkpoints of our own may have some of others.
     foreign = [] if steps or is_url(args.root) else _find_foreign(args.root)
@@ -190,11 +190,14 @@ def _describe_foreign(paths: Iterable[Path]) -> list[Foreign]:
     return lines
 
 
-def _survey(storage: Storage) -> tuple[Sequence[str], list[Step]]:
-    """The names in the root, and its steps: from notes where the storage keeps them."""
+def _survey(storage: Storage) -> tuple[Sequence[str], list[Step], Collection[str]]:
+    """The names in the root, and its steps: from notes where the storage keeps them.
+
+    And the names that are left of saves that were committed.
+    """
     survey = getattr(storage, "survey", None)
     if survey is None:
-        return storage.list(""), [_read_step(storage, step) for step in list_steps(storage)]
+        return storage.list(""), [_read_step(storage, step) for step in list_steps(storage)], ()
     shows = survey()
     steps: dict[int, Step] = {}
     for name, files in shows.files.items():
@@ -202,7 +205,7 @@ def _survey(storage: Storage) -> tuple[Sequence[str], list[Step]]:
         if step is not None and MANIFEST in files:
             summary = read_summary(shows.notes.get(name, ""), step=step)
             steps[step] = _read_step(storage, step) if summary is None else _line(summary)
-    return shows.names, [steps[step] for step in sorted(steps)]
+    return shows.names, [steps[step] for step in sorted(steps)], shows.moved
 
 
 def _read_step(storage: Storage, step: int) -> Step:
@@ -238,13 +241,17 @@ def _run(path: Path) -> Run:
     return Run(path=str(path), num_steps=len(steps), latest=steps[-1] if steps else None)
 
 
-def _leftovers(root: str | Path, names: Sequence[str], committed: set[int]) -> list[Uncommitted]:
+def _leftovers(
+    root: str | Path, names: Sequence[str], committed: set[int], moved: Collection[str]
+) -> list[Uncommitted]:
     """Directories of saves and removals that are not checkpoints."""
     leftovers = []
     for name in names:
         saving, step = parse_saving_dir(name), parse_step_dir(name)
         if saving is not None:
             what = "a save in progress, or one that was not finished"
+            if name in moved:
+                what = "left of a save that was committed; `holdfast repair` removes it"
             leftovers.append(Uncommitted(name=name, step=saving[0], what=what))
         elif name.startswith((".trash-", ".old-")):
             leftovers.append(

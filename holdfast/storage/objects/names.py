@@ -216,6 +216,20 @@ class Names:
                 return entry
         raise _busy(name)
 
+    def is_taken(self, name: str) -> bool:
+        """Return True if it is proven that a name stands for a directory.
+
+        A look alone may be at what a cache has of before, so what it shows is written again.
+        """
+        for _ in range(_NUM_TRIES):
+            try:
+                own = self._own(name)
+            except FileNotFoundError:
+                return False
+            if self._swap(name, own, own.record) is not None:
+                return True
+        raise _busy(name)
+
     def make(
         self, name: str, *, to: str = "", held: Mapping[str, bytes] | None = None
     ) -> NameRecord:
@@ -515,6 +529,8 @@ class Names:
         self._seen.pop(source, None)
         with suppress(RequestFailed):
             self._tidy(source, locked, made, aside)
+        if target.startswith(".") and move.id in self._tidied:
+            self._seen[target] = made  # nothing is to be done before its next change
         return True
 
     def _others(self, name: str) -> dict[str, NameRecord]:

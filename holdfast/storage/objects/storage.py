@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -76,9 +76,13 @@ _MAX_PART_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What one look at a root shows: its names, and by directory the files and the note."""
+    """What one look at a root shows: its names, and by directory the files and the note.
+
+    `moved` are names of saves that were committed, and that nobody could delete.
+    """
 
     names: Sequence[str]
+    moved: Collection[str]
     files: Mapping[str, Sequence[str]]
     notes: Mapping[str, str]
 
@@ -307,8 +311,11 @@ class ObjectStorage:
         """
         listing = self._do("list", "", lambda: self._bucket.list(""))
         records = self._do("list", "", lambda: self._names.records(listing, steps_only=True))
+        made_for = {record.prefix.partition("-")[2] for record in records.values()}
+        names = self._names_in(listing)
         return Survey(
-            names=self._names_in(listing),
+            names=names,
+            moved={name for name in names if name[:200] in made_for and name.startswith(".")},
             files={name: record.files for name, record in records.items()},
             notes={name: record.note for name, record in records.items() if record.note},
         )
@@ -799,16 +806,44 @@ class ObjectStorage:
         finally:
             self._forget(aside)
             if not is_confirmed:
-                with suppress(StorageError, FileExistsError):
-                    self._do("rename", aside, lambda: self._names.move(aside, name))
+                self._give_back(aside, name)
         if is_confirmed:
             self._remove_dir(aside)
         return is_confirmed
 
+    def _give_back(self, aside: str, name: str) -> None:
+        """Give a directory its name back, unless another has that by now.
+
+        Raises:
+            StorageError: It has not got it, as far as this process can tell.
+        """
+        try:
+            self._do("rename", aside, lambda: self._names.move(aside, name))
+        except (FileExistsError, StorageError) as error:
+            with suppress(StorageError):
+                # A repair has given it back, or a save has replaced it.
+                if self._do("rename", name, lambda: self._names.is_taken(name)):
+                    return
+            raise StorageError(
+                f"{self.describe(name)} was not to be removed, and could not be given its name "
+                f"back; it is {aside} until `holdfast repair` gives it back: {error}",
+                details=getattr(error, "details", None),
+            ) from error
+
     def _remove_dir(self, name: str) -> None:
         self._prove()
         self._forget(name)
+        is_own = self._names.seen(name) is not None
         record = self._do("remove", name, lambda: self._names.withdraw(name))
+        # A name with a dot may have been written by a put that came late, after the directory had
+        # gone on to another one and this had been deleted. One that this process has written
+        # itself is the only one, and that of a step is never deleted.
+        is_only = is_own or not name.startswith(".")
+        if not is_only and not self._do(
+            "remove", name, lambda: self._names.nameless([record.prefix])
+        ):
+            self._do("remove", name, lambda: self._names.forget(name))
+            return
         key = self._names.data_key(record)
         objects = self._do("remove", name, lambda: self._bucket.list_all(key))
         # The name last: while it is there, a reader of a listing knows of the directory.
