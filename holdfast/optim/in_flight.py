@@ -172,11 +172,18 @@ class Hiding:
             self._is_hidden = False
 
 
-class GradientHook:
-    """Knows the gradient of one parameter that is not in `.grad`."""
+class MadeHook:
+    """Is notified of gradients that autograd makes."""
 
     name: str
     """The optimizer's, or what keeps the gradient."""
+
+    def on_made(self, parameter: Tensor) -> None:
+        """Called after autograd has put the gradient into `.grad`."""
+
+
+class GradientHook(MadeHook):
+    """Knows the gradient of one parameter that is not in `.grad`."""
 
     def on_read(self) -> None:
         """Called before `.grad` of a parameter of a bucketed class is read."""
@@ -188,23 +195,20 @@ class GradientHook:
         """Called instead of `on_clear` if `zero_grad(set_to_none=False)` reads it."""
         self.on_clear()
 
-    def on_made(self, parameter: Tensor) -> None:
-        """Called after autograd has put the gradient into `.grad`."""
-
 
 class HeldHook:
-    """What stands at a parameter for its `GradientHook`, and does not keep it.
+    """What stands at a parameter for a `MadeHook`, and does not keep it.
 
     Python's collector does not see what torch keeps at a parameter: a hook there from which a
     reference leads back would keep the model and its communicators, with their threads and
     descriptors, to the end of the process.
     """
 
-    def __init__(self, hook: GradientHook) -> None:
+    def __init__(self, hook: MadeHook) -> None:
         self._hook = weakref.ref(hook)
 
     @property
-    def hook(self) -> GradientHook | None:
+    def hook(self) -> MadeHook | None:
         """The hook, or None if what made it is gone."""
         return self._hook()
 
@@ -220,7 +224,7 @@ def gradient_hook(parameter: Tensor) -> GradientHook | None:
     """Return the hook by which a sharded optimizer takes the gradients of a parameter, or None."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     held = (each.hook for each in hooks.values() if isinstance(each, HeldHook))
-    return next((hook for hook in held if hook is not None), None)
+    return next((hook for hook in held if isinstance(hook, GradientHook)), None)
 
 
 _MACHINERY = ("torch._", "torch.distributed.pipelining", "torch.distributed.fsdp")

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from holdfast._torch import call_after_backward, write_counter
-from holdfast.optim.in_flight import GradientHook, HeldHook
+from holdfast.optim.in_flight import HeldHook, MadeHook
 
 
-class LeftGradients(GradientHook):
+class LeftGradients(MadeHook):
     """Gradients of some parameters as the last backward, or the microbatch around it, left them.
 
     Looked at when a backward ends, not when it makes a gradient: hooks at the parameter, which are

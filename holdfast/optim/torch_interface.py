@@ -118,7 +118,7 @@ class JoinedState(MutableMapping[Any, Any]):
     """
 
     def __init__(self, inners: Sequence[torch.optim.Optimizer]) -> None:
-        self._inners = inners
+        self._inners = [*_torch_optimizers(inners)]
 
     def _of(self, key: Any) -> Any:
         """Return the state that has an entry, or is to have it.
@@ -130,6 +130,8 @@ class JoinedState(MutableMapping[Any, Any]):
             if key in inner.state:
                 return inner.state
         if not isinstance(key, Tensor):
+            if not self._inners:
+                raise KeyError(key)
             return self._inners[0].state
         for inner in self._inners:
             if any(key is tensor for group in inner.param_groups for tensor in group["params"]):
@@ -168,6 +170,15 @@ class JoinedState(MutableMapping[Any, Any]):
 
     def pop(self, key: Any, *default: Any) -> Any:
         return self._of(key).pop(key, *default)
+
+
+def _torch_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
+    """Yield the torch optimizers in optimizers of ours, which may be chains of others of ours."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, TorchInterface):
+            yield from _torch_optimizers(optimizer.inners)
+        else:
+            yield optimizer
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
