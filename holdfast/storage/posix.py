@@ -30,7 +30,7 @@ from typing import cast
 
 import numpy as np
 
-from holdfast.errors import StorageError
+from holdfast.errors import StorageError, in_bytes
 from holdfast.storage.storage_protocol import Observer, Sink, Source, split_path
 
 # The root may be a link; nothing below it is followed.
@@ -991,7 +991,7 @@ def storage_error(error: OSError, *, action: str, place: Path) -> StorageError:
 def _advice(code: int | None, place: Path) -> str:
     """Return what a person can do about an error at a place; empty if nothing is known."""
     if code in (errno.ENOSPC, errno.EDQUOT):
-        return f"{_free(place)}; make room or choose another directory, then save again"
+        return f"{_free(place)}; make room or choose another directory, then try again"
     if code in (errno.EACCES, errno.EPERM):
         user = f"this process runs as uid {os.geteuid()}, gid {os.getegid()}"
         return f"{user}; {_owner(place)}{_stickiness(place)}"
@@ -1026,7 +1026,7 @@ def _free(place: Path) -> str:
     except OSError:
         return "the free space is unknown"
     nbytes = stats.f_bavail * stats.f_frsize
-    return f"{nbytes / 2**30:.2f} GiB and {stats.f_favail} inodes are free there"
+    return f"{in_bytes(nbytes)} and {stats.f_favail} inodes are free there"
 
 
 def _owner(place: Path) -> str:

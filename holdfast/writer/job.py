@@ -44,6 +44,7 @@ from holdfast.storage.reading import (
 from holdfast.writer.commit import commit_save, read_done
 from holdfast.writer.outcomes import (
     committers_failure,
+    is_discarded,
     pause_s,
     publish_failure,
     read_failure,
@@ -284,13 +285,21 @@ def run_job(
 
     Never raises. Bounded by `job.deadline_s`.
     """
+    has_directory = False
+
+    def begin() -> None:
+        nonlocal has_directory
+        has_directory = True
+        if on_begun is not None:
+            on_begun()
+
     try:
         return perform_job(
             storage,
             job,
             image,
             plan=plan,
-            on_begun=on_begun,
+            on_begun=begin,
             on_progress=on_progress,
             on_written=on_written,
         )
@@ -298,7 +307,9 @@ def run_job(
         # The committer's failure record is the cause, if the error here only follows from it.
         error = committers_failure(storage, job) or caught
         record = ErrorRecord.of(error, foreign=StorageError)
-        publish_failure(storage, job, record, committer=plan is not None)
+        # A directory that was removed has ended every wait; made again, it would begin others.
+        if not (has_directory and is_discarded(storage, job.directory)):
+            publish_failure(storage, job, record, committer=plan is not None)
         return SaveOutcome(save_id=job.header.save_id, directory=job.directory, error=record)
 
 

@@ -24,6 +24,9 @@ def publish_failure(
 ) -> None:
     """Publish a failure record for the other ranks; a storage that refuses even that is ignored.
 
+    If the committer cannot write its record, it removes the directory of the save instead, which
+    ends the others' wait, too.
+
     The record is not synced: the ranks that wait for it do not survive the machine either.
     """
     if not committer:
@@ -45,8 +48,13 @@ def publish_failure(
             in_place = known_save_id(storage, step_dir(job.header.step)) == job.header.save_id
             if job.file.name is not None and not in_place:
                 storage.remove_tree(f"{job.directory}/{job.file.name}")
-        with suppress(HoldfastError):
+        try:
             storage.write_file(path, data, durable=False)
+        except HoldfastError:
+            # The others wait for the committer: of a directory that is gone they learn at once,
+            # of a save without a record at its deadline.
+            if committer:
+                discard_save(storage, job.directory)
 
 
 def committers_failure(storage: Storage, job: WriteJob) -> HoldfastError | None:
@@ -79,6 +87,14 @@ def discard_save(storage: Storage, directory: str) -> None:
             storage.remove_tree(directory)
     except HoldfastError:
         return
+
+
+def is_discarded(storage: Storage, directory: str) -> bool:
+    """Return whether the directory of a save is gone; False where that cannot be seen."""
+    try:
+        return not storage.exists(directory)
+    except HoldfastError:
+        return False
 
 
 def wait_for_commit(storage: Storage, job: WriteJob, deadline: float) -> None:

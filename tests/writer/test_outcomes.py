@@ -10,9 +10,9 @@ import pytest
 
 from bench.scale import HEADER
 from holdfast import PosixStorage
-from holdfast.errors import DeadlineError
+from holdfast.errors import DeadlineError, ErrorRecord, StorageError
 from holdfast.writer.job import run_job
-from holdfast.writer.outcomes import pause_s
+from holdfast.writer.outcomes import pause_s, publish_failure
 from holdfast.writer.records import DONE_DIR, SaveOutcome, WriteJob
 
 FINAL = "iter_0000001"
@@ -99,3 +99,32 @@ def test_a_wait_ends_when_the_directory_has_its_final_name(
         storage.rename_dir(job.directory, FINAL)
     thread.join(10)
     assert [outcome.error for outcome in outcomes] == [None]
+
+
+class Full(PosixStorage):
+    """A disk without room for any file."""
+
+    def write_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        raise StorageError(f"cannot write: {path}: No space left on device")
+
+
+def test_a_wait_ends_when_the_committer_cannot_even_record_its_failure(tmp_path: Path) -> None:
+    """E2: on a disk without room for a record the others learn of it long before the deadline."""
+    storage = PosixStorage(tmp_path)
+    job = msgspec.structs.replace(JOB, deadline_s=30.0)
+    outcomes: list[SaveOutcome] = []
+    thread = threading.Thread(
+        target=lambda: outcomes.append(run_job(storage, job, memoryview(b""), plan=None))
+    )
+    thread.start()
+    while not storage.exists(f"{job.directory}/{DONE_DIR}/00001.msgpack"):
+        thread.join(0.01)
+    committers = msgspec.structs.replace(job, position=0, rank=0)
+    record = ErrorRecord.of(StorageError("No space left on device"), foreign=StorageError)
+    publish_failure(Full(tmp_path), committers, record, committer=True)
+    thread.join(10)
+    assert not thread.is_alive(), "it waits for the deadline"
+    (outcome,) = outcomes
+    assert outcome.error is not None
+    assert "the save was discarded" in str(outcome.error.to_error())
+    assert storage.list("") == []
