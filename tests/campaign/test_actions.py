@@ -65,7 +65,7 @@ def test_two_thousand_programs_of_actions(
     assert share_of_values(ends) > 0.8, ends
     if num_ranks == 1:
         refused = {end for *_, end in ends} - {"value", "fault"}
-        assert {"no gradient", "not reduced", "after the last", "thawed"} <= refused
+        assert {"no gradient", "not reduced", "after the last"} <= refused
 
 
 def test_the_programs_have_everything_that_they_are_about() -> None:
