@@ -127,7 +127,7 @@ def _is_torchs(function: object) -> bool:
     """Return True if a function, and all that its decorators have wrapped, is code of torch."""
     while isinstance(function, FunctionType):
         # `__module__` is copied by functools.wraps, the globals are those of the code.
-        if not function.__globals__["__name__"].startswith("torch."):
+        if not str(function.__globals__.get("__name__")).startswith("torch."):
             return False
         function = getattr(function, "__wrapped__", None)
     return function is None
