@@ -171,7 +171,7 @@ def test_a_failing_disk_is_named_with_what_to_do(
             sink.sync()
 
     monkeypatch.setattr(posix.os, call, fail)
-    with pytest.raises(StorageError, match=r"/f: No space left.*[KMGT]iB.*free.*make room"):
+    with pytest.raises(StorageError, match=r"/f: No space left.* [kMGT]?B and .*free.*make room"):
         write()
 
 
