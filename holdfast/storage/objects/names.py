@@ -47,6 +47,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -371,15 +372,18 @@ class Names:
         entry = self._seen.get(name)
         return entry.record if entry is not None else None
 
-    def _see(self, name: str, entry: NameEntry) -> None:
-        """Remember a name that this process may change next."""
+    def _see(self, name: str, entry: NameEntry, *, is_tidied: bool = False) -> None:
+        """Remember a name that this process may change next, with nothing else to be done first.
+
+        With `is_tidied` the source of the move that brought the directory here is known to be.
+        """
         record = entry.record
         is_early = record is not None and record.move is not None and record.move.early
         is_moving = record is not None and record.move is not None and not is_early
-        if name.startswith(".") and record is not None and not (is_moving or record.came):
+        is_settled = record is not None and (is_tidied or not record.came) and not is_moving
+        if name.startswith(".") and is_settled:
             self._seen[name] = entry
-            while len(self._seen) > _MAX_SEEN:  # of saves that another rank commits
-                self._seen.pop(next(iter(self._seen)), None)
+            _keep_newest(self._seen)  # of saves that another rank commits
 
     def data_key(self, record: NameRecord, *names: str) -> str:
         """Return the key of a file in a directory; without names the prefix of all of them."""
@@ -529,8 +533,7 @@ class Names:
         self._seen.pop(source, None)
         with suppress(RequestFailed):
             self._tidy(source, locked, made, aside)
-        if target.startswith(".") and move.id in self._tidied:
-            self._seen[target] = made  # nothing is to be done before its next change
+        self._see(target, made, is_tidied=move.id in self._tidied)
         return True
 
     def _others(self, name: str) -> dict[str, NameRecord]:
@@ -704,8 +707,7 @@ class Names:
             if self._swap(name, entry, after.record if after is not None else None) is None:
                 return
         self._tidied[move.id] = None
-        while len(self._tidied) > _MAX_SEEN:
-            self._tidied.pop(next(iter(self._tidied)), None)
+        _keep_newest(self._tidied)
 
     def _get(self, name: str) -> NameEntry | None:
         """Read a name's object; None if there is none."""
@@ -771,6 +773,12 @@ def listed_names(listing: ObjectListing) -> list[str]:
         for key, meta in listing.objects.items()
         if key.endswith(SUFFIX) and meta.nbytes >= _MIN_NBYTES
     )
+
+
+def _keep_newest(memory: dict[str, Any]) -> None:
+    """Forget what was noted first, but for so many."""
+    while len(memory) > _MAX_SEEN:
+        memory.pop(next(iter(memory)), None)
 
 
 def _known_key(listing: ObjectListing, name: str) -> str:
