@@ -71,13 +71,8 @@ def test_a_waiting_rank_makes_one_request_a_look(tmp_path: Path) -> None:
     assert storage.num_requests <= _looks(1.0) + 4
 
 
-@pytest.mark.parametrize("is_exchanged", [False, True])
-def test_a_wait_ends_when_the_directory_has_its_final_name(
-    tmp_path: Path, is_exchanged: bool
-) -> None:
-    """Where a step is saved again, the version that was there gets the name of the save."""
-    storage = PosixStorage(tmp_path)
-    job = msgspec.structs.replace(JOB, deadline_s=30.0)
+def waiting(storage: PosixStorage, job: WriteJob) -> tuple[threading.Thread, list[SaveOutcome]]:
+    """A rank that has written and waits for the commit: its thread, and where its outcome goes."""
     outcomes: list[SaveOutcome] = []
     thread = threading.Thread(
         target=lambda: outcomes.append(run_job(storage, job, memoryview(b""), plan=None))
@@ -85,6 +80,17 @@ def test_a_wait_ends_when_the_directory_has_its_final_name(
     thread.start()
     while not storage.exists(f"{job.directory}/{DONE_DIR}/00001.msgpack"):
         thread.join(0.01)
+    return thread, outcomes
+
+
+@pytest.mark.parametrize("is_exchanged", [False, True])
+def test_a_wait_ends_when_the_directory_has_its_final_name(
+    tmp_path: Path, is_exchanged: bool
+) -> None:
+    """Where a step is saved again, the version that was there gets the name of the save."""
+    storage = PosixStorage(tmp_path)
+    job = msgspec.structs.replace(JOB, deadline_s=30.0)
+    thread, outcomes = waiting(storage, job)
     if is_exchanged:
         storage.make_dir(FINAL)
         storage.write_file(f"{FINAL}/manifest.json", b'{"save_id":"another"}')
@@ -112,13 +118,7 @@ def test_a_wait_ends_when_the_committer_cannot_even_record_its_failure(tmp_path:
     """E2: on a disk without room for a record the others learn of it long before the deadline."""
     storage = PosixStorage(tmp_path)
     job = msgspec.structs.replace(JOB, deadline_s=30.0)
-    outcomes: list[SaveOutcome] = []
-    thread = threading.Thread(
-        target=lambda: outcomes.append(run_job(storage, job, memoryview(b""), plan=None))
-    )
-    thread.start()
-    while not storage.exists(f"{job.directory}/{DONE_DIR}/00001.msgpack"):
-        thread.join(0.01)
+    thread, outcomes = waiting(storage, job)
     committers = msgspec.structs.replace(job, position=0, rank=0)
     record = ErrorRecord.of(StorageError("No space left on device"), foreign=StorageError)
     publish_failure(Full(tmp_path), committers, record, committer=True)
