@@ -35,7 +35,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.names import INDEX, MANIFEST, step_dir
 from holdfast.storage import Sink, Source, Storage
-from holdfast.storage.reading import range_nbytes, read_strips
+from holdfast.storage.reading import is_cached_on_host, range_nbytes, read_strips
 
 _HEADER_NBYTES = 8
 """Length of the empty header that a virtual data file starts with."""
@@ -70,7 +70,7 @@ class CatalogStorage:
     @property
     def is_cached_on_host(self) -> bool:
         """As the storage of the files."""
-        return bool(getattr(self.catalog.storage, "is_cached_on_host", True))
+        return is_cached_on_host(self.catalog.storage)
 
     @property
     def range_nbytes(self) -> int | None:

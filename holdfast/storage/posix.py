@@ -31,7 +31,7 @@ from typing import cast
 import numpy as np
 
 from holdfast.errors import StorageError, in_bytes
-from holdfast.storage.storage_protocol import Observer, Sink, Source, split_path
+from holdfast.storage.storage_protocol import UNKNOWN, Observer, Sink, Source, split_path
 
 # The root may be a link; nothing below it is followed.
 _ROOT_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -983,8 +983,7 @@ def storage_error(error: OSError, *, action: str, place: Path) -> StorageError:
     advice = _advice(error.errno, place)
     return StorageError(
         f"cannot {action}: {place}: {cause}" + (f" ({advice})" if advice else ""),
-        # As `storage.reading.is_unknown` has it.
-        details={"is_unknown": True} if error.errno in _SAYS_NOTHING else None,
+        details=UNKNOWN if error.errno in _SAYS_NOTHING else None,
     )
 
 

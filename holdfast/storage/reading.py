@@ -104,7 +104,7 @@ def is_unknown(error: HoldfastError) -> bool:
     that is known, and no other checkpoint may be taken in its place. All ranks that raise the error
     say the same.
     """
-    return bool(error.details.get("is_unknown"))
+    return bool(error.details.get("is_unknown"))  # `storage_protocol.UNKNOWN`
 
 
 def read_tail(storage: Storage, path: str, *, nbytes: int, file_nbytes: int) -> bytes | None:
@@ -206,6 +206,11 @@ def requests_of(storage: Storage) -> Counter[str]:
 def is_durable_at_once(storage: Storage) -> bool:
     """Return True if a rename that can be seen is durable, so that it never needs to be undone."""
     return bool(getattr(storage, "is_durable_at_once", False))
+
+
+def is_cached_on_host(storage: Storage) -> bool:
+    """Return True if the processes of a host share a page cache for the storage's files."""
+    return bool(getattr(storage, "is_cached_on_host", True))
 
 
 def range_nbytes(storage: Storage) -> int | None:

@@ -10,6 +10,8 @@ from typing import Protocol
 from holdfast.errors import StorageError
 
 _MAX_NAME = 255
+UNKNOWN = {"is_unknown": True}
+"""Details of an error that says nothing of what is stored, see `storage.reading.is_unknown`."""
 Observer = Callable[[str, str, int, int], None]
 """Called as (operation, path, start, nbytes) before each operation, to count or trace."""
 

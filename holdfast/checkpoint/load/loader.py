@@ -72,7 +72,7 @@ from holdfast.state.shared_memory import are_of_no_file, missing_memory, shared_
 from holdfast.state.stored import StoredPart
 from holdfast.state.unfinished import refuse_unfinished
 from holdfast.storage import Storage
-from holdfast.storage.reading import is_unknown, requests_of
+from holdfast.storage.reading import is_cached_on_host, is_unknown, requests_of
 from holdfast.writer.kept_images import KeptImages
 
 _MAX_CANDIDATES = 10_000
@@ -102,7 +102,7 @@ class Loader:
         self._codecs = codecs
         self._on_drift = on_drift
         self._label = storage.describe("") if is_source else ""
-        self._is_cached: bool = getattr(storage, "is_cached_on_host", True)
+        self._is_cached = is_cached_on_host(storage)
         self._finder = Finder(storage, groups, settle_s=settle_s)
 
     def load(self, state: Mapping[str, object] | None, options: LoadOptions) -> LoadReport:

@@ -35,7 +35,7 @@ from holdfast.format.stored_copies import choose_copies
 from holdfast.parallel import Control
 from holdfast.state.matcher import LocalMemory, TensorRequest
 from holdfast.state.tensor_elements import TORCH_TO_NAME
-from holdfast.storage.reading import range_nbytes, requests_of
+from holdfast.storage.reading import is_cached_on_host, range_nbytes, requests_of
 
 _COUNTERS = struct.Struct("<5Q")
 _MAX_THREADS = 8
@@ -120,7 +120,7 @@ class LoadExecutor:
         self._memory = memory
         self._verify = verify and files.has_digests
         self._num_threads = num_threads
-        self._is_cached: bool = getattr(files.storage, "is_cached_on_host", True)
+        self._is_cached = is_cached_on_host(files.storage)
         self._requests_before = requests_before
         self._has_failed = threading.Event()
         self._local = threading.local()

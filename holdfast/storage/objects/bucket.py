@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from holdfast.errors import StorageError
 from holdfast.storage.objects._obstore import Failure, explain, library, make_store, memory_store
 from holdfast.storage.objects.uploads import S3Uploads, Upload
-from holdfast.storage.storage_protocol import Observer
+from holdfast.storage.storage_protocol import UNKNOWN, Observer
 
 T = TypeVar("T")
 Tag = dict[str, str]
@@ -415,11 +415,9 @@ class BucketClient:
 
 def unsettled(error: RequestFailed, *, action: str, place: str) -> StorageError:
     """Return the StorageError for a request that failed for good."""
-    # As `storage.reading.is_unknown` has it. The other kinds are answers.
-    is_unknown = error.failure.kind in ("again", "final")
+    is_unknown = error.failure.kind in ("again", "final")  # the other kinds are answers
     return StorageError(
-        f"cannot {action}: {place}: {error.failure.words}",
-        details={"is_unknown": True} if is_unknown else None,
+        f"cannot {action}: {place}: {error.failure.words}", details=UNKNOWN if is_unknown else None
     )
 
 
