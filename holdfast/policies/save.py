@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -218,6 +219,22 @@ class OnFile(SavePolicy):
         return f"{os.fspath(self.path)} was there"
 
 
+_INSTALLED: weakref.WeakSet[OnSignal] = weakref.WeakSet()
+
+
+def _restore_in_child() -> None:
+    """Leave signals to a forked process, such as a worker of a pool, as without a policy.
+
+    It takes no part in the run, and its owner waits for it to end. A handler of Python that passes
+    the signal on is too late for this: it runs when a call into C returns, which may be long.
+    """
+    for policy in list(_INSTALLED):
+        policy.restore_in_child()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)
+
+
 class OnSignal(SavePolicy):
     """Save when any rank receives a signal, and stop the run unless `stop=False`.
 
@@ -316,6 +333,7 @@ class OnSignal(SavePolicy):
                 f"checkpointer there"
             )
         self._received, self._pid = 0, os.getpid()
+        _INSTALLED.add(self)
         # Callbacks run in reverse order: the handlers are restored first, so that no signal is
         # written to a socket that is closed already.
         if self._notice is not None:
@@ -337,10 +355,14 @@ class OnSignal(SavePolicy):
         if os.getpid() == self._pid:
             self._received = number
             return
-        # A forked process (a worker of a pool) takes no part in the run, and its owner waits for it
-        # to end: the signal does to it what it would have done without this policy.
+        # The signal came between the fork and `_restore_in_child`, or C code forked.
         self._reset(number)
         os.kill(os.getpid(), number)
+
+    def restore_in_child(self) -> None:
+        """Restore the earlier handlers in a process that was forked."""
+        for number in self._earlier:
+            self._reset(number)
 
     def _reset(self, number: int) -> None:
         """Restore the earlier handler, unless another one was set in the meantime."""

@@ -139,14 +139,21 @@ def _work(began: Any) -> None:
     time.sleep(60)
 
 
+def _refuse_a_handler() -> None:
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        raise HoldfastError("a handler of Python ends no call into C")
+
+
 def test_a_signal_to_a_forked_process_is_not_the_runs(tmp_path: Path) -> None:
     """R9: it ends that process, as without the policy, and neither stops the run nor counts."""
     noticed: list[tuple[int, int]] = []
     policy = OnSignal(notice=lambda number, count: noticed.append((number, count)))
     with Checkpointer(tmp_path, save_when=policy) as checkpointer:
+        assert forked(_refuse_a_handler) == [""]
         context = multiprocessing.get_context("fork")
         for _ in range(2):  # the second signal of a run would end it at once
             began = context.Event()  # Python drops a signal that comes while it forks
+            # The signal may come just before it sleeps: a handler would run after the sleep.
             worker = context.Process(target=_work, args=(began,))
             worker.start()
             assert began.wait(20)
