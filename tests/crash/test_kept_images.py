@@ -17,7 +17,7 @@ from holdfast import Checkpointer, Layout, ProcessGroups, Sharded
 from holdfast.checkpoint.save import staging
 from holdfast.format.names import list_steps
 from holdfast.storage import PosixStorage
-from tests.harness import RankContext, run_ranks
+from tests.harness import RankContext, run_ranks, wait_until
 from tests.writer.images import (
     KEEP_S,
     CountingStorage,
@@ -27,7 +27,6 @@ from tests.writer.images import (
     is_offered,
     load,
     processes_of,
-    wait_until,
 )
 
 ROWS = 1 << 15
