@@ -240,7 +240,7 @@ def test_the_norm_of_fsdp_tensor_and_expert_gradients_is_that_of_one_process() -
 
 
 def finished(saved: SaveReport | PendingSave) -> SaveReport:
-    return saved.result(20) if isinstance(saved, PendingSave) else saved
+    return saved.result(60) if isinstance(saved, PendingSave) else saved
 
 
 def one_name(context: RankContext, root: str) -> dict[str, str]:

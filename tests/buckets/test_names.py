@@ -181,7 +181,7 @@ def in_between(first: str, second: str, at: int) -> tuple[tuple[bool, bool], Sta
     def watch(*request: object) -> None:
         if next(number) == at:
             is_there.set()
-            assert may_go_on.wait(20)
+            assert may_go_on.wait(60)
 
     done: list[bool] = []
 
@@ -191,12 +191,12 @@ def in_between(first: str, second: str, at: int) -> tuple[tuple[bool, bool], Sta
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert is_there.wait(20)
+    assert is_there.wait(60)
     # Two operations of one process are those of two that were given its memory.
     twin = maker if first not in MAKERS else copy_of(maker)
     other = attempt(OPERATIONS[second], process_of(second, twin))
     may_go_on.set()
-    thread.join(20)
+    thread.join(60)
     return (done[0], other), state_of(ObjectStorage(root))
 
 

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from holdfast import Layout, ProcessGroups
 from holdfast.errors import DeadlineError, HoldfastError
-from holdfast.parallel import ModuleGroups
+from holdfast.parallel import Control, ModuleGroups
 from tests.harness import RankContext, run_ranks
 from tests.optim.multi_module.common import Spec, layouts_of
 from tests.optim.test_settings import KINDS, SIZES, Alone
@@ -43,12 +43,14 @@ def late(context: RankContext, kind: str, phase: str) -> Report:
     create: Any = ModuleGroups.create if kind == "modules" else ProcessGroups.create
     with create(
         layouts if kind == "modules" else Layout(**SIZES),
-        # Whoever has waited in vain for the sum does not wait as long again.
-        timeout_s=DEADLINE_S if phase == "update" else 30.0,
+        timeout_s=30.0,
         data_timeout_s=DEADLINE_S,
     ) as groups:
         alone = Alone(kind, groups)
         alone.step(0)
+        if phase == "update":  # whoever has waited in vain for the sum does not wait as long again
+            for control in controls_of(groups):
+                control.timeout_s = DEADLINE_S
         before = [shard.clone() for shard in shards(alone)]
         if context.rank == 1:
             stepper: Any = alone.trained.stepper
@@ -66,6 +68,10 @@ def late(context: RankContext, kind: str, phase: str) -> Report:
             is_changed=any(map(torch.ne, map(torch.sum, before), map(torch.sum, shards(alone)))),
             seconds=time.monotonic() - started,
         )
+
+
+def controls_of(groups: ProcessGroups | ModuleGroups) -> list[Control]:
+    return [groups.control, *([groups["one"].control] if isinstance(groups, ModuleGroups) else [])]
 
 
 def shards(alone: Alone) -> list[torch.Tensor]:
@@ -124,8 +130,7 @@ def late_within(context: RankContext, kind: str) -> bool:
     create: Any = ModuleGroups.create if kind == "modules" else ProcessGroups.create
     with create(layouts if kind == "modules" else Layout(**SIZES)) as groups:
         prompt, alone = Alone(kind, groups), Alone(kind, groups)
-        own = groups["one"].control if isinstance(groups, ModuleGroups) else groups.control
-        for control in (own, groups.control):
+        for control in controls_of(groups):
             control.timeout_s = SHORT_S
         stepper: Any = alone.trained.stepper
         if kind == "fsdp":

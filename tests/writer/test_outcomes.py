@@ -89,7 +89,7 @@ def test_a_wait_ends_when_the_directory_has_its_final_name(
 ) -> None:
     """Where a step is saved again, the version that was there gets the name of the save."""
     storage = PosixStorage(tmp_path)
-    job = msgspec.structs.replace(JOB, deadline_s=30.0)
+    job = msgspec.structs.replace(JOB, deadline_s=300.0)
     thread, outcomes = waiting(storage, job)
     if is_exchanged:
         storage.make_dir(FINAL)
@@ -103,7 +103,7 @@ def test_a_wait_ends_when_the_directory_has_its_final_name(
         storage.exchange_dir(job.directory, FINAL)
     else:
         storage.rename_dir(job.directory, FINAL)
-    thread.join(10)
+    thread.join(60)
     assert [outcome.error for outcome in outcomes] == [None]
 
 
@@ -117,12 +117,12 @@ class Full(PosixStorage):
 def test_a_wait_ends_when_the_committer_cannot_even_record_its_failure(tmp_path: Path) -> None:
     """E2: on a disk without room for a record the others learn of it long before the deadline."""
     storage = PosixStorage(tmp_path)
-    job = msgspec.structs.replace(JOB, deadline_s=30.0)
+    job = msgspec.structs.replace(JOB, deadline_s=300.0)
     thread, outcomes = waiting(storage, job)
     committers = msgspec.structs.replace(job, position=0, rank=0)
     record = ErrorRecord.of(StorageError("No space left on device"), foreign=StorageError)
     publish_failure(Full(tmp_path), committers, record, committer=True)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive(), "it waits for the deadline"
     (outcome,) = outcomes
     assert outcome.error is not None
