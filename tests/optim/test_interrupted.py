@@ -22,7 +22,7 @@ class Trouble(Exception):
 
 
 def waiting_in_the_model(context: RankContext) -> str:
-    with ProcessGroups.create(Layout(tp=2), timeout_s=1, data_timeout_s=1) as groups:
+    with ProcessGroups.create(Layout(tp=2), timeout_s=3, data_timeout_s=3) as groups:
         torch.manual_seed(0)
         inner = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
         optimizer = ReducedOptimizer(inner, groups)

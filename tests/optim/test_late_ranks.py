@@ -18,7 +18,7 @@ from tests.harness import RankContext, run_ranks
 from tests.optim.multi_module.common import Spec, layouts_of
 from tests.optim.test_settings import KINDS, SIZES, Alone
 
-DEADLINE_S = 1.0
+DEADLINE_S = 2.0
 LATE_S = 4 * DEADLINE_S
 """Longer than both waits of the others: for the sum of a step, and for the rank to hear of it."""
 LEFT = "rank 0 has left its step"
