@@ -237,3 +237,26 @@ def test_others_are_not_waited_for_long_after_a_failure(monkeypatch: pytest.Monk
     with pytest.raises(AssertionError, match=r"(?s)rank 0: TimedOut.*rank 1: LayoutError"):
         run_ranks(2, _wait_for_a_failure, init=False)
     assert time.monotonic() - started < 60
+
+
+def test_the_time_of_a_run_starts_when_its_processes_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that imports for long, on a busy machine, takes nothing from the ranks."""
+    passed_s, fork = 0.0, pool.fork
+
+    class Clock:
+        sleep = time.sleep
+
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + passed_s
+
+    def fork_late(*arguments: Any, **named: Any) -> Any:
+        nonlocal passed_s
+        passed_s += 1000.0
+        return fork(*arguments, **named)
+
+    monkeypatch.setattr(pool, "time", Clock)
+    monkeypatch.setattr(pool, "fork", fork_late)
+    assert run_ranks(1, _all_ways_to_fail, init=False, fresh=True).results == [0]
