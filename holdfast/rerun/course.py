@@ -815,6 +815,8 @@ class Course:
         self, judgement: Judgement, suspects: Mapping[Call, Suspect], message: str
     ) -> None:
         """Keep what a new process needs to run the step again on another device."""
+        # The checkpoint is one of the start of the step: a save refuses gradients in buckets.
+        self._training_state.drop_gradients()
         batches = self.batches
         here = self.team.here
         self.fault = PendingFault(

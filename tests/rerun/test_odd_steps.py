@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -333,6 +334,25 @@ def test_gradients_of_the_run_before_are_not_added_to(
     assert same(good, loop)
 
 
+@pytest.mark.parametrize("kind", ["sharded", "sharded gradients", "chained"])
+def test_a_fault_is_kept_without_the_gradients_of_its_runs(
+    groups: ProcessGroups, tmp_path: Path, kind: str
+) -> None:
+    """D1: buckets that hold them are no reason to refuse the save that the machine asks for."""
+    make = OPTIMIZERS[kind]
+    good = Loop(groups, tmp_path / "good", make=make)
+    good.run(3, good.machine.replayable(numbered()))
+    loop = Loop(groups, tmp_path / "loop", make=make, is_given=True)
+    loop.run(3, loop.machine.replayable(numbered()), bad=(1, 0), num_bad=2)
+    assert loop.machine.decision.save
+    loop.save(loop.machine.checkpoints)
+    again = Loop(groups, tmp_path / "loop", make=make, is_given=True, device="B")
+    again.load(loop.machine.checkpoints)
+    again.run(3, again.machine.replayable(numbered(4)))
+    again.taken = loop.taken + again.taken
+    assert same(good, again)
+
+
 @pytest.mark.parametrize("mode", ["validate_results", "report_determinism_stats"])
 def test_gradients_in_buckets_of_an_unknown_optimizer_are_not_added_to(
     groups: ProcessGroups, tmp_path: Path, mode: str
@@ -475,6 +495,55 @@ def test_a_step_that_was_left_starts_as_it_did(
     assert not fresh.lines
     fresh.run(1, fresh.machine.replayable(shuffled()))
     assert "'norm' on rank 0 was rejected" in "".join(fresh.lines)
+
+
+@pytest.mark.parametrize("make", [adam, sharded])
+def test_a_save_or_load_inside_of_the_attempts_of_a_step_is_refused(
+    groups: ProcessGroups, tmp_path: Path, make: Callable[[nn.Module, ProcessGroups], Any]
+) -> None:
+    """D7: the step may run again, and its update may have been left out; later it is as any."""
+    loop = Loop(groups, tmp_path, make=make, is_given=True)
+    batches = loop.machine.replayable(numbered())
+    loop.run(1, batches)
+    loop.save(tmp_path / "good")
+
+    for number in loop.machine.attempts(1, batches):
+        loop.optimizer.zero_grad()
+        loss = loop.model(next(batches)).square().mean()
+        loss.backward()
+        loop.machine.validate("loss", math.nan if number == 0 else loss.item(), NotFinite())
+        if make is sharded:
+            loop.optimizer.step(veto=loop.machine)  # type: ignore[call-arg]
+        else:
+            loop.optimizer.zero_grad()
+        with Checkpointer(tmp_path / "inside", groups=groups) as checkpointer:
+            for state in (loop.state(), {"model": loop.model}):
+                with pytest.raises(ConfigError, match=r"save in the middle.*attempts of step 1"):
+                    checkpointer.save(2, state)
+        with pytest.raises(ConfigError, match=r"load in the middle.*attempts of step 1"):
+            loop.load(tmp_path / "good")
+    loop.save(tmp_path / "good")
+    disabled = Loop(groups, tmp_path / "disabled", mode="disabled")
+    for _ in disabled.machine.attempts(0):
+        disabled.save(tmp_path / "disabled")
+
+
+def test_a_step_that_is_saved_as_it_was_left_is_named(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D7: in one line, since its batches are in no checkpoint; not once it has run again."""
+    loop = Loop(groups, tmp_path)
+    batches = loop.machine.replayable(numbered())
+    with contextlib.suppress(MemoryError):
+        for _ in loop.machine.attempts(0, batches):
+            next(batches)
+            raise MemoryError
+    loop.save(tmp_path / "good")
+    (line,) = loop.lines
+    assert "step 0 is saved as the loop has left it" in line
+    loop.run(1, batches)
+    loop.save(tmp_path / "good")
+    assert loop.lines == [line]
 
 
 @pytest.mark.parametrize("is_rewound", [False, True])
