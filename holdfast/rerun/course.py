@@ -376,7 +376,7 @@ class Course:
         self.enter(Event.REJECTED)
         self.learned.discard()
         self._num_reruns += 1
-        self._replayed.restore()
+        self.team.together(self._replayed.restore, step=self.step)
         if self._mode is Mode.VALIDATE_RESULTS or not self._was_watched:  # others rerun every step
             self._replayed.watch()
             self._was_watched = True
@@ -589,7 +589,7 @@ class Course:
             return self._look_closer(judgement, evidence)
         message = f"step {self.step}: {evidence.describe_rechecked()}"
         if judgement.event is Event.NOTHING_LEARNED:
-            self._replayed.restore()
+            self.team.together(self._replayed.restore, step=self.step)
             self.enter(judgement.event)
             self._decide(
                 judgement.exit_code,
@@ -673,7 +673,7 @@ class Course:
             Whether the step is run again.
         """
         # The state has to be that of the start of the step, for every look at it.
-        self._replayed.restore()
+        self.team.together(self._replayed.restore, step=self.step)
         self.learned.discard()
         suspects = self._bad_suspects()
         if self._is_spoiled():
@@ -713,7 +713,7 @@ class Course:
         """End the run of another replica's step; return whether the own one runs again."""
         evidence = self.team.gather(self.attempt, step=self.step, now=self.team.with_partners)
         judgement = judge_second_opinion(evidence.rechecks, policy=self._policy)
-        self._opinion.end(self.batches)
+        self.team.together(lambda: self._opinion.end(self.batches), step=self.step)
         values = evidence.rechecked(judgement.verdicts)
         suspects = evidence.identified(judgement.suspects)
         self.record("second_opinion", values=values, suspects=suspects)

@@ -385,7 +385,7 @@ def test_verdicts_reach_the_caller_and_diagnostics_the_report(
 def test_a_report_that_has_no_room_is_not_taken_for_that_of_another_machine(
     groups: ProcessGroups, tmp_path: Path
 ) -> None:
-    """D16: an error that names the disk, and once there is room the fault gets its verdict."""
+    """D24: an error that names the disk, and once there is room the fault gets its verdict."""
     first = Loop(groups, tmp_path)
     first.run(2, first.machine.replayable(first.source()), {1: 1})
     loop = Loop(groups, tmp_path)

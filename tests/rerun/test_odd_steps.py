@@ -497,6 +497,40 @@ def test_a_step_that_was_left_starts_as_it_did(
     assert "'norm' on rank 0 was rejected" in "".join(fresh.lines)
 
 
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+def test_a_function_that_fails_on_one_rank_as_it_restores_is_an_error_on_all(
+    tmp_path: Path, fails_at: int
+) -> None:
+    """D24: in place, before another replica's step, and after it; none waits for the others."""
+
+    def start(groups: ThreadGroups) -> str:
+        restored: list[object] = []
+
+        def restore(state: object) -> None:
+            restored.append(state)
+            if groups.rank and len(restored) == fails_at:
+                raise OSError("the cache is gone")
+
+        machine = RerunMachine(
+            groups,  # type: ignore[arg-type]
+            directory=tmp_path,
+            replayed=Replayed(modules=[nn.BatchNorm1d(1)], rng=False, hooks=[(dict, restore)]),
+            device=DeviceIdentity(host="h", uuid=str(groups.rank)),
+            note=lambda line: None,
+        )
+        batches = machine.replayable(itertools.repeat(1.0))
+        try:
+            for _ in machine.attempts(0, batches):
+                next(batches)
+                machine.validate("loss", math.nan, NotFinite(), local=True)
+        except ConfigError as error:
+            return str(error)
+        return "no error"
+
+    for said in run_threads(2, start):
+        assert "cannot be brought back: OSError: the cache is gone" in said
+
+
 @pytest.mark.parametrize("make", [adam, sharded])
 def test_a_save_or_load_inside_of_the_attempts_of_a_step_is_refused(
     groups: ProcessGroups, tmp_path: Path, make: Callable[[nn.Module, ProcessGroups], Any]
