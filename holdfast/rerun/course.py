@@ -224,12 +224,9 @@ class Course:
             self._has_loaded, self._unreadable = False, ""
             if self.decision.exit_code is not None:
                 return False
+            self.team.together(lambda: self._replay(loaded, batches), step=step)
         suspects: dict[Call, Suspect] = {}
         if loaded is not None and loaded.step == step:
-            # Even if the verdict is known: a source that saved its position continues behind the
-            # batches of the step, so only the checkpoint still has them.
-            loaded.replay_batches(batches)
-            self._replayed.replay_kept(loaded.replayed, codecs=self.codecs)
             if self.fault is not None:
                 suspects = loaded.suspects_by_call(later)
         elif isinstance(batches, ReplayableBatches) and not has_kept:
@@ -245,6 +242,16 @@ class Course:
         self.enter(Event.BEGIN)
         self._start_run(suspects)
         return True
+
+    def _replay(self, loaded: PendingFault | None, batches: object) -> None:
+        """Start with the batches, streams and buffers of the fault that was loaded, if any.
+
+        Even if its verdict is known: a source that saved its position continues behind the batches
+        of the step, so only the checkpoint still has them.
+        """
+        if loaded is not None and loaded.step == self.step:
+            loaded.replay_batches(batches)
+            self._replayed.replay_kept(loaded.replayed, codecs=self.codecs)
 
     def _leave(self, *, is_repeated: bool) -> None:
         """Give up a step that an exception or a `break` has left.

@@ -531,6 +531,35 @@ def test_a_function_that_fails_on_one_rank_as_it_restores_is_an_error_on_all(
         assert "cannot be brought back: OSError: the cache is gone" in said
 
 
+def test_batches_of_a_fault_that_one_rank_cannot_take_are_refused_on_all(tmp_path: Path) -> None:
+    """D24: no rank begins the step that another one has not begun."""
+
+    def run(groups: ThreadGroups, entry: Any, wraps: bool) -> Any:
+        machine = RerunMachine(
+            groups,  # type: ignore[arg-type]
+            directory=tmp_path,
+            replayed=Replayed(rng=False),
+            device=DeviceIdentity(host="h", uuid=str(groups.rank)),
+            note=lambda line: None,
+        )
+        if entry is not None:
+            load_entry(machine, entry)
+        batches = itertools.repeat(1.0)
+        given = machine.replayable(batches) if wraps else batches
+        try:
+            for _ in machine.attempts(0, given):
+                next(given)
+                machine.validate("loss", math.nan, NotFinite())
+        except ConfigError as error:
+            return str(error)
+        return save_entry(machine)
+
+    entries = run_threads(2, lambda groups: run(groups, None, True))
+    for said in run_threads(2, lambda groups: run(groups, entries[groups.rank], not groups.rank)):
+        assert "rank 1" in said
+        assert "pass machine.replayable" in said
+
+
 @pytest.mark.parametrize("make", [adam, sharded])
 def test_a_save_or_load_inside_of_the_attempts_of_a_step_is_refused(
     groups: ProcessGroups, tmp_path: Path, make: Callable[[nn.Module, ProcessGroups], Any]
