@@ -511,8 +511,16 @@ def written_before_backward(context: RankContext) -> None:
         for strategy in STRATEGIES:
             net, expected = build(), build()
             sharded = shard(net, groups, strategy=strategy)
-            optimizer = sgd(net.parameters())
             mine = rows_of(0, index=groups.index("dp_cp"), shares=2)[0]
+            for foreach in (False, True):
+                other = build()
+                parted = shard(other, groups, strategy=strategy)
+                early = other(mine).mean()
+                other(mine).mean().backward()
+                parted.step(torch.optim.SGD(other.parameters(), lr=0.1, foreach=foreach))
+                with pytest.raises(ConfigError, match="between a forward and its backward"):
+                    early.backward()
+            optimizer = sgd(net.parameters())
             losses = [sharded.model(mine).mean()]
             write_all(net, "in place")
             if strategy == "optim_grads_params":
@@ -530,7 +538,10 @@ def written_before_backward(context: RankContext) -> None:
 
 
 def test_a_backward_uses_the_weights_of_its_forward_or_is_refused() -> None:
-    """I1: before, layers that are gathered again computed with others, without an error."""
+    """I1: before, layers that are gathered again computed with others, without an error.
+
+    So they did after a step of an optimizer with `foreach=True`.
+    """
     run_ranks(2, written_before_backward)
 
 
