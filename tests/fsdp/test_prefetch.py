@@ -183,14 +183,6 @@ def ended_in_another_order(context: RankContext) -> None:
                 hook.remove()
                 sharded.drop_gradients()
                 net.order = UP
-                with torch.no_grad():
-                    net(rows(step))
-                with sharded.microbatch(is_last=True):  # units alone, gathered ahead in a backward
-                    hidden = rows(step)
-                    for layer in net.layers:
-                        hidden = torch.tanh(layer(hidden))
-                    hidden.square().mean().backward()
-                sharded.drop_gradients()
             step_of(sharded, optimizer, step)
             expected(rows(step)).backward()
             truth.step()
