@@ -894,6 +894,7 @@ def in_other_orders(context: RankContext, root: Path) -> None:
                 net(x, (1, 0))
             sharded.compare_launches()
             branch(sharded, x, ((0, 1),))
+            assert not sharded.has_uncompared_launches()  # or each step would compare again
             sharded.step(optimizer)
             losses = [single(row, (0, 1)).sum() / 2 for row in rows]
             torch.stack(losses).sum().backward()
