@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from holdfast import DeadlineError, HoldfastError, Layout, ProcessGroups
+from holdfast import (
+    DeadlineError,
+    HoldfastError,
+    Layout,
+    ModuleGroups,
+    ModuleLayouts,
+    ProcessGroups,
+)
 from holdfast.fsdp import fully_shard_model
-from holdfast.optim import ReducedOptimizer, ShardedOptimizer
+from holdfast.optim import MultiModuleOptimizer, ReducedOptimizer, ShardedOptimizer
 from holdfast.optim.microbatches import Description, Launched, MicrobatchTaker, compare_launched
 from tests.harness import RankContext, run_ranks
 
@@ -24,28 +31,51 @@ class Trouble(Exception):
     """An error that a user's model raises."""
 
 
-def waiting_in_the_model(context: RankContext) -> str:
-    with ProcessGroups.create(Layout(tp=2), timeout_s=1, data_timeout_s=1) as groups:
-        torch.manual_seed(0)
-        inner = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
-        optimizer = ReducedOptimizer(inner, groups)
+def waiting_in_the_model(context: RankContext, has_modules: bool) -> str:
+    """Rank 1 fails, and leaves like a crashed trainer; rank 0 waits in a sum of the model."""
+    limits: dict[str, Any] = {"timeout_s": 2, "data_timeout_s": 600}
+    torch.manual_seed(0)
 
-        def run() -> None:
+    def optimizer_on(groups: ProcessGroups) -> ReducedOptimizer:
+        return ReducedOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), groups)
+
+    with ExitStack() as stack:
+        optimizer: Any
+        if has_modules:
+            layouts = ModuleLayouts({"vision": Layout(tp=2), "language": Layout(dp=2)})
+            modules = stack.enter_context(ModuleGroups.create(layouts, **limits))
+            groups = modules["vision"]
+            entries = {name: optimizer_on(modules[name]) for name in layouts}
+            optimizer = MultiModuleOptimizer(modules, entries)
+        else:
+            groups = stack.enter_context(ProcessGroups.create(Layout(tp=2), **limits))
+            optimizer = optimizer_on(groups)
+        try:
             with optimizer.microbatch(is_last=True):
                 if context.rank == 1:
                     raise Trouble("before a sum over tp")
                 dist.all_reduce(torch.ones(3), group=groups.group("tp"))
+        except HoldfastError as error:
+            return str(error)
+    raise AssertionError("rank 1 has failed")
 
-        with pytest.raises((Trouble, HoldfastError)) as caught:
-            run()
-    return f"{caught.typename}: {caught.value}"
 
+@pytest.mark.parametrize("has_modules", [False, True])
+def test_ranks_that_wait_in_the_models_own_collectives_name_the_one_that_failed(
+    has_modules: bool,
+) -> None:
+    """I1: before, they raised the backend's text after its limit, and named no rank.
 
-def test_ranks_that_wait_in_the_models_own_collectives_name_the_one_that_failed() -> None:
-    """I1: before, they raised the backend's text after its limit, and named no rank."""
-    first, second = run_ranks(2, waiting_in_the_model, fresh=True, timeout_s=60).results
-    assert "rank 1" in first
-    assert second.startswith("Trouble: before a sum over tp")
+    The one that failed waits for them by the limit of agreements; with several modules it waited by
+    that of tensors, as if no module had collectives of its own.
+    """
+    outcome = run_ranks(2, waiting_in_the_model, has_modules, timeout_s=60, expect_failure=True)
+    assert outcome.failed == [1]
+    assert "rank 1" in outcome.results[0]
+    failed = outcome.errors[1]
+    assert failed is not None
+    assert failed.message == "before a sum over tp"
+    assert "ranks [0] did not arrive" in failed.traceback  # in a note
 
 
 NUM_MICROBATCHES = 3
