@@ -33,7 +33,7 @@ class Trouble(Exception):
 
 def waiting_in_the_model(context: RankContext, has_modules: bool) -> str:
     """Rank 1 fails, and leaves like a crashed trainer; rank 0 waits in a sum of the model."""
-    limits: dict[str, Any] = {"timeout_s": 2, "data_timeout_s": 600}
+    limits: dict[str, Any] = {"data_timeout_s": 600}
     torch.manual_seed(0)
 
     def optimizer_on(groups: ProcessGroups) -> ReducedOptimizer:
@@ -44,12 +44,13 @@ def waiting_in_the_model(context: RankContext, has_modules: bool) -> str:
         if has_modules:
             layouts = ModuleLayouts({"vision": Layout(tp=2), "language": Layout(dp=2)})
             modules = stack.enter_context(ModuleGroups.create(layouts, **limits))
-            groups = modules["vision"]
+            control, groups = modules.control, modules["vision"]
             entries = {name: optimizer_on(modules[name]) for name in layouts}
             optimizer = MultiModuleOptimizer(modules, entries)
         else:
             groups = stack.enter_context(ProcessGroups.create(Layout(tp=2), **limits))
-            optimizer = optimizer_on(groups)
+            control, optimizer = groups.control, optimizer_on(groups)
+        control.timeout_s = 1.0  # not before: ranks may start late
         try:
             with optimizer.microbatch(is_last=True):
                 if context.rank == 1:
@@ -69,8 +70,8 @@ def test_ranks_that_wait_in_the_models_own_collectives_name_the_one_that_failed(
     The one that failed waits for them by the limit of agreements; with several modules it waited by
     that of tensors, as if no module had collectives of its own.
     """
-    outcome = run_ranks(2, waiting_in_the_model, has_modules, timeout_s=60, expect_failure=True)
-    assert outcome.failed == [1]
+    outcome = run_ranks(2, waiting_in_the_model, has_modules, expect_failure=True)
+    assert outcome.failed == [1], outcome.errors
     assert "rank 1" in outcome.results[0]
     failed = outcome.errors[1]
     assert failed is not None
