@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "DTENSOR_FORMS", "DTENSOR_PLACED", "DTENSOR_SPECS", "AsyncCollectiveTensor",
     "TorchDispatchMode", "argument_names", "buffer_table", "call_after_backward", "copy_each",
-    "form_check", "give_metadata", "has_step_hooks",
+    "count_writes", "form_check", "give_metadata", "has_step_hooks",
     "hook_states", "launched_as", "local_tensor", "local_tensor_slot",
     "local_tensors", "lost_after_s", "mark_eager", "mark_launch", "mark_stepped", "module_table",
     "module_version", "num_storage_uses", "parameter_table", "registered_in",
@@ -213,6 +213,15 @@ def num_storage_uses(tensor: Tensor) -> int:
 def write_counter(tensor: Tensor) -> int:
     """Return autograd's counter of writes to a tensor in place."""
     return tensor._version
+
+
+def count_writes(parameters: Sequence[Tensor]) -> None:
+    """Let autograd know that parameters were written, so that a graph that saved them is stale.
+
+    Functions over lists of DTensors (`foreach=True`) and collectives count nothing themselves.
+    """
+    local = [local_tensor(each) for each in parameters if isinstance(each, DTensor)]
+    torch.autograd.graph.increment_version([*parameters, *local])
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -158,10 +158,6 @@ class UnitGuard:
             f"sharded model on all ranks, and repeat the step"
         )
 
-    def is_interrupted(self) -> bool:
-        """Return True if an error left this unit in the middle of a forward or a backward."""
-        return _torch.is_interrupted(self.state)
-
     def is_whole(self) -> tuple[bool, ...]:
         """Return for each group of parameters if whole ones are kept at this moment."""
         return tuple(map(_torch.is_whole, self.groups))

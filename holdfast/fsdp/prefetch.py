@@ -58,8 +58,7 @@ class Prefetch:
         """Forget the order, on all ranks after an error: some have not seen the last forward."""
         self._order, self._ahead, self._ended, self.order = [], [], [], ()
         self._now, self._requested = None, []
-        for state in self._unit_of.values():
-            _torch.set_ahead(state, [])
+        for state in self._unit_of.values():  # what is gathered ahead in a forward is chosen there
             _torch.set_behind(state, [])
 
     def begin(self) -> None:

@@ -213,7 +213,7 @@ class Bucket:
     def launch_gather(self) -> None:
         """Round the main parameters into this rank's share, and start gathering all shares.
 
-        An earlier gather is waited for. `bump_versions` has been called before. Cost: one
+        An earlier gather is waited for. `count_writes` has been called before. Cost: one
         all-gather.
         """
         self.finish_gather()
@@ -306,11 +306,6 @@ class Bucket:
             raise
         if self._hiding is not None:
             self._hiding.show()
-
-    def bump_versions(self) -> None:
-        """Let autograd know that parameters change, so that a graph that saved them is stale."""
-        local = [local_tensor(p) for p in self.parameters if isinstance(p, DTensor)]
-        torch.autograd.graph.increment_version([*self.parameters, *local])
 
     def take_written_values(self) -> None:
         """Set main parameters that do not round to the parameters of this rank's share.

@@ -370,7 +370,11 @@ class StepEngine:
         )
         self._total = LayoutSum(groups)
         self._microbatches = Microbatches(
-            steppers, groups, are_alike=list(layouts) == [ALONE], bridged=bridged
+            steppers,
+            groups,
+            are_alike=list(layouts) == [ALONE],
+            bridged=bridged,
+            layouts=[each for each in layouts.values() if groups.rank in each.ranks],
         )
         self._scalars = ScalarWatch(layouts)
         self._joint = self._make_joint()

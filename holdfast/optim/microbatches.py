@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError, PlanError, shorten_ranks
 from holdfast.optim import collectives
 from holdfast.optim.collectives import Pending
-from holdfast.parallel import ModuleGroups, ProcessGroups
+from holdfast.parallel import Layout, ModuleGroups, ProcessGroups
 from holdfast.parallel.groups.launch_order import LaunchProgress
 from holdfast.parallel.groups.order_comparison import compare_orders, mixed_orders, pack_orders
 
@@ -280,6 +280,8 @@ class Microbatches:
         groups: of all ranks of all modules.
         are_alike: True if all ranks have the same modules, and so refuse the same calls.
         bridged: the groups of modules with edges between them, whose ranks may wait in a bridge.
+        layouts: of all modules of this rank, in whose collectives others may wait for it; that of
+            `groups` if there is one module.
     """
 
     def __init__(
@@ -289,6 +291,7 @@ class Microbatches:
         *,
         are_alike: bool = True,
         bridged: ModuleGroups | None = None,
+        layouts: Iterable[Layout] | None = None,
     ) -> None:
         self._takers = takers
         self._groups = groups
@@ -303,8 +306,11 @@ class Microbatches:
         self._is_victim = False
         """True if this rank has left its waits because another one has failed."""
         # Inside of a pipeline's schedule stages enter and leave their microbatches at other times.
-        self._agrees = bridged is not None or groups.layout.pp == 1
-        self._may_wait_in_model = any(groups.layout.size(axis) > 1 for axis in _MODEL_AXES)
+        # Those of several modules are around all schedules; the layout of all ranks has no stages.
+        self._agrees = groups.layout.pp == 1
+        self._may_wait_in_model = any(
+            layout.size(axis) > 1 for layout in (layouts or [groups.layout]) for axis in _MODEL_AXES
+        )
 
     @contextlib.contextmanager
     def enter(self, *, is_last: bool) -> Iterator[None]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast._torch import local_tensor
+from holdfast._torch import count_writes, local_tensor
 from holdfast.arguments import check_choice, check_int
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
@@ -133,8 +133,11 @@ class PlainStepper(Stepper):
 
     @torch.no_grad()
     def update(self, factor: float) -> None:
-        scale_gradients(self.parameters(), factor)
+        parameters = self.parameters()
+        scale_gradients(parameters, factor)
         self.optimizer.step()
+        # An optimizer with foreach=True counts no write to a DTensor.
+        count_writes([p for p in parameters if isinstance(p, DTensor) and p.grad is not None])
 
 
 class ReducedOptimizer(PlainStepper):

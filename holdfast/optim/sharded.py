@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast._torch import parameter_table
+from holdfast._torch import count_writes, parameter_table
 from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim.agreement import Compared, compare_ranks, entry_of
 from holdfast.optim.buckets import Bucket, BucketPlan, plan_buckets
@@ -327,7 +327,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self._reducer.show_gradients()
         for bucket in self._buckets:
             bucket.take_written_values()
-            bucket.bump_versions()
+            count_writes(bucket.parameters)
             if factor != 1.0:
                 bucket.gradient.mul_(factor)
         for slot, updated, gradient in self._gradients:

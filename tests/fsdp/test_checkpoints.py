@@ -155,6 +155,9 @@ def from_meta(context: RankContext, root: str) -> tuple[int, int, bool, float]:
         with Largest() as largest:
             with torch.device("meta"):
                 model = Large()
+            # Not stored, but there; and a place without a buffer.
+            model.register_buffer("table", torch.arange(5.0), persistent=False)
+            model.register_buffer("mask", None)
             sharded = fully_shard_model(model, groups, experts=(), units=model.layers)
             assert all(p.is_meta for p in model.parameters())
             sharded.materialize()
@@ -164,6 +167,7 @@ def from_meta(context: RankContext, root: str) -> tuple[int, int, bool, float]:
             Checkpointer(root, groups=groups).load({"model": model})
         grown = resident() - before
         total = sum(float(full(p).double().sum()) for p in model.parameters())
+        assert torch.equal(model.table, torch.arange(5.0))
         with torch.no_grad():
             assert float(model(torch.zeros(1, 2048))) == pytest.approx(
                 float(sum(full(layer.bias).sum() for layer in model.layers)) + 10,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,12 @@ def errors_in_new_kinds(context: RankContext, sizes: dict[str, Any], names: Any)
                 with kind(net):
                     raised.append(attempt_alone(sharded, step, fail, at=(turn + step) % 2))
                 norms.append(good(sharded, optimizer, step))
+                with suppress(Trouble, HoldfastError), sharded.microbatch(is_last=True):
+                    if groups.rank == 1:
+                        raise Trouble
+                    # Completed by zeros of rank 1, and in no unit's forward.
+                    net.layers[1].unshard()  # type: ignore[operator, union-attr, index]
+                sharded.drop_gradients()
             off = max(abs(a - b[1]) for a, b in zip(norms, reference, strict=True))
             assert off < 1e-5, (strategy, norms, reference)
             assert difference(net, expected) < 1e-6, strategy
@@ -236,11 +242,12 @@ def test_an_error_in_a_microbatch_unlike_all_before_ends_on_all_ranks_at_once(
 
 
 def skipped(context: RankContext) -> None:
-    expected, _ = truth(sgd, steps=1)
+    expected, _ = truth(sgd, steps=2)
     with ProcessGroups.create(Layout(dp=2)) as groups:
         for strategy in STRATEGIES:
             net = build()
             sharded = shard(net, groups, strategy=strategy)
+            good(sharded, torch.optim.SGD(net.parameters(), lr=0.0), 0)  # each step has its own
             optimizer = sgd(net.parameters())
             first, _ = rows_of(0, index=groups.index("dp_cp"), shares=2)
             with sharded.microbatch(is_last=False):
@@ -252,6 +259,13 @@ def skipped(context: RankContext) -> None:
                     sharded.step(optimizer)
             sharded.drop_gradients()
             good(sharded, optimizer, 0)
+            # What a microbatch leaves to a later one is no setting of backwards without any.
+            with sharded.microbatch(is_last=False):
+                sharded.model(first).mean().backward()
+            sharded.drop_gradients()
+            for rows in rows_of(1, index=groups.index("dp_cp"), shares=2):
+                (sharded.model(rows).mean() / 2).backward()
+            sharded.step(optimizer)
             assert difference(net, expected) < 1e-6, strategy
 
 
@@ -455,6 +469,13 @@ def written_by_the_model(context: RankContext, root: str) -> None:
             with pytest.raises(ConfigError, match="was written by code of the model"):
                 net(rows_of(0)[0])
             sharded.drop_gradients()
+            for ends in (sharded.reshard, sharded.drop_gradients):
+                handle = layer.down.register_forward_hook(write)
+                net(rows_of(0)[0])
+                handle.remove()
+                with pytest.raises(ConfigError, match="was written by code of the model"):
+                    ends()
+                ends()  # one refusal tells of all
             handle = layer.down.register_forward_hook(write)
             with sharded.microbatch(is_last=True):
                 net(rows_of(0)[0]).mean()
@@ -494,16 +515,38 @@ def written_to_whole(context: RankContext) -> None:
                     in_backward(sharded, rows_of(0)[0])
                 if writes:
                     layer.down.weight.data.mul_(0.5)
+                assert "an error ended" in (sharded.unfinished_work() or "")  # for a save
                 lost = pytest.raises(ConfigError, match="after an error outside of microbatch")
                 with lost if writes else nullcontext():
                     sharded.drop_gradients()
             after = [full(p) for p in net.parameters()]
             assert all(map(torch.equal, before, after)), strategy
-            good(sharded, sgd(net.parameters()), 0)
+            with pytest.raises(Trouble):
+                in_forward(sharded, rows_of(0)[0])
+            halve(net, "data")  # a forward that ends leaves shards in their places
+            sharded.drop_gradients()
+            shards = [*net.parameters()]
+            with pytest.raises(Trouble):
+                in_backward(sharded, rows_of(0)[0])
+            with torch.no_grad():
+                for shard_of_one in shards:  # as an optimizer has them
+                    shard_of_one.mul_(0.5)
+            sharded.drop_gradients()
+            after = [full(p) for p in net.parameters()]
+            assert all(torch.equal(old / 4, new) for old, new in zip(before, after, strict=True))
+            with pytest.raises(Trouble):
+                in_backward(sharded, rows_of(0)[0])
+            optimizer = sgd(shards)
+            with pytest.raises(ConfigError, match="an error ended its last forward or backward"):
+                sharded.step(optimizer)
+            good(sharded, optimizer, 0)
 
 
 def test_a_write_to_a_whole_copy_is_noticed_when_the_copy_ends() -> None:
-    """I1: through `.data` after `unshard()` or an error in a backward; before, it was lost."""
+    """I1: through `.data` after `unshard()` or an error in a backward; before, it was lost.
+
+    After an error in a forward it goes to shards, and is kept, as is what is written to shards.
+    """
     run_ranks(2, written_to_whole)
 
 
@@ -512,8 +555,16 @@ def written_before_backward(context: RankContext) -> None:
         for strategy in STRATEGIES:
             net, expected = build(), build()
             sharded = shard(net, groups, strategy=strategy)
-            optimizer = sgd(net.parameters())
             mine = rows_of(0, index=groups.index("dp_cp"), shares=2)[0]
+            for foreach in (False, True):
+                other = build()
+                parted = shard(other, groups, strategy=strategy)
+                early = other(mine).mean()
+                other(mine).mean().backward()
+                parted.step(torch.optim.SGD(other.parameters(), lr=0.1, foreach=foreach))
+                with pytest.raises(ConfigError, match="between a forward and its backward"):
+                    early.backward()
+            optimizer = sgd(net.parameters())
             losses = [sharded.model(mine).mean()]
             write_all(net, "in place")
             if strategy == "optim_grads_params":
@@ -531,7 +582,10 @@ def written_before_backward(context: RankContext) -> None:
 
 
 def test_a_backward_uses_the_weights_of_its_forward_or_is_refused() -> None:
-    """I1: before, layers that are gathered again computed with others, without an error."""
+    """I1: before, layers that are gathered again computed with others, without an error.
+
+    So they did after a step of an optimizer with `foreach=True`.
+    """
     run_ranks(2, written_before_backward)
 
 
@@ -668,11 +722,21 @@ def test_a_gradient_that_is_not_reduced_is_not_read_as_none() -> None:
 
 
 def frozen_in_a_step(context: RankContext) -> None:
+    def without_experts(layer: Any, x: Tensor, _: Tensor) -> Tensor:
+        added: Tensor = layer.down(torch.tanh(layer.up(x)))
+        return x + added
+
     with ProcessGroups.create(Layout(dp=2)) as groups:
         for strategy in STRATEGIES:
             net, expected = build(), build()
             sharded = shard(net, groups, strategy=strategy)
-            optimizer, reference = sgd(net.parameters()), sgd(expected.parameters())
+            optimizer, reference = (
+                torch.optim.SGD(each.parameters(), lr=0.1, weight_decay=0.1)
+                for each in (net, expected)
+            )
+            for each in (net, expected):
+                layer: Any = each.layers[1]
+                layer.forward = partial(without_experts, layer)
             mine = rows_of(0, index=groups.index("dp_cp"), shares=2)
             for number, rows in enumerate(mine):
                 with sharded.microbatch(is_last=number == 1):
@@ -689,7 +753,10 @@ def frozen_in_a_step(context: RankContext) -> None:
 
 
 def test_what_is_frozen_in_a_step_stays_frozen() -> None:
-    """I1: before, it was a whole copy that was frozen, and its shard was trained on."""
+    """I1: before, it was a whole copy that was frozen, and its shard was trained on.
+
+    What was trained until then and got no gradient anywhere is not moved by decay.
+    """
     run_ranks(2, frozen_in_a_step)
 
 
@@ -828,6 +895,7 @@ def in_other_orders(context: RankContext, root: Path) -> None:
                 net(x, (1, 0))
             sharded.compare_launches()
             branch(sharded, x, ((0, 1),))
+            assert not sharded.has_uncompared_launches()  # or each step would compare again
             sharded.step(optimizer)
             losses = [single(row, (0, 1)).sum() / 2 for row in rows]
             torch.stack(losses).sum().backward()
@@ -1028,7 +1096,9 @@ def cleared_by_hand(context: RankContext) -> None:
             for clear in (net.zero_grad, optimizer.zero_grad):
                 with sharded.microbatch(is_last=True):
                     sharded.model(rows_of(0)[0]).mean().backward()
+                assert "no step has used" in (sharded.unfinished_work() or "")  # for a save
                 clear()
+                assert sharded.unfinished_work() is None
                 with pytest.raises(ConfigError, match="got a gradient on any rank"):
                     sharded.step(optimizer)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from holdfast import Layout, ProcessGroups
 from holdfast.fsdp import ShardedModel
+from holdfast.fsdp.launch_log import UnitLaunch
+from holdfast.fsdp.sharded_model import MicrobatchKind, Programs
 from holdfast.parallel.groups.launches import Launch, LaunchRecorder
 from tests.fsdp.common import build, difference, full, place, rows_of, sgd, shard, train, truth
 from tests.harness import RankContext, run_ranks
@@ -162,3 +166,69 @@ def test_the_next_layer_is_gathered_before_this_one_is_reduced_and_released() ->
                 when = min(count for each, count in freed if each == name)
                 ahead = at["all_gather"][2 * layer + 2 : 2 * layer + 4]
                 assert all(position < when for position in ahead), (name, when, ahead)
+
+
+def launches_of(chance: random.Random, count: int) -> list[UnitLaunch]:
+    """Gathers and reductions of a few units, on a communicator each."""
+    operations: Any = {"gathers": "all-gather", "reductions": "reduce-scatter"}
+    names = [chance.choice([*operations]) for _ in range(count)]
+    device = torch.device("cpu")
+    return [
+        UnitLaunch(operations[name], name, chance.choice((2, 3)), torch.float32, device)  # type: ignore[arg-type]
+        for name in names
+    ]
+
+
+def by_communicator(launches: list[UnitLaunch]) -> dict[Any, list[UnitLaunch]]:
+    return {name: [x for x in launches if x.group == name] for name in ("gathers", "reductions")}
+
+
+def known_rest(
+    kept: list[tuple[MicrobatchKind, list[UnitLaunch]]],
+    kind: MicrobatchKind,
+    done: list[UnitLaunch],
+    *,
+    is_apart: bool,
+) -> dict[Any, list[UnitLaunch]]:
+    """What is left to launch on each communicator, from a list of programs, newest first."""
+    nothing: list[UnitLaunch] = []
+    same = [x for each, x in kept if each == kind and x[: len(done)] == done]
+    if same:
+        return by_communicator(same[0][len(done) :])
+    rests = []
+    for each, launches in kept if is_apart else ():
+        mine, whole = by_communicator(done), by_communicator(launches)
+        if each.settings == kind.settings and all(
+            whole[name][: len(mine[name])] == mine[name] for name in mine
+        ):
+            rests.append({name: whole[name][len(mine[name]) :] for name in mine})
+    alike = bool(rests) and all(each == rests[0] for each in rests)
+    return rests[0] if alike else by_communicator(nothing)
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_the_rest_of_a_microbatch_is_that_of_one_before_or_nothing(is_apart: bool) -> None:
+    """I1, against a list of whole programs: a rank never launches what the others would not."""
+    found = []
+    for seed in range(300):
+        chance = random.Random(f"{is_apart} {seed}")
+        kinds = [MicrobatchKind(settings=(a,), order=(b,)) for a in range(2) for b in range(2)]
+        programs = Programs(gathers_apart=is_apart)
+        kept: list[tuple[MicrobatchKind, list[UnitLaunch]]] = []
+        drawn = [launches_of(chance, chance.randrange(1, 6)) for _ in range(3)]
+        drawn += [each[: chance.randrange(len(each) + 1)] + drawn[0][-1:] for each in drawn]
+        for _ in range(chance.randrange(12)):
+            kind, launches = chance.choice(kinds), chance.choice(drawn)
+            programs.remember(kind, launches)
+            kept = [(kind, launches), *(each for each in kept if each != (kind, launches))]
+            of_kind = [each for each in kept if each[0] == kind]
+            kept = [each for each in kept if each not in of_kind[4:]]  # few of each kind
+        for kind in kinds:
+            done = chance.choice(drawn)
+            done = done[: chance.randrange(len(done) + 1)]
+            if chance.random() < 0.5:
+                chance.shuffle(done)
+            rest = by_communicator([*programs.rest(kind, done)])
+            assert rest == known_rest(kept, kind, done, is_apart=is_apart), (seed, kind, done)
+            found.append(any(rest.values()))
+    assert 0.2 < sum(found) / len(found) < 0.9

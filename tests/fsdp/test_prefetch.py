@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast import Layout, ProcessGroups
+from holdfast import HoldfastError, Layout, ProcessGroups
 from holdfast.fsdp import ShardedModel, fully_shard_model
 from holdfast.parallel.groups.launches import LaunchRecorder
 from tests.fsdp.common import adamw, difference
@@ -160,3 +160,36 @@ def in_vain(context: RankContext) -> None:
 def test_what_was_gathered_ahead_in_vain_is_never_used() -> None:
     """F15: before, the next forward used weights of before a write."""
     run_ranks(2, in_vain)
+
+
+def ended_in_another_order(context: RankContext) -> None:
+    """A microbatch in another order, whose forward has ended on one rank and not on the other."""
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        net, sharded, optimizer = make(groups)
+        expected = Picky()
+        truth = adamw(expected.parameters())
+        net.order = expected.order = UP
+        for step in range(2):
+            if step:
+                net.order = DOWN
+                hook: Any = net.layers[0].register_forward_hook(
+                    lambda *_: [][0] if context.rank else None
+                )
+                with (
+                    pytest.raises((IndexError, HoldfastError)),
+                    sharded.microbatch(is_last=True),
+                ):
+                    net(rows(step)).backward()
+                hook.remove()
+                sharded.drop_gradients()
+                net.order = UP
+            step_of(sharded, optimizer, step)
+            expected(rows(step)).backward()
+            truth.step()
+            truth.zero_grad()
+        assert difference(net, expected) < 1e-6
+
+
+def test_ranks_gather_ahead_in_one_order_after_an_error() -> None:
+    """I1, F15: a rank whose forward has ended must not gather by an order that others never saw."""
+    run_ranks(2, ended_in_another_order)

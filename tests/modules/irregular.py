@@ -72,6 +72,14 @@ class Spec:
     has_loss: bool
     dtype: torch.dtype
     """Of parameters, and so of what the module gives to a bridge."""
+    foreach: bool
+    """True if optimizers update all parameters by one call, which tells autograd of no DTensor."""
+
+    def make(self, parameters: Any, *, is_other: bool = False) -> torch.optim.Optimizer:
+        """Return the optimizer of some of the parameters, or the other one."""
+        name = self.optimizer if not is_other else {"sgd": "adamw", "adamw": "sgd"}[self.optimizer]
+        optimizer: torch.optim.Optimizer = OPTIMIZERS[name](parameters, foreach=self.foreach)
+        return optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +155,7 @@ def draw(seed: int, *, num_ranks: int) -> Program:
     sources = {source for source, _ in edges}
     narrow = random.Random(f"{seed} dtypes")  # its own: all other draws are the same without
     has_narrow = narrow.random() < 0.4
+    at_once = random.Random(f"{seed} foreach")
     specs = {
         m: Spec(
             kind=rng.choice(KINDS),
@@ -154,6 +163,7 @@ def draw(seed: int, *, num_ranks: int) -> Program:
             is_recomputed=rng.random() < 0.3,
             has_loss=m not in sources or rng.random() < 0.3,
             dtype=torch.float32 if has_narrow and narrow.random() < 0.6 else torch.float64,
+            foreach=at_once.random() < 0.4,
         )
         for m in modules
     }
@@ -389,10 +399,6 @@ def data_of(what: str, data: int, counts: Sequence[int]) -> Tensor:
     return full(f"{what} at {data}", (sum(counts), WIDTH), torch.float64)
 
 
-def other_of(spec: Spec) -> Any:
-    return OPTIMIZERS["adamw" if spec.optimizer == "sgd" else "sgd"]
-
-
 @torch.no_grad()
 def write(block: nn.Module, how: str, factor: float) -> None:
     if how == "load_state_dict":
@@ -412,13 +418,13 @@ class Twin:
         }
         self.optimizers: dict[str, list[torch.optim.Optimizer]] = {}
         for m, spec in program.specs.items():
-            make = OPTIMIZERS[spec.optimizer]
+            make, other = spec.make, partial(spec.make, is_other=True)
             matrices, rest = split(self.blocks[m])
             if spec.kind == "none":
                 self.optimizers[m] = []
                 self.blocks[m].requires_grad_(False)
             elif spec.kind in ("chained", "mixed"):
-                self.optimizers[m] = [make(matrices), other_of(spec)(rest)]
+                self.optimizers[m] = [make(matrices), other(rest)]
             else:
                 self.optimizers[m] = [make(self.blocks[m].parameters())]
         self.num_tokens = 0
@@ -632,7 +638,7 @@ class World:
 
     def _stepper(self, m: str) -> Any:
         spec, own, block = self.program.specs[m], self.groups[m], self.blocks[m]
-        make = OPTIMIZERS[spec.optimizer]
+        make, other = spec.make, partial(spec.make, is_other=True)
         options = self.program.options[self.where][m]
         if spec.kind == "none":
             block.requires_grad_(False)
@@ -664,7 +670,7 @@ class World:
             first = ReducedOptimizer(make(matrices), own, reduce="dp_cp", name="matrices")
         else:
             first = one(matrices, make, "matrices")
-        return ChainedOptimizer({"matrices": first, "rest": one(rest, other_of(spec), "rest")})
+        return ChainedOptimizer({"matrices": first, "rest": one(rest, other, "rest")})
 
     def do(self, action: Microbatch | Do) -> dict[str, Any]:
         if isinstance(action, Microbatch):

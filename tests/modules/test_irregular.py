@@ -39,6 +39,9 @@ def test_the_programs_have_everything() -> None:
     programs = [draw(seed, num_ranks=4) for seed in range(300)]
     assert {spec.kind for each in programs for spec in each.specs.values()} == {*KINDS}
     assert {len(each.specs) for each in programs} == {2, 3, 4}
+    for kind in KINDS:
+        specs = [spec for each in programs for spec in each.specs.values() if spec.kind == kind]
+        assert {spec.foreach for spec in specs} == {False, True}
     dtypes = [len({spec.dtype for spec in each.specs.values()}) for each in programs]
     assert {*dtypes} == {1, 2}
     actions = [action for each in programs for action in each.actions]

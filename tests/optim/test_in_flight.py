@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast import Checkpointer, Layout, OptimizerState, ProcessGroups
 from holdfast.errors import DeadlineError, HoldfastError
-from holdfast.optim import ShardedOptimizer, collectives
+from holdfast.optim import ReducedOptimizer, ShardedOptimizer, collectives
 from holdfast.optim.joint import JointSums
 from tests.harness import RankContext, run_ranks
 
@@ -388,9 +388,22 @@ def stale_graph(context: RankContext) -> None:
             with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
                 kept.backward()
             optimizer.drop_gradients()
+            for foreach in (False, True):
+                net = build(mesh, torch.float32)
+                optimizer = ReducedOptimizer(
+                    torch.optim.SGD(net.parameters(), lr=0.1, foreach=foreach),
+                    groups,
+                    reduce="dp_cp",
+                )
+                kept = net(IDS).square().mean()
+                net(IDS).square().mean().backward()
+                optimizer.step()
+                with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+                    kept.backward()
 
 
 def test_a_graph_from_before_the_step_is_stale() -> None:
+    """I1: also of DTensors, which torch's own optimizers write without telling autograd."""
     run_ranks(2, stale_graph)
 
 
