@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, Protocol, TypeVar
 
@@ -47,7 +47,13 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.storage import Storage
-from holdfast.storage.reading import is_unknown, pause_of, read_at_most, read_if_there, read_tail
+from holdfast.storage.reading import (
+    is_unknown,
+    pause_of,
+    read_at_most,
+    read_if_there,
+    read_tail,
+)
 
 LEASES_DIR = ".reading"
 DEFAULT_LEASE_S = 600.0
@@ -337,6 +343,7 @@ class Lease:
     save_id: str | None = None
     may_be_there: bool = False
     """A write of its file was tried: one that failed may have happened."""
+    _origin: str | None = field(default=None, init=False)
 
     def set_version(self, save_id: str) -> None:
         """State which version is read, so that no other version is kept for this reader.
@@ -351,17 +358,26 @@ class Lease:
 
     def renew(self) -> None:
         """Write the lease's file, or write it again; StorageError if that fails."""
+        if self._origin is None:
+            self._origin = _origin(os.getpid())
         content = _LeaseFile(
             host=socket.gethostname(),
             pid=os.getpid(),
             renewed=time.time(),
             life_s=self.life_s,
             save_id=self.save_id,
-            origin=_origin(os.getpid()),
+            origin=self._origin,
         )
-        self.storage.make_dir(LEASES_DIR, durable=False)
+        data = msgspec.json.encode(content)
         self.may_be_there = True
-        self.storage.replace_file(self.path, msgspec.json.encode(content), durable=False)
+        try:
+            self.storage.replace_file(self.path, data, durable=False)
+        except StorageError as error:
+            if is_unknown(error):
+                raise
+            # Nearly always the directory is there: it is made only when the file could not be.
+            self.storage.make_dir(LEASES_DIR, durable=False)
+            self.storage.replace_file(self.path, data, durable=False)
 
 
 @contextmanager

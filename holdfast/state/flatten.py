@@ -489,7 +489,7 @@ class _Flattener:
             return
         columns = zip(made.traits.of_each(), made.layouts, strict=True)
         facts = dict(zip(made.keys, columns, strict=True))
-        replica_sets: ReplicaSets = {}
+        replica_sets = ReplicaSets()
         alike: dict[object, TensorLeaf] = {}
         for key in keys:
             _check_key(key)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
@@ -154,8 +155,29 @@ def held_tensor(obj: Any) -> torch.Tensor:
     return obj if isinstance(obj, torch.Tensor) else held_tensor(obj.local)
 
 
-ReplicaSets = dict[tuple[int, tuple[object, ...]], tuple[ReplicaSet, PlacementInfo]]
-"""The replica sets of DTensors so far, by mesh and placements; valid while the meshes live."""
+@dataclass(slots=True)
+class ReplicaSets:
+    """What a pass over a state has computed of DTensors so far; valid while their meshes live."""
+
+    declared: dict[tuple[int, tuple[object, ...]], tuple[ReplicaSet, PlacementInfo]] = field(
+        default_factory=dict
+    )
+    """By mesh and placements."""
+    _ranks: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def ranks_of(self, mesh: DeviceMesh) -> torch.Tensor:
+        """Return the ranks of a mesh, which torch computes again at each read."""
+        ranks = self._ranks.get(id(mesh))
+        if ranks is None:
+            ranks = self._ranks[id(mesh)] = mesh.mesh
+        return ranks
+
+    def line_of(self, mesh: DeviceMesh, mesh_dim: int) -> list[int]:
+        """Return the ranks along one dim of a mesh that this rank is on."""
+        line: list[int | slice] = list(mesh.get_coordinate() or ())
+        line[mesh_dim] = slice(None)
+        ranks: list[int] = self.ranks_of(mesh)[tuple(line)].tolist()
+        return ranks
 
 
 class _Site(NamedTuple):
@@ -171,18 +193,18 @@ class _Site(NamedTuple):
     ) -> tuple[ReplicaSet, PlacementInfo]:
         """Return the replicas and placement of a DTensor, or of a run that differs along `over`."""
         name = self._name(tensor, over)
-        result = self.replica_sets.get(name)
+        result = self.replica_sets.declared.get(name)
         if result is None:
-            replicas, placement = _mesh_replica_set(tensor), _mesh_placement(tensor, self)
+            replicas, placement = _mesh_replica_set(tensor, self), _mesh_placement(tensor, self)
             if over is not None:
                 replicas = _flat_replica_set(replicas, over, self)
                 placement = placement.runs_over(over)
-            result = self.replica_sets[name] = replicas, placement
+            result = self.replica_sets.declared[name] = replicas, placement
         return result
 
     def is_declared(self, tensor: DTensor, over: str | None = None) -> bool:
         """Return True if an earlier leaf of this pass was on the same mesh, placed the same way."""
-        return self._name(tensor, over) in self.replica_sets
+        return self._name(tensor, over) in self.replica_sets.declared
 
     @staticmethod
     def _name(tensor: DTensor, over: str | None) -> tuple[int, tuple[object, ...]]:
@@ -230,7 +252,7 @@ def tensor_leaf(
 
     Cost: no collectives, no copies: the leaf's tensors are views.
     """
-    site = _Site(key, layout, rank, {} if replica_sets is None else replica_sets)
+    site = _Site(key, layout, rank, ReplicaSets() if replica_sets is None else replica_sets)
     if isinstance(obj, Padded):
         return clip_leaf(_unpadded_leaf(obj.value, site), obj.shape)
     return _unpadded_leaf(obj, site)
@@ -243,8 +265,9 @@ def _unpadded_leaf(obj: torch.Tensor | Marked, site: _Site) -> TensorLeaf:
             f"{site.key}: Replicated(...) around a DTensor; pass the DTensor itself"
         )
     if isinstance(obj, DTensor):
-        _refuse_unreadable(obj.to_local().detach(), site.key)
-        return _dtensor_leaf(obj, site)
+        local = obj.to_local().detach()
+        _refuse_unreadable(local, site.key)
+        return _dtensor_leaf(obj, local, site)
     tensor = obj if isinstance(obj, torch.Tensor) else obj.local
     _refuse_unreadable(tensor, site.key)
     if isinstance(obj, Sharded):
@@ -407,13 +430,13 @@ def _replica_set(axes: tuple[str, ...], *, layout: Layout, rank: int) -> Replica
     return ReplicaSet(replicas=replicas, span=span)
 
 
-def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
+def _dtensor_leaf(tensor: DTensor, local: torch.Tensor, site: _Site) -> TensorLeaf:
     """Return the leaf of a DTensor; without boxes on ranks that are not on its mesh."""
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
-        elsewhere = ReplicaSet(replicas=(), span=tuple(sorted(mesh.mesh.flatten().tolist())))
+        span = site.replica_sets.ranks_of(mesh).flatten().tolist()
+        elsewhere = ReplicaSet(replicas=(), span=tuple(sorted(span)))
         return site.leaf(tensor.dtype, tensor.shape, [], elsewhere, None)
-    local = tensor.to_local().detach()
     dims = _dtensor_dims(tensor, site)
     if local.numel() == 0:
         # FSDP2 gives an empty local the shape [0, …]; boxes need the one of the placements.
@@ -425,10 +448,9 @@ def _dtensor_leaf(tensor: DTensor, site: _Site) -> TensorLeaf:
 def _dtensor_dims(tensor: DTensor, site: _Site, over: str | None = None) -> tuple[Intervals, ...]:
     """Return which global indices the local tensor holds, per dim; on a rank of the mesh only."""
     mesh, key = tensor.device_mesh, site.key
-    # torch computes the ranks of a mesh again at each read.
     is_in_order = site.is_declared(tensor, over)
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
-    local = tensor.to_local()
+    local = local_tensor(tensor)  # only its shape counts here
     for entry in getattr(spec_of(tensor), "shard_order", None) or ():
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
             raise PlacementError(
@@ -446,7 +468,7 @@ def _dtensor_dims(tensor: DTensor, site: _Site, over: str | None = None) -> tupl
                 f"redistribute the tensor before saving"
             )
         if not is_in_order:
-            _refuse_reordered(tensor, mesh_dim, key=key)
+            _refuse_reordered(tensor, mesh_dim, site)
         where = {"num_chunks": mesh.size(mesh_dim), "index": coordinate[mesh_dim]}
         dim = placement.dim % tensor.ndim
         split_factor = getattr(placement, "split_factor", None)
@@ -464,29 +486,27 @@ def _dtensor_dims(tensor: DTensor, site: _Site, over: str | None = None) -> tupl
     return tuple(dims)
 
 
-def _refuse_reordered(tensor: DTensor, mesh_dim: int, *, key: str) -> None:
+def _refuse_reordered(tensor: DTensor, mesh_dim: int, site: _Site) -> None:
     """Raise PlacementError if the mesh's communicator has its ranks in another order.
 
     torch sorts the ranks of the groups it makes. On such a mesh some operations place shards by the
     mesh's coordinate and some by the group's, so it is unknown which rows this rank holds.
     """
     mesh = tensor.device_mesh
-    line: list[int | slice] = list(mesh.get_coordinate() or ())
-    line[mesh_dim] = slice(None)
-    in_mesh = mesh.mesh[tuple(line)].tolist()
+    in_mesh = site.replica_sets.line_of(mesh, mesh_dim)
     in_group = dist.get_process_group_ranks(mesh.get_group(mesh_dim))
     if in_mesh != in_group:
         raise PlacementError(
-            f"{key}: along mesh dim {mesh_dim} the mesh has ranks {in_mesh}, its communicator "
+            f"{site.key}: along mesh dim {mesh_dim} the mesh has ranks {in_mesh}, its communicator "
             f"{in_group}; torch then cuts by one order and gathers by the other. Make the mesh "
             f"with ProcessGroups.mesh(...), or list its ranks in ascending order"
         )
 
 
-def _mesh_replica_set(tensor: DTensor) -> ReplicaSet:
+def _mesh_replica_set(tensor: DTensor, site: _Site) -> ReplicaSet:
     """Return the ranks of the mesh that have equal coordinates along the sharding dims."""
     mesh = tensor.device_mesh
-    ranks = mesh.mesh
+    ranks = site.replica_sets.ranks_of(mesh)
     coordinate = list(mesh.get_coordinate() or ())
     index: list[int | slice] = [
         slice(None) if isinstance(placement, Replicate) else coordinate[mesh_dim]
@@ -513,8 +533,6 @@ def _mesh_placement(tensor: DTensor, site: _Site) -> PlacementInfo:
         placement = tensor.placements[mesh_dim]
         if isinstance(placement, Replicate):
             continue
-        line: list[int | slice] = list(mesh.get_coordinate() or ())
-        line[mesh_dim] = slice(None)
         try:
             group = site.layout.group(names[mesh_dim], site.rank)
         except LayoutError:
@@ -522,7 +540,7 @@ def _mesh_placement(tensor: DTensor, site: _Site) -> PlacementInfo:
         dim = placement.dim % tensor.ndim  # type: ignore[attr-defined]
         split_factor = getattr(placement, "split_factor", None)
         is_other = split_factor is not None and split_factor != num_inner.get(dim, 1)
-        if is_other or list(group) != mesh.mesh[tuple(line)].tolist():
+        if is_other or list(group) != site.replica_sets.line_of(mesh, mesh_dim):
             return IRREGULAR
         num_inner[dim] = num_inner.get(dim, 1) * len(group)
         cuts.append(CutInfo(dim, names[mesh_dim], split_factor is not None))

@@ -663,7 +663,7 @@ class LocalTargets:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._replica_sets: ReplicaSets = {}
+        self._replica_sets = ReplicaSets()
         self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
         self._paddings: dict[int, tuple[torch.Tensor, ...]] = {}
         self.cleared: list[TensorRequest] = []

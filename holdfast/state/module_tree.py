@@ -100,14 +100,24 @@ def overrides(obj: object, base: type, methods: Iterable[str]) -> bool:
     )
 
 
-def wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
+def wrapped(
+    module: nn.Module, known: dict[type, str | None] | None = None
+) -> tuple[str, nn.Module] | None:
     """Return the attribute and module inside a wrapper.
 
     Wrappers are DDP, compile, activation checkpointing, FSDP1, Fabric, and declared ones.
+
+    Args:
+        module: Any.
+        known: For many modules, what their classes were found to declare; each is asked once.
     """
-    if isinstance(module, _PARALLEL):
-        return "module", module.module
-    declared = getattr(type(module), _DECLARED, None) or _foreign(type(module))
+    kind = type(module)
+    if known is None or kind not in known:
+        declared = _attribute_of(kind)
+        if known is not None:
+            known[kind] = declared
+    else:
+        declared = known[kind]
     if declared is not None:
         inner = getattr(module, declared, None)
         if not isinstance(inner, nn.Module):
@@ -118,6 +128,8 @@ def wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
             )
         return declared, inner
     children = module_table(module)
+    if not children:
+        return None
     for name in _WRAPPER_ATTRIBUTES:
         child = children[name] if name in children else None  # noqa: SIM401 - script modules
         if child is not None:
@@ -145,20 +157,26 @@ def walk(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
             yield logical, actual, inner
 
 
-def walk_all(
-    module: nn.Module, logical: str = "", actual: str = ""
-) -> Iterator[tuple[str, str, nn.Module, bool]]:
+def walk_all(module: nn.Module) -> Iterator[tuple[str, str, nn.Module, bool]]:
     """As `walk`, wrappers included: (logical prefix, torch prefix, module, whether it wraps)."""
-    inside = wrapped(module)
+    return _walk_below(module, "", "", {})
+
+
+def _walk_below(
+    module: nn.Module, logical: str, actual: str, known: dict[type, str | None]
+) -> Iterator[tuple[str, str, nn.Module, bool]]:
+    """Yield what `walk_all` does for a part of the tree; `known` as in `wrapped`."""
+    inside = wrapped(module, known)
     if inside is not None:
         name, inner = inside
         _refuse_own(module, name, inner, actual)
         yield logical, actual, module, True
-        yield from walk_all(inner, logical, f"{actual}{name}.")
+        yield from _walk_below(inner, logical, f"{actual}{name}.", known)
         return
     yield logical, actual, module, False
-    for name, child in children_of(module).items():
-        yield from walk_all(child, f"{logical}{name}.", f"{actual}{name}.")
+    if module_table(module):
+        for name, child in children_of(module).items():
+            yield from _walk_below(child, f"{logical}{name}.", f"{actual}{name}.", known)
 
 
 def _refuse_own(module: nn.Module, name: str, inner: nn.Module, actual: str) -> None:
@@ -216,6 +234,14 @@ def refuse_hook_states(module: nn.Module) -> None:
                 f"may start it fresh, save ModuleState(module, hook_state='transient'); to keep "
                 f"it, add it as a part of its own, such as PerRank({{...}}), too"
             )
+
+
+def _attribute_of(kind: type) -> str | None:
+    """Return where a class declares, or is known, to keep the module that it wraps; else None."""
+    if issubclass(kind, _PARALLEL):
+        return "module"
+    declared: str | None = getattr(kind, _DECLARED, None)
+    return declared or _foreign(kind)
 
 
 def _foreign(kind: type) -> str | None:

@@ -283,6 +283,8 @@ def _check_part_name(name: object) -> None:
 
 def part_of(name: str, value: object) -> Part:
     """Return the part for a state's entry; raise ConfigError if names would be lost."""
+    if type(value) is dict:
+        return TreePart(value)  # the most frequent: to ask for a protocol takes far longer
     if isinstance(value, type):
         raise ConfigError(f"state part '{name}': {value!r} is a class; pass an object of it")
     if isinstance(value, nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -244,6 +245,24 @@ def test_a_place_that_cannot_be_written_to_is_read_without_a_mark(tmp_path: Path
     for directory in ("", "iter_1", f"x/{ONE}", ".."):
         with read_lease(storage, directory) as reading:
             assert "not the name of a step" in str(reading.problem)
+
+
+def test_a_lease_is_one_write_where_the_directory_of_leases_is_there(tmp_path: Path) -> None:
+    """Without that directory it is made; if that is removed meanwhile, a renewal makes it again."""
+    fill(tmp_path, [1])
+    operations: list[str] = []
+    storage = PosixStorage(tmp_path, observer=lambda operation, *_: operations.append(operation))
+    for writes in (["replace", "make_dir", "replace"], ["replace"]):
+        with read_lease(storage, ONE) as lease:
+            assert [each for each in operations if each in ("replace", "make_dir")] == writes
+            assert lease.problem is None
+            assert readers_of(storage, ONE)
+        operations.clear()
+    with read_lease(storage, ONE) as lease:
+        shutil.rmtree(tmp_path / LEASES_DIR)
+        lease.set_version("abc")
+        assert readers_of(storage, ONE, save_id="abc")
+        assert not readers_of(storage, ONE, save_id="another")
 
 
 def test_a_mark_that_cannot_be_understood_protects(tmp_path: Path) -> None:
