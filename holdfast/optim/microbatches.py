@@ -46,7 +46,6 @@ class MicrobatchTaker(ABC):
 
     _is_interrupted = False
     _is_alone = False
-    _is_entry = False
     _reason_closed = _reason_lost = ""
 
     @abstractmethod
@@ -133,28 +132,13 @@ class MicrobatchTaker(ABC):
         """True if `close_communicators` was called: nothing may be launched any more."""
         return bool(self._reason_closed)
 
-    def become_entry(self) -> None:
-        """Leave it to the optimizer of several modules to raise an error on all ranks.
+    def interrupt(self, *, is_alone: bool = False) -> None:
+        """Refuse microbatches and steps until `drop_gradients`: some gradients are missing.
 
-        The ranks of one module meet the others in the step of all modules, and never alone.
+        Args:
+            is_alone: True if other ranks do not know of the error.
         """
-        self._is_entry = True
-
-    @contextlib.contextmanager
-    def entered_alone(self, *, is_last: bool) -> Iterator[None]:
-        """Enter around a microbatch of an entry; an error is this rank's alone."""
-        self.check_ended()
-        with self.take_microbatch(is_last=is_last):
-            try:
-                yield
-            except BaseException:
-                self.interrupt()
-                self._is_alone = True
-                raise
-
-    def interrupt(self) -> None:
-        """Refuse microbatches and steps until `drop_gradients`: some gradients are missing."""
-        self._is_interrupted, self._is_alone = True, False
+        self._is_interrupted, self._is_alone = True, is_alone
 
     @property
     def is_interrupted_alone(self) -> bool:
@@ -344,8 +328,9 @@ class Microbatches:
         """End the step on all ranks; return if this one keeps its own error."""
         if self._has_ended:
             return
+        is_interrupt = not isinstance(error, Exception)
         for taker in self._takers.values():
-            taker.interrupt()
+            taker.interrupt(is_alone=is_interrupt or not self._agrees)
         if isinstance(error, Exception):  # an interrupt leaves at once
             self._has_ended = True
             self._end_on_all(error)
