@@ -588,7 +588,7 @@ class StepEngine:
             raise
         sums = self._sum.read(total)
         if sums.failed:
-            compare_launched(self._steppers, self._groups)
+            compare_launched(self._steppers, self._groups.control)
             self._agree_on(failure, phase=phase)
         if sums.differ:
             last_number = self._groups.last_number("optimizer")
