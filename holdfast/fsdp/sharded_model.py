@@ -267,8 +267,6 @@ class ShardedModel(MicrobatchTaker):
         Cost: the collectives of a backward, a reduction only if the strategy says so; and one
         agreement of all ranks over `control`.
         """
-        if self._is_entry:
-            return self.entered_alone(is_last=is_last)
         return self._microbatches.enter(is_last=is_last)
 
     @contextlib.contextmanager
@@ -788,12 +786,12 @@ class ShardedModelStepper(PlainStepper):
     def has_lost_communicators(self) -> bool:
         return self._sharded.has_lost_communicators
 
-    def become_entry(self) -> None:
-        super().become_entry()
-        self._sharded.become_entry()
+    def interrupt(self, *, is_alone: bool = False) -> None:
+        self._sharded.interrupt(is_alone=is_alone)
 
-    def interrupt(self) -> None:
-        self._sharded.interrupt()
+    @property
+    def is_interrupted_alone(self) -> bool:
+        return self._sharded.is_interrupted_alone
 
     def check_ended(self) -> None:
         self._sharded.check_ended()

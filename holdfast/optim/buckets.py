@@ -295,6 +295,7 @@ class Bucket:
         """Treat a hidden gather in progress as failed with `error`: readers raise, none waits."""
         if self._gathering is not None and self._failure is None:
             self._failure = error
+            collectives.give_up(self._gathering)
 
     def _wait_and_show(self, gathering: Pending) -> None:
         try:

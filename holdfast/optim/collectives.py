@@ -9,6 +9,8 @@ them, which takes half the bytes of a sum, and no copy.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,19 +40,37 @@ class Pending(Protocol):
 
 
 class _Messages:
-    """Messages between ranks that make up one collective; `finish` is called after the last one."""
+    """Messages between ranks that make up one collective; `finish` is called after the last one.
+
+    If nothing waits for them, they are complete before they are forgotten: gloo would withdraw what
+    has not arrived yet, and the next collective's messages would meet these.
+    """
 
     def __init__(
         self, works: Sequence[Pending], finish: Callable[[], object] = lambda: None
     ) -> None:
-        self._works = works
+        self._left = [*reversed(works)]
         self._finish = finish
+        self._pid = os.getpid()
 
     @mark_eager
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        self._wait_for_messages()
         self._finish()
+
+    def give_up(self) -> None:
+        """Wait for none of them any more: other ranks were late in vain."""
+        self._left.clear()
+
+    def _wait_for_messages(self) -> None:
+        while self._left:
+            # First removed: an interrupt is raised after the wait, and gloo knows of no second one.
+            self._left.pop().wait()
+
+    def __del__(self) -> None:
+        if self._left and self._pid == os.getpid():  # those of a forked process are its parent's
+            with contextlib.suppress(Exception):
+                self._wait_for_messages()
 
 
 def reduce_scatter(out: Tensor, source: Tensor, group: ProcessGroup) -> Pending:
@@ -147,6 +167,12 @@ def wait(work: Pending, what: str) -> None:
         raise
     except RuntimeError as error:
         raise _lost(error, what, waited_s=time.monotonic() - started) from error
+
+
+def give_up(work: Pending) -> None:
+    """Let nothing wait for a collective any more, not even the end of the process."""
+    if isinstance(work, _Messages):
+        work.give_up()
 
 
 def lost_to_others(error: Exception) -> DeadlineError | None:

@@ -86,6 +86,8 @@ class Stepper(MicrobatchTaker):
     for kinds that have nothing to do in that phase.
     """
 
+    is_entry = False
+    """True if it steps with other modules."""
     number = 0
     """Of the optimizer among all that were built on its groups, from 1; equal on all ranks."""
 
@@ -136,9 +138,11 @@ class Stepper(MicrobatchTaker):
         Cost: the collectives of the kind, and one agreement of all ranks over `control`.
         """
         self.check_ended()
-        if self._is_entry:
-            return self.entered_alone(is_last=is_last)
         return self._engine.microbatch(is_last=is_last)
+
+    def become_entry(self) -> None:
+        """Step with other modules from now on, never in messages of this one alone."""
+        self.is_entry = True
 
     def orders(self) -> Mapping[str, int]:
         # Ranks that enter microbatches of several optimizers in another order reduce gradients of
@@ -178,7 +182,7 @@ class Stepper(MicrobatchTaker):
     def joint_sums(self, *, num_numbers: tuple[int, int]) -> JointSums | None:
         """Return what makes a step in two messages, from now on; None if this kind cannot.
 
-        Called once, if it steps alone. Equal on all ranks.
+        Called once, unless it is an entry of several. Equal on all ranks.
 
         Args:
             num_numbers: in the sum that decides, and in the one after the update.
@@ -483,7 +487,7 @@ class StepEngine:
     def _make_joint(self) -> JointSums | None:
         """Return what makes a step in two messages, for an optimizer that steps alone."""
         stepper = self._steppers.get(ALONE)
-        if stepper is None:
+        if stepper is None or stepper.is_entry:
             return None
         decide = self._sum.pack(Contribution(), rank=self._groups.rank)
         update = self._pack_update(None)
@@ -588,7 +592,7 @@ class StepEngine:
             raise
         sums = self._sum.read(total)
         if sums.failed:
-            compare_launched(self._steppers, self._groups)
+            compare_launched(self._steppers, self._groups.control)
             self._agree_on(failure, phase=phase)
         if sums.differ:
             last_number = self._groups.last_number("optimizer")

@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError, PlanError, shorten_ranks
 from holdfast.optim import collectives
 from holdfast.optim.collectives import Pending
-from holdfast.parallel import Layout, ModuleGroups, ProcessGroups
+from holdfast.parallel import Control, Layout, ModuleGroups, ProcessGroups
 from holdfast.parallel.groups.launch_order import LaunchProgress
 from holdfast.parallel.groups.order_comparison import compare_orders, mixed_orders, pack_orders
 
@@ -46,7 +46,6 @@ class MicrobatchTaker(ABC):
 
     _is_interrupted = False
     _is_alone = False
-    _is_entry = False
     _reason_closed = _reason_lost = ""
 
     @abstractmethod
@@ -133,28 +132,13 @@ class MicrobatchTaker(ABC):
         """True if `close_communicators` was called: nothing may be launched any more."""
         return bool(self._reason_closed)
 
-    def become_entry(self) -> None:
-        """Leave it to the optimizer of several modules to raise an error on all ranks.
+    def interrupt(self, *, is_alone: bool = False) -> None:
+        """Refuse microbatches and steps until `drop_gradients`: some gradients are missing.
 
-        The ranks of one module meet the others in the step of all modules, and never alone.
+        Args:
+            is_alone: True if other ranks do not know of the error.
         """
-        self._is_entry = True
-
-    @contextlib.contextmanager
-    def entered_alone(self, *, is_last: bool) -> Iterator[None]:
-        """Enter around a microbatch of an entry; an error is this rank's alone."""
-        self.check_ended()
-        with self.take_microbatch(is_last=is_last):
-            try:
-                yield
-            except BaseException:
-                self.interrupt()
-                self._is_alone = True
-                raise
-
-    def interrupt(self) -> None:
-        """Refuse microbatches and steps until `drop_gradients`: some gradients are missing."""
-        self._is_interrupted, self._is_alone = True, False
+        self._is_interrupted, self._is_alone = True, is_alone
 
     @property
     def is_interrupted_alone(self) -> bool:
@@ -186,7 +170,7 @@ def ended_comparison(takers: Iterable[MicrobatchTaker]) -> Iterator[None]:
 
 
 def compare_launched(
-    takers: Mapping[str, MicrobatchTaker], groups: ProcessGroups, *, completes: bool = False
+    takers: Mapping[str, MicrobatchTaker], control: Control, *, completes: bool = False
 ) -> None:
     """Close the communicators of modules on which ranks have launched different collectives.
 
@@ -194,7 +178,7 @@ def compare_launched(
 
     Args:
         takers: by module.
-        groups: of all ranks of all modules.
+        control: of all ranks of all modules.
         completes: launch what this rank lacks, from zeros, where ranks differ only in how far they
             have come in a microbatch. Its gradients must be dropped afterwards, and whole
             parameters gathered again.
@@ -204,9 +188,9 @@ def compare_launched(
         for module, taker in takers.items()
         for name, each in taker.launched().items()
     }
-    with groups.control.in_step():
-        answers = groups.control.all_gather(json.dumps(mine).encode(), phase="collectives")
-    by_rank = dict(zip(groups.control.ranks, map(json.loads, answers), strict=True))
+    with control.in_step():
+        answers = control.all_gather(json.dumps(mine).encode(), phase="collectives")
+    by_rank = dict(zip(control.ranks, map(json.loads, answers), strict=True))
     for module, taker in takers.items():
         missing: dict[str, Sequence[Description]] = {}
         for name, each in taker.launched().items():
@@ -215,7 +199,7 @@ def compare_launched(
             if rest is not None:
                 missing[name] = rest
                 continue
-            own = by_rank[groups.rank][_key(module, name)]
+            own = by_rank[control.rank][_key(module, name)]
             others = [
                 rank
                 for rank, their in theirs.items()
@@ -224,7 +208,7 @@ def compare_launched(
             if others:
                 taker.close_communicators(
                     f"an error left the ranks in the middle of different collectives of "
-                    f"{name!r} ({each.count} on rank {groups.rank}, others on ranks "
+                    f"{name!r} ({each.count} on rank {control.rank}, others on ranks "
                     f"{shorten_ranks(others)}). {_START_AGAIN}"
                 )
         if not completes:
@@ -350,8 +334,9 @@ class Microbatches:
         """End the step on all ranks; return if this one keeps its own error."""
         if self._has_ended:
             return
+        is_interrupt = not isinstance(error, Exception)
         for taker in self._takers.values():
-            taker.interrupt()
+            taker.interrupt(is_alone=is_interrupt or not self._agrees)
         if isinstance(error, Exception):  # an interrupt leaves at once
             self._has_ended = True
             self._end_on_all(error)
@@ -360,7 +345,7 @@ class Microbatches:
     def _watching(self) -> Iterator[None]:
         """Let waits for other ranks end if one has failed."""
         self._is_victim = False
-        if not self._agrees or self._groups.control.size == 1:
+        if not self._agrees or self._groups.loop_control.size == 1:
             yield
             return
         for taker in self._takers.values():
@@ -377,7 +362,7 @@ class Microbatches:
         After a while also if what this rank waits in has met another collective: such waits end
         with the limit of the communicator, which is long, and name none.
         """
-        rank = self._groups.control.failing_rank()
+        rank = self._groups.loop_control.failing_rank()
         if rank is not None:
             self._is_victim = True
             raise HoldfastError(
@@ -394,7 +379,7 @@ class Microbatches:
 
         Cost: a request to the store, and at most two for each neighbour.
         """
-        control = self._groups.control
+        control = self._groups.loop_control
         progress = [each for taker in self._takers.values() for each in taker.progress()]
         control.leave_note(json.dumps({each.key: each.note() for each in progress}))
         notes: dict[int, dict[str, Any]] = {}
@@ -413,7 +398,7 @@ class Microbatches:
     def _agree(self) -> None:
         """Wait for all ranks; raise if one has failed, or launched in another order."""
         self._is_known = True
-        control = self._groups.control
+        control = self._groups.loop_control
         orders: dict[str, int] = {}
         for module, taker in self._takers.items() if control.size > 1 else ():
             for name, order in taker.orders().items():
@@ -437,7 +422,7 @@ class Microbatches:
     def _end_on_all(self, error: Exception) -> None:
         """Raise on all ranks; return if this one keeps its own error."""
         is_known, self._is_known = self._is_known, False
-        control = self._groups.control
+        control = self._groups.loop_control
         if is_known and control.is_out_of_sync:
             # Some ranks are not in a microbatch, so none compares what this one has launched.
             for taker in self._takers.values():
@@ -472,14 +457,14 @@ class Microbatches:
         for work in works:
             with contextlib.suppress(DeadlineError):  # the comparison tells
                 collectives.wait(work, "the rest of a microbatch that failed on this rank")
-        compare_launched(self._takers, self._groups, completes=True)
+        compare_launched(self._takers, control, completes=True)
         is_own = failure is error and not self._is_victim and not isinstance(error, HoldfastError)
         if shared is not error and not is_own:
             raise shared from error
 
     def _fail(self, error: Exception, *, is_known: bool) -> BaseException:
         """Let all ranks raise, wherever they wait, and return what they raise."""
-        control = self._groups.control
+        control = self._groups.loop_control
         # This rank does not wait as long as those do that may wait for it in a collective of the
         # model: a launcher ends the job once this process has ended.
         with contextlib.nullcontext() if self._may_wait_in_model else control.in_step():

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -462,6 +463,27 @@ def given_up(context: RankContext) -> None:
 def test_gathers_are_not_waited_for_once_other_ranks_were_late_in_vain() -> None:
     """R7: no second limit passes in a step, and no half-gathered value is ever read."""
     run_ranks(2, given_up, fresh=True)
+
+
+def forgotten(context: RankContext) -> None:
+    """Rank 0 forgets a gather, as an optimizer's that is thrown away, before rank 1 begins it."""
+    with ProcessGroups.create(Layout(dp=2), data_timeout_s=20) as groups:
+        for number in range(2):
+            out = torch.full((2,), float("nan"))
+            out[context.rank] = 10.0 * number + context.rank
+            if context.rank and number == 0:
+                time.sleep(0.2)
+            share = out[context.rank :][:1]
+            work = collectives.all_gather(out, share, groups.group("dp_cp"))
+            if context.rank or number:
+                work.wait()
+            del work
+            assert out.tolist() == [10.0 * number, 10.0 * number + 1]
+
+
+def test_a_gather_that_is_forgotten_in_flight_disturbs_no_other() -> None:
+    """S1: what had not arrived was withdrawn, and met the messages of the next optimizer."""
+    run_ranks(2, forgotten)
 
 
 def copies(context: RankContext) -> None:

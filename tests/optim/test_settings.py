@@ -190,12 +190,10 @@ def in_other_orders_on_adopted_groups(context: RankContext) -> None:
     for kind, options in (("sharded", {"bucket_nbytes": 1 << 10}), ("fsdp", {}), ("reduced", {})):
         with (
             ProcessGroups.create(Layout(**SIZES), data_timeout_s=20) as groups,
-            ProcessGroups.adopt(
-                Layout(**SIZES, name="adopted"),
-                {name: groups.group(name) for name in groups.held()},
-                data_timeout_s=20,
-            ) as others,
+            adopted(groups, "adopted") as others,
         ):
+            with adopted(groups, "for a while") as closed:  # the others agree without it then
+                Alone(kind, closed, **options).step(0)
             both = [Alone(kind, each, **options) for each in (groups, others)]
             for number in (0, 1):
                 for each in both:
@@ -209,10 +207,18 @@ def in_other_orders_on_adopted_groups(context: RankContext) -> None:
                             both[place].call(max_norm=1.0)
                     else:
                         both[place].call(max_norm=1.0)
+            with pytest.raises(PlanError, match=r"what comes next: .* on rank 0; .* on rank 1"):
+                both[order[0]].backward(2)
             for each, values in zip(both, before, strict=True):
+                each.drop_gradients()
                 now = each.values()
                 assert all(torch.equal(now[name], values[name]) for name in values), kind
             ask_before_the_step(both, order, kind=kind)
+
+
+def adopted(groups: ProcessGroups, name: str) -> ProcessGroups:
+    supplied = {held: groups.group(held) for held in groups.held()}
+    return ProcessGroups.adopt(Layout(dp=2, name=name), supplied, data_timeout_s=20)
 
 
 def ask_before_the_step(both: list[Alone], order: tuple[int, int], *, kind: str) -> None:

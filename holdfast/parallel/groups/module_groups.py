@@ -171,19 +171,19 @@ class ModuleGroups:
     def fail(self, error: BaseException, *, phase: str, is_known: bool = False) -> BaseException:
         """Make all ranks raise, in whichever call of the union or of an edge each of them waits.
 
-        Every rank of the union has to come here, or to a call of `control` in which it receives the
-        error, and then here with `is_known`. Afterwards all ranks are in step for the next call of
-        each.
+        Every rank of the union has to come here, or to a call of `union.loop_control` in which it
+        receives the error, and then here with `is_known`. Afterwards all ranks are in step for the
+        next call of each.
 
         Args:
             error: why this rank cannot continue.
             phase: the place in the program, for messages.
-            is_known: True if all ranks have raised it in a call of `control`.
+            is_known: True if all ranks have raised it in a call of `union.loop_control`.
 
         Returns:
             The error of all ranks.
 
-        Cost: one collective of `control`, and one of each edge here, at once.
+        Cost: one collective of `union.loop_control`, and one of each edge here, at once.
         """
         crossings = self.crossings
         controls = [
@@ -191,8 +191,8 @@ class ModuleGroups:
         ]
         if not is_known:
             if crossings.failed:  # all ranks of an edge have it: the cause is with one of them
-                self.control.shared_error = error
-            controls.append(self.control)
+                self.union.loop_control.shared_error = error
+            controls.append(self.union.loop_control)
         # In threads, since the next call of each of the other ranks may be of any of them.
         with ThreadPoolExecutor(len(controls) or 1) as pool:
             raised = list(pool.map(partial(_failed, error=error, phase=phase), controls))

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -52,6 +53,16 @@ def current_groups() -> ProcessGroups:
     return groups
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InCommon:
+    """What groups of the same ranks on the same communicators have in common on this rank."""
+
+    numbers: Counter[str] = field(default_factory=Counter)
+    """The last one of each kind, see `ProcessGroups.next_number`."""
+    controls: list[Control] = field(default_factory=list)
+    """Of open groups, as something was first built on them; in one order on all ranks."""
+
+
 class ProcessGroups:
     """Every communicator of one layout on one rank; use it as a context manager.
 
@@ -63,13 +74,13 @@ class ProcessGroups:
 
     __slots__ = (
         "_backend",
+        "_common",
         "_data_timeout_s",
         "_direct",
         "_has_meshes",
         "_held",
         "_is_closed",
         "_is_complete",
-        "_numbers",
         "_orders",
         "_owned",
         "_prefix",
@@ -120,7 +131,7 @@ class ProcessGroups:
         self._orders: MutableMapping[ProcessGroup, LaunchOrder] = _torch.kept_in_process(
             "orders", WeakKeyDictionary
         )
-        self._numbers: Counter[str] | None = None
+        self._common: _InCommon | None = None
         self._is_closed = False
         self._is_complete = False
 
@@ -448,26 +459,37 @@ class ProcessGroups:
         Counted together with other groups of the same ranks that have adopted these communicators,
         or given them: collectives of both may meet.
         """
-        numbers = self._counted()
+        numbers = self._in_common().numbers
         numbers[kind] += 1
         return numbers[kind]
 
     def last_number(self, kind: str) -> int:
         """Return what `next_number` has returned last; 0 if nothing."""
-        return self._counted()[kind]
+        return self._in_common().numbers[kind]
 
-    def _counted(self) -> Counter[str]:
-        """Return the last number of each kind, which all groups on these communicators have."""
-        if self._numbers is None:
-            kept: MutableMapping[ProcessGroup, dict[frozenset[int], Counter[str]]]
-            kept = _torch.kept_in_process("numbers", WeakKeyDictionary)
+    @property
+    def loop_control(self) -> Control:
+        """Agreement in the middle of a step: of all groups of these ranks on these communicators.
+
+        A rank that takes what is on two of them in another order would wait for the others in
+        another `control`. The one of the groups that came first and are open; with its limits.
+        """
+        controls = self._in_common().controls
+        return controls[0] if controls else self.control
+
+    def _in_common(self) -> _InCommon:
+        """Return what all groups of these ranks on these communicators have in common."""
+        if self._common is None:
+            kept: MutableMapping[ProcessGroup, dict[frozenset[int], _InCommon]]
+            kept = _torch.kept_in_process("common", WeakKeyDictionary)
             ranks = frozenset(self.layout.ranks)
             by_ranks = [kept.setdefault(each.group, {}) for each in self._held.values()]
             known = (each[ranks] for each in by_ranks if ranks in each)
-            self._numbers = next(known, None) or Counter()
+            self._common = next(known, None) or _InCommon()
+            self._common.controls.append(self.control)
             for each in by_ranks:
-                each.setdefault(ranks, self._numbers)
-        return self._numbers
+                each.setdefault(ranks, self._common)
+        return self._common
 
     def direct(self) -> Direct:
         """Return what exchanges small tensors on the host with other ranks of the layout.
@@ -494,6 +516,8 @@ class ProcessGroups:
         if self.control.is_forked:
             return
         self._is_closed = True
+        if self._common is not None and self.control in self._common.controls:
+            self._common.controls.remove(self.control)
         self._held.clear()
         self._singles.clear()
         self.control.close()

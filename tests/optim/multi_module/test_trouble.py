@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,6 @@ from tests.optim.multi_module.common import (
     layouts_of,
     momentum,
     rows_of,
-    train_module,
     whole_values,
 )
 
@@ -229,44 +229,91 @@ def test_a_failure_of_one_rank_in_any_phase_is_raised_on_all_and_the_next_step_w
     assert all(other == first for other in others)
 
 
+NUM_OWN = 3
+"""Microbatches of a module in a step."""
+
+
+def in_own_microbatches(
+    context: RankContext, modules: Mapping[str, Trained], number: int, fault: tuple[Any, ...] = ()
+) -> dict[str, str]:
+    """A step's microbatches, entered for each module alone; what they raised, by module.
+
+    `fault` is a rank, the module and the microbatch in which it fails, and the place.
+    """
+    raised: dict[str, str] = {}
+    for name, each in modules.items():
+        entry: Any = each.sharded or each.stepper
+        try:
+            for part, rows in enumerate(rows_of(number, name).chunk(NUM_OWN)):
+                place = fault[3] if fault[:3] == (context.rank, name, part) else ""
+                with entry.microbatch(is_last=part == NUM_OWN - 1):
+                    if place == "forward":
+                        boom()
+                    loss = each.loss(rows) / NUM_OWN
+                    if place == "backward":
+                        loss = Failing.apply(loss)
+                    torch.autograd.backward(loss)
+                    if place == "end":
+                        boom()
+        except (OSError, HoldfastError) as error:
+            raised[name] = f"{type(error).__name__}: {error}"
+    return raised
+
+
+class Failing(torch.autograd.Function):
+    """The same values; the backward raises when it is half done."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        boom()
+
+
 def alone(context: RankContext) -> list[str]:
-    """An error of one rank in the microbatch of one module, entered for that module alone."""
+    """An error of one rank in a microbatch of one module, entered for that module alone."""
     report = []
-    specs = {"whole": Spec(sizes={"dp": 2}, kind="fsdp"), "shares": Spec(sizes={"dp": 2})}
+    specs = {
+        "whole": Spec(sizes={"dp": 2}, kind="fsdp"),
+        "shares": Spec(sizes={"dp": 2}, options={"stage": 2}),
+        "once": Spec(sizes={"dp": 2}),
+        "both": Spec(sizes={"dp": 2}, kind="chained", options={"stage": 2}),
+    }
+    places = ("forward", "backward", "end")
     twin = Twin(specs)
     with ModuleGroups.create(layouts_of(specs)) as groups:
         modules = build(groups, specs)
         optimizer = MultiModuleOptimizer(groups, {n: m.stepper for n, m in modules.items()})
-        for step, (culprit, failing) in enumerate((r, n) for r in range(2) for n in specs):
-            rows = {name: rows_of(step, name) for name in specs}
-            caught = None
-            for name, each in modules.items():
-                entry: Any = each.sharded or each.stepper
-                try:
-                    with entry.microbatch(is_last=True):
-                        train_module(each, rows[name])
-                        if (context.rank, name) == (culprit, failing):
-                            boom()
-                except OSError as error:
-                    caught = error
-            # The other rank is told by the step, and not in the microbatch.
-            assert (caught is None) == (context.rank != culprit)
-            match = f"rank {culprit}: .*an error ended the last microbatch"
-            with pytest.raises(HoldfastError, match=match) as refused:
+        assert in_own_microbatches(context, modules, 0) == {}
+        optimizer.step()
+        twin.step({name: rows_of(0, name) for name in specs})
+        for step, (part, name) in enumerate(product(range(NUM_OWN), specs)):
+            culprit, place = step % 2, places[(part + step) % 3]
+            raised = in_own_microbatches(context, modules, 1, (culprit, name, part, place))
+            assert [*raised] == [name]
+            if context.rank == culprit:
+                assert raised[name] == "OSError: boom"
+            else:
+                assert f"rank {culprit}: OSError: boom" in raised[name]
+            with pytest.raises(ConfigError, match=f"module '{name}': an error ended") as refused:
                 optimizer.step()
             report.append(str(refused.value))
-            optimizer.drop_gradients()
-            for name, each in modules.items():
-                train_module(each, rows[name])
-            optimizer.step()
-            twin.step(rows)
+            assert in_own_microbatches(context, modules, step) == {}
+            outcome = optimizer.step()
+            expected = twin.step({name: rows_of(step, name) for name in specs})
+            assert outcome.norm == pytest.approx(expected[""])
             optimizer.synchronize()
             assert twin.difference(modules) < 1e-6
     return report
 
 
-def test_an_error_in_the_microbatch_of_one_module_is_refused_by_the_step_of_all() -> None:
-    """M15: before the step an entry meets nobody, so its error is this rank's alone until then."""
+def test_an_error_in_the_microbatch_of_one_module_is_raised_on_its_ranks() -> None:
+    """M15: the module's ranks raise at once, the step of all modules refuses, and the next works.
+
+    Before, reductions of the microbatches that followed on the other ranks waited until the limit.
+    """
     first, other = run_ranks(2, alone, timeout_s=45).results
     assert first == other
 
