@@ -83,7 +83,13 @@ def memory_store(name: str) -> Any:
 
 
 def make_store(
-    scheme: str, bucket: str, options: Mapping[str, Any], *, retry_s: float, timeout_s: float
+    scheme: str,
+    bucket: str,
+    options: Mapping[str, Any],
+    *,
+    retry_s: float,
+    timeout_s: float,
+    most_s: float | None = None,
 ) -> Any:
     """Return an obstore store for the root of a bucket.
 
@@ -92,7 +98,8 @@ def make_store(
         bucket: Name of the bucket or container.
         options: obstore's own settings; what is absent is taken from the environment.
         retry_s: Seconds for which obstore itself asks again, for a request or a part of an upload.
-        timeout_s: Seconds for one request.
+        timeout_s: Seconds for one request, unless the options have another number.
+        most_s: Seconds for one request, whatever the options say.
 
     Raises:
         ConfigError: obstore is missing, or refuses the options.
@@ -101,6 +108,8 @@ def make_store(
     settings = dict(options)
     client: dict[str, Any] = {"timeout": f"{timeout_s:g}s", "connect_timeout": "5s"}
     client |= settings.pop("client_options", {})
+    if most_s is not None:
+        client["timeout"] = f"{most_s:g}s"
     if _endpoint(scheme, settings).startswith("http://"):
         client.setdefault("allow_http", True)
     retries = {
@@ -108,7 +117,7 @@ def make_store(
         "max_retries": _ANY_NUMBER if retry_s else 0,
         "retry_timeout": timedelta(seconds=min(retry_s, _LONGEST_RETRY_S)),
         "backoff": {"init_backoff": timedelta(milliseconds=100), "base": 2,
-                    "max_backoff": timedelta(seconds=10)},
+                    "max_backoff": timedelta(seconds=min(10.0, max(retry_s / 4, 0.1)))},
     }  # fmt: skip
     if (provider := _provider(scheme, settings)) is not None:
         settings["credential_provider"] = provider
