@@ -409,6 +409,11 @@ logging.basicConfig(level=logging.DEBUG)
 from holdfast import Checkpointer, HoldfastError
 from holdfast.cli.main import main
 from holdfast.storage.objects import ObjectStorage
+def show_variables(error):  # as tools that report errors do: those of each frame of ours
+    shown = traceback.TracebackException.from_exception(error, capture_locals=True)
+    while shown is not None:
+        print("variables", [each.locals for each in shown.stack if "/holdfast/" in each.filename])
+        shown = shown.__cause__ or shown.__context__
 url = {url!r}
 storage = ObjectStorage(url)
 with Checkpointer(storage, settle_s=0.0) as checkpointer:
@@ -430,15 +435,27 @@ for options in (
     try:
         broken = ObjectStorage(url + "/none", retry_s=0.2, **options)
         Checkpointer(broken, settle_s=0.0).load({{}})
-    except HoldfastError:
+    except HoldfastError as error:
         traceback.print_exc()
+        show_variables(error)
+given = ObjectStorage(url, access_key_id="{ACCESS_KEY}", secret_access_key="{SECRET_KEY}")
+print(vars(given), vars(given._bucket), given.address())
+for key_id in ("{ACCESS_KEY}", "other"):
+    broken = ObjectStorage(
+        url, access_key_id=key_id, secret_access_key="", endpoint="http://127.0.0.1:9"
+    )
+    try:
+        broken._bucket.unfinished("a")
+    except Exception as error:
+        show_variables(error)
 """
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=tmp_path
     )
     written = run.stdout + run.stderr
     assert "refuses the options" in written
     assert "cannot be reached" in written
+    assert written.count("variables [") > 4
     storage = ObjectStorage(url)
     for key in storage._bucket.list_all(""):
         answer = storage._bucket.get(key)

@@ -55,6 +55,14 @@ _ABSENT = frozenset({"NoSuchKey", "BlobNotFound"})
 _SLOW_DOWN = frozenset({"SlowDown", "ServerBusy", "RequestLimitExceeded", "TooManyRequests"})
 
 
+class Options(dict[str, Any]):
+    """Settings that may be secret: shown by their names alone, as in tracebacks with variables."""
+
+    def __repr__(self) -> str:
+        """Return the names."""
+        return f"Options({', '.join(sorted(self))})"
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A failed request: what it means for the caller, and the reason in words for a person."""
@@ -105,7 +113,7 @@ def make_store(
         ConfigError: obstore is missing, or refuses the options.
     """
     from_url = library().store.from_url
-    settings = dict(options)
+    settings = Options(options)
     client: dict[str, Any] = {"timeout": f"{timeout_s:g}s", "connect_timeout": "5s"}
     client |= settings.pop("client_options", {})
     if most_s is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.storage.objects._obstore import Failure
+from holdfast.storage.objects._obstore import Failure, Options
 from holdfast.storage.objects.bucket import (
     BucketClient,
     Meta,
@@ -144,18 +144,19 @@ class ObjectStorage:
         observer: Observer | None = None,
         **options: Any,
     ) -> None:
+        options = Options(options)
         if not MIN_PART_NBYTES <= part_nbytes <= _MAX_PART_NBYTES:
             raise ConfigError(f"part_nbytes must be 5 to 64 MiB, not {part_nbytes} bytes")
         place = parse_url(url)
         self._place = place
-        self._settings: dict[str, Any] = {
-            "single_writer": single_writer,
-            "part_nbytes": part_nbytes,
-            "uploads_at_once": uploads_at_once,
-            "timeout_s": timeout_s,
-            "retry_s": retry_s,
+        self._settings = Options(
+            single_writer=single_writer,
+            part_nbytes=part_nbytes,
+            uploads_at_once=uploads_at_once,
+            timeout_s=timeout_s,
+            retry_s=retry_s,
             **options,
-        }
+        )
         self._is_observed = observer is not None
         self._bucket = BucketClient(
             place.scheme, place.bucket, place.prefix, options, timeout_s=timeout_s,
@@ -640,7 +641,7 @@ class ObjectStorage:
         is_own = self._is_observed or self._pinned is not None or type(self) is not ObjectStorage
         if is_own or self._place.scheme == "memory" or not _is_plain(self._settings):
             return None
-        return self.url, dict(self._settings)
+        return self.url, Options(self._settings)
 
     # ---- Names and keys ----
 

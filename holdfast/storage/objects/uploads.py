@@ -20,7 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
@@ -50,9 +50,9 @@ class _Account:
 
     base: str
     """URL of the bucket."""
-    key_id: str
-    secret: str
-    token: str
+    key_id: str = field(repr=False)
+    secret: str = field(repr=False)
+    token: str = field(repr=False)
     region: str
 
 
@@ -93,6 +93,15 @@ class S3Uploads:
         _ask(self._account(), "DELETE", upload.key, query, timeout_s=timeout_s)
 
     def _account(self) -> _Account:
+        account = self._known_account()
+        # Here no variable has anything secret, which a traceback might show.
+        if account is None:
+            raise UploadsUnknown(
+                "the credentials are neither in the environment nor in the options"
+            )
+        return account
+
+    def _known_account(self) -> _Account | None:
         url = ""
         with suppress(library().exceptions.BaseError, NotImplementedError):
             url = library().sign(self._store, "GET", "x", timedelta(seconds=_SIGNED_S))
@@ -101,10 +110,11 @@ class S3Uploads:
         key_id, _, region, *_ = (*query.get("X-Amz-Credential", "").split("/"), "", "", "")
         secret = self._secret(key_id)
         base = f"{signed.scheme}://{signed.netloc}{signed.path.removesuffix('/x')}"
-        return _Account(base, key_id, secret, query.get("X-Amz-Security-Token", ""), region)
+        token = query.get("X-Amz-Security-Token", "")
+        return _Account(base, key_id, secret, token, region) if secret else None
 
     def _secret(self, key_id: str) -> str:
-        """Return the secret key that belongs to a key id; UploadsUnknown if it is not at hand."""
+        """Return the secret key that belongs to a key id; empty if it is not at hand."""
         options = {name.lower().removeprefix("aws_"): each for name, each in self._options.items()}
         places = (
             (options.get("access_key_id"), options.get("secret_access_key")),
@@ -113,7 +123,7 @@ class S3Uploads:
         for given, secret in places:
             if key_id and given == key_id and isinstance(secret, str) and secret:
                 return secret
-        raise UploadsUnknown("the credentials are neither in the environment nor in the options")
+        return ""
 
 
 def _ask(
