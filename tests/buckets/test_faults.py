@@ -418,6 +418,39 @@ def test_who_lacks_a_right_does_what_goes_without_and_is_told(
     assert [name for name in left if name.startswith((".saving-", ".old-"))] == []
 
 
+def test_who_may_not_delete_replaces_and_a_repair_removes_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """P27: the names of the saves before, too, of which a replacement has to free the last."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    library = storage._bucket._obstore
+
+    class Denying:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name)
+
+        def delete(self, *of: object) -> None:
+            raise library.exceptions.GenericError("status code: 403 <Code>AccessDenied</Code>")
+
+    storage._bucket._obstore = Denying()
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        for version in (1, 2, 3):
+            checkpointer.save(1, _small(version), overwrite=version > 1)
+        assert _version(storage, 1) == 3
+        checkpointer.save(2, _small(4))
+        assert apply_retention(storage, plan_retention(storage, KeepLast(1))).failed.keys() == {1}
+    storage._bucket._obstore = library
+    direct = ObjectStorage(storage.url)
+    repair(direct, alive_s=0.0)
+    monkeypatch.setattr("holdfast.storage.objects.storage._GARBAGE_S", -1.0)
+    for _ in range(2):  # data without a name is marked first
+        repair(direct, alive_s=0.0)
+    names = [key for key in direct._bucket.list("").objects if key.endswith(".dir")]
+    assert names == ["iter_0000001.dir", "iter_0000002.dir"]
+    assert len(direct._bucket.list(".store/data").dirs) == 1
+    assert _version(direct, 2) == 4
+
+
 def test_what_was_gone_already_is_deleted() -> None:
     """Garage names each object that was absent in its answer, where S3 is silent."""
     storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")

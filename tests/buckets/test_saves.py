@@ -226,11 +226,13 @@ def test_a_list_calls_no_committed_save_one_in_progress(
         fault_proxy(s3, choose) as (_, address),
         Checkpointer(ObjectStorage(url, endpoint=address), settle_s=0.0) as checkpointer,
     ):
-        checkpointer.save(1, state_of(1))
-    assert main(["ls", url]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "left of a save that was committed" in text
-    assert "in progress" not in text
+        for version, num_left in ((1, 1), (2, 0)):  # a replacement frees the name of the save
+            checkpointer.save(1, state_of(version), overwrite=version > 1)
+            assert main(["ls", url]) == 0
+            text = " ".join(capsys.readouterr().out.split())
+            assert text.count("left of a save that was committed") == num_left
+            assert "in progress" not in text
+    assert versions(url) == {1: 2}
 
 
 def test_the_requests_of_one_rank() -> None:

@@ -45,6 +45,7 @@ from holdfast.storage.objects.names import (
     NameRecord,
     Names,
     listed_names,
+    used_names,
 )
 from holdfast.storage.objects.uploads import Upload, UploadsUnknown
 from holdfast.storage.objects.urls import parse_url
@@ -573,6 +574,8 @@ class ObjectStorage:
             if they can.
         """
         removed: dict[str, str] = {}
+        over = self._used_names()
+        removed.update(dict.fromkeys(over, "a name that was used once, and nobody could delete"))
         if not dry_run:
             self._do("list", "", lambda: self._names.tidy(self._bucket.list("")))
         # Uploads before names: one that begins after this look may be of a name that comes later.
@@ -585,7 +588,7 @@ class ObjectStorage:
         started = {key.split("/")[2] for key in uploads}
         nameless = self._do("list", "", lambda: self._names.nameless(data.dirs | started))
         marks = {f"{DATA}/{name}": meta.changed for name, meta in data.objects.items()}
-        over = [mark for mark in marks if mark.rpartition("/")[2][: -len(_MARK)] not in nameless]
+        over += [mark for mark in marks if mark.rpartition("/")[2][: -len(_MARK)] not in nameless]
         for prefix in sorted(nameless):
             key, mark = f"{DATA}/{prefix}", f"{DATA}/{prefix}{_MARK}"
             objects = self._do("list", "", partial(self._bucket.list_all, key))
@@ -614,6 +617,13 @@ class ObjectStorage:
         if over and not dry_run:
             self._do("remove", "", partial(self._bucket.delete, over))
         return removed, problem
+
+    def _used_names(self) -> builtins.list[str]:
+        """Return the keys of free names that are used once, and were not changed for an hour."""
+        listing = self._do("list", "", lambda: self._bucket.list(""))
+        free = used_names(listing)
+        now = self._do("list", "", self._now) if free else 0.0
+        return [key for key in free if now - listing.objects[key].changed >= _GARBAGE_S]
 
     def free_nbytes(self) -> int:
         """See `Storage.free_nbytes`: a bucket has no end."""
