@@ -215,15 +215,26 @@ def program_of(generator: random.Random) -> list[list[Call]]:
     return program
 
 
-def changes_of(call: Call, number: int) -> list[Call]:
+def changes_of(outcome: Outcome, number: int) -> list[Call]:
     """The changes of which a call consists: others may come between them."""
-    match call:
+    match outcome.call:
         case ("remove_if", name, content):
+            # If the look at the content fails, the name is given back, and that is an error.
+            last = "decide" if outcome.is_done else "decide or return"
             aside = f".old-{number}"
-            return [("move", name, aside), ("decide", aside, name, content)]
+            return [("move", name, aside), (last, aside, name, content)]
         case ("tidy",):
             return []
-    return [call]
+    return [outcome.call]
+
+
+def states_after(state: State, change: Call) -> list[State]:
+    """The states that a change may lead to."""
+    changes = [change]
+    if change[0] == "decide or return":
+        _, aside, name, content = change
+        changes = [("decide", aside, name, content), ("move", aside, name)]
+    return [later for each in changes if (later := after(state, each)) is not None]
 
 
 def after(state: State, change: Call) -> State | None:
@@ -254,7 +265,7 @@ def is_explained(outcomes: list[Outcome], end: State) -> bool:
     What was reported as done was done, between its beginning and its end; what was not may have
     been done, in part or later, or not.
     """
-    changes = [changes_of(each.call, number) for number, each in enumerate(outcomes)]
+    changes = [changes_of(each, number) for number, each in enumerate(outcomes)]
     seen: set[object] = set()
 
     def plain(state: State) -> State:
@@ -269,9 +280,10 @@ def is_explained(outcomes: list[Outcome], end: State) -> bool:
             return True
         first = min((outcomes[number].ended for number in left), default=NEVER)
         for number in left:
-            later = after(state, changes[number][done[number]])
-            if later is not None and outcomes[number].began <= first:
-                more = (*done[:number], done[number] + 1, *done[number + 1 :])
+            if outcomes[number].began > first:
+                continue
+            more = (*done[:number], done[number] + 1, *done[number + 1 :])
+            for later in states_after(state, changes[number][done[number]]):
                 if leads(more, later):
                     return True
         return False
