@@ -45,6 +45,9 @@ FAULTS: dict[str, dict[str, float]] = {
     "denied": {"killed": 0.01, "after": 0.05, "late": 0.03, "old": 0.08, "denied": 0.2},
 }
 """Rates of what goes wrong with a request: as in `tests.buckets.proxy`."""
+TELLING = {"old": (484,), "denied": (151, 160)}
+"""Seeds that find what the first ones do not: moves of before that a name no longer states, a name
+that is taken by a look alone, and a removal whose look failed."""
 
 
 @dataclass
@@ -372,7 +375,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("faults", FAULTS)
 def test_some_order_explains_what_processes_do_at_once(faults: str) -> None:
     """P18."""
-    for seed in range(60):
+    for seed in (*range(40), *TELLING.get(faults, ())):
         explore(seed, faults)
 
 
@@ -381,5 +384,5 @@ def test_some_order_explains_what_processes_do_at_once(faults: str) -> None:
 @pytest.mark.parametrize("faults", FAULTS)
 def test_some_order_explains_what_thousands_of_programs_do(faults: str) -> None:
     """P18."""
-    for seed in range(60, 4000):
+    for seed in range(40, 4000):
         explore(seed, faults)

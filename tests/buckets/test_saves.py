@@ -235,6 +235,33 @@ def test_a_list_calls_no_committed_save_one_in_progress(
     assert versions(url) == {1: 2}
 
 
+REQUESTS = {
+    ("ls",): 3, ("show",): 7, ("show", "--step", "5"): 7, ("verify", "--step", "5"): 13 + 1,
+    ("tag", "5", "best"): 9, ("tag",): 4 + 1, ("copy", "OUT", "--step", "5"): 7 + 2,
+    ("prune", "--keep-last", "10", "--yes"): 9 + 10, ("repair",): 11 + 1,
+}  # fmt: skip
+"""Of commands, with ten steps of one small file each: what is added is for ranges, tags and steps,
+and for unfinished uploads."""
+
+
+def test_the_requests_of_commands(
+    url: str, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are stated in docs/object-stores.md."""
+    with Checkpointer(url, settle_s=0.0) as checkpointer:
+        for step in range(10):
+            checkpointer.save(step, {"t": {"a": torch.zeros(9)}})
+    with fault_proxy(s3, lambda method, path: "") as (proxy, address):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        counts = {}
+        for (verb, *rest), most in REQUESTS.items():
+            proxy.requests.clear()
+            words = [str(tmp_path / "out") if word == "OUT" else word for word in rest]
+            assert main([verb, url, *words]) == 0
+            counts[verb, *rest] = proxy.requests.total(), most
+    assert [each for each in counts.items() if each[1][0] > each[1][1]] == []
+
+
 def test_the_requests_of_one_rank() -> None:
     """Each beyond the parts and ranges keeps a promise, and is named in docs/object-stores.md."""
     storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")

@@ -574,10 +574,11 @@ class ObjectStorage:
             if they can.
         """
         removed: dict[str, str] = {}
-        over = self._used_names()
+        listing = self._do("list", "", lambda: self._bucket.list(""))
+        over = self._used_names(listing)
         removed.update(dict.fromkeys(over, "a name that was used once, and nobody could delete"))
         if not dry_run:
-            self._do("list", "", lambda: self._names.tidy(self._bucket.list("")))
+            self._do("list", "", lambda: self._names.tidy(listing))
         # Uploads before names: one that begins after this look may be of a name that comes later.
         problem, uploads = "", dict[str, Upload]()
         try:
@@ -618,9 +619,8 @@ class ObjectStorage:
             self._do("remove", "", partial(self._bucket.delete, over))
         return removed, problem
 
-    def _used_names(self) -> builtins.list[str]:
+    def _used_names(self, listing: ObjectListing) -> builtins.list[str]:
         """Return the keys of free names that are used once, and were not changed for an hour."""
-        listing = self._do("list", "", lambda: self._bucket.list(""))
         free = used_names(listing)
         now = self._do("list", "", self._now) if free else 0.0
         return [key for key in free if now - listing.objects[key].changed >= _GARBAGE_S]
