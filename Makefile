@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 ## run compiles Holdfast and rewrites the assertions of all tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-faults test test-all test-slow test-nightly test-integrations lint types contracts format bench bench-groups trace docs setup clean help
+.PHONY: demo demo-faults test compiled test-all test-slow test-nightly test-integrations lint types contracts format bench bench-groups trace docs setup clean help
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST); echo "also: setup lint format bench bench-groups trace test-slow clean"
@@ -50,8 +50,15 @@ demo: setup
 demo-faults: setup
 	@$(BIN)/python -m demo.faults --out demo/out
 
-test: setup lint
+test: setup
+	@$(MAKE) --no-print-directory --jobs 2 lint compiled
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal --ignore tests/packages -m "not slow and not nightly and not gpu"
+
+## In a fresh clone each worker would rewrite the assertions of all tests, which is more than half of
+## its start. Here one process does, while the types are checked on the other processor.
+compiled: setup
+	@ls tests/__pycache__/conftest.*-pytest-*.pyc >/dev/null 2>&1 \
+	  || $(BIN)/pytest --collect-only --quiet --quiet --ignore tests/packages >/dev/null 2>&1 || true
 
 test-slow: setup
 	@$(BIN)/pytest -n $(PYTEST_WORKERS) -m "slow and not nightly and not gpu"

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # torch's rendezvous asks for the name of every address that connects, 127.0.0.1 too. A name server
 # that loses the question costs a second, not the five that are the default.
@@ -21,8 +21,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 # in a forked process without end, for threads that only its parent has.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
-settings.register_profile("random", deadline=None, print_blob=True)
+# Neither an example nor the drawing of examples has a time: other processes would decide.
+_UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("fixed", derandomize=True, database=None, **_UNTIMED)
+settings.register_profile("random", print_blob=True, **_UNTIMED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 

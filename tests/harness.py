@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 from tests.ranks.job import Job, RankContext, RankError
 from tests.ranks.pool import RankPool, read
 
-__all__ = ["Outcome", "RankContext", "RankError", "run_ranks"]
+__all__ = ["Outcome", "RankContext", "RankError", "run_ranks", "wait_until"]
 
 T = TypeVar("T")
 
@@ -75,9 +75,9 @@ def run_ranks(
 
     With `init`, `torch.distributed` is initialised before and destroyed after. A rank that returns
     stays until all have finished; one that raises leaves at once, like a crashed trainer. Ranks
-    that are late after `timeout_s` are killed (with everything in their process group) and their
-    stacks reported. Unless `expect_failure`, any failure raises AssertionError with every rank's
-    traceback.
+    that are late after `timeout_s`, counted from when all processes are there, are killed (with
+    everything in their process group) and their stacks reported. Unless `expect_failure`, any
+    failure raises AssertionError with every rank's traceback.
 
     With `fresh`, `expect_failure` or `env` the processes are new and end with the run. Otherwise
     they are live ones that served before, if their last jobs left them as they were; ask for
@@ -101,7 +101,7 @@ def run_ranks(
             )
             for rank in range(num_ranks)
         ]
-        reports = _POOL.run(jobs, deadline=started + timeout_s, expect_failure=expect_failure)
+        reports = _POOL.run(jobs, timeout_s=timeout_s, expect_failure=expect_failure)
         outputs = [read(Path(job.log)) for job in jobs]
     outcome = Outcome(
         results=[report.result for report in reports],
@@ -112,6 +112,14 @@ def run_ranks(
     if outcome.failed and not expect_failure:
         raise AssertionError(_describe(outcome))
     return outcome
+
+
+def wait_until(condition: Callable[[], object], *, timeout_s: float = 120.0) -> None:
+    """Return once it holds; AssertionError after a time that only a hang takes."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import sys
 from pathlib import Path
@@ -27,10 +29,16 @@ def launch(program: str, *words: object, num_ranks: int, directory: Path) -> lis
 
 
 def free_port() -> int:
-    """Where the ranks of a program may meet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Where the ranks of a program may meet.
+
+    Below the ports that systems give to connections: one of those could go to another process
+    before the program listens there.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def launched(context: RankContext, port: int) -> dict[str, str]:

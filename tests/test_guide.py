@@ -101,7 +101,7 @@ def test_torchrun_runs_the_guide_as_it_is_printed(tmp_path: Path) -> None:
     script.write_text(printed("begin"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                "--nproc-per-node", "4", str(script), str(tmp_path / "a"), "10"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert last_words(done.stdout) == launch(script.read_text(), 4, tmp_path / "b", 10)
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import holdfast
 from holdfast import Checkpointer
 from holdfast.errors import LayoutError, StorageError
-from tests.harness import RankContext, run_ranks
+from tests.harness import RankContext, run_ranks, wait_until
 from tests.ranks import pool
 
 
@@ -211,17 +211,24 @@ def test_every_failure_is_reported_and_nothing_is_left_behind() -> None:
     assert late.timed_out
     assert "_all_ways_to_fail" in late.traceback
     grandchild = int(outcome.outputs[4].split()[0])
-    time.sleep(0.2)
-    stat = f"/proc/{grandchild}/stat"
-    state = open(stat).read().split()[2] if os.path.exists(stat) else "gone"  # noqa: SIM115
-    assert state in ("gone", "Z")
+    wait_until(lambda: _has_ended(grandchild))
 
 
-def test_a_failure_that_nobody_expected_raises_with_every_traceback() -> None:
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_a_failure_that_nobody_expected_raises_with_every_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "_GRACE_S", 100.0)
     started = time.monotonic()
     with pytest.raises(AssertionError, match=r"(?s)rank 1: LayoutError: no such axis.*Traceback"):
         run_ranks(2, _all_ways_to_fail, init=False)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_others_are_not_waited_for_long_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,4 +236,27 @@ def test_others_are_not_waited_for_long_after_a_failure(monkeypatch: pytest.Monk
     started = time.monotonic()
     with pytest.raises(AssertionError, match=r"(?s)rank 0: TimedOut.*rank 1: LayoutError"):
         run_ranks(2, _wait_for_a_failure, init=False)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
+
+
+def test_the_time_of_a_run_starts_when_its_processes_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that imports for long, on a busy machine, takes nothing from the ranks."""
+    passed_s, fork = 0.0, pool.fork
+
+    class Clock:
+        sleep = time.sleep
+
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + passed_s
+
+    def fork_late(*arguments: Any, **named: Any) -> Any:
+        nonlocal passed_s
+        passed_s += 1000.0
+        return fork(*arguments, **named)
+
+    monkeypatch.setattr(pool, "time", Clock)
+    monkeypatch.setattr(pool, "fork", fork_late)
+    assert run_ranks(1, _all_ways_to_fail, init=False, fresh=True).results == [0]

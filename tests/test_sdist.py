@@ -36,7 +36,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     out = tmp_path_factory.mktemp("dist")
     program = f"from hatchling.build import build_sdist; print(build_sdist({str(out)!r}))"
     built = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert built.returncode == 0, built.stderr
     with tarfile.open(out / built.stdout.split()[-1]) as archive:

@@ -7,7 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from holdfast.errors import ConfigError
-from holdfast.foreign import dcp, safetensors_files, torch_dist, torch_files, torchsnapshot
+from holdfast.foreign import (
+    dcp,
+    safetensors_files,
+    torch_dist,
+    torch_files,
+    torchsnapshot,
+    zero,
+)
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.location import Location
 from holdfast.foreign.other_formats import refuse_by_name, unread_files, unread_folders
@@ -84,6 +91,15 @@ FORMATS: tuple[Format, ...] = (
         detect=safetensors_files.detect,
         open=safetensors_files.open_catalog,
         own=safetensors_files.OWN,
+    ),
+    # Last: a run has other state next to `latest`, and a folder with whole weights is those.
+    Format(
+        name="zero",
+        title="DeepSpeed ZeRO",
+        detect=zero.detect,
+        open=zero.open_catalog,
+        own=(),
+        is_flat=False,
     ),
 )
 """In the order in which they are tried: the ones with a file of their own first."""

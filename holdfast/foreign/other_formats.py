@@ -150,7 +150,7 @@ def refuse_by_name(location: Location, known_below: Callable[[Location], str]) -
     if location.file is not None:
         return _refused_file(location, location.file)
     result = _find(location, [*dict.fromkeys([*names, *folders_in(location.storage)])])
-    if result is not None:
+    if result is not None and not _is_read(location, *result, known_below):
         other, name = result
         return f"{location.label} has {name} ({other.title}), which is not read: {other.advice}"
     below = [
@@ -161,6 +161,14 @@ def refuse_by_name(location: Location, known_below: Callable[[Location], str]) -
     if below:
         return f"{location.label} is not a checkpoint, but holds some: name {some_of(below)}"
     return ""
+
+
+def _is_read(
+    location: Location, other: _Other, name: str, known_below: Callable[[Location], str]
+) -> bool:
+    """Return True for the folder of a step that is read, though its run does not name it."""
+    inner = location.inside(name)
+    return inner is not None and known_below(inner).startswith(other.title)
 
 
 def is_cut_by_rank(location: Location) -> bool:

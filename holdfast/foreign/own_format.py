@@ -32,6 +32,7 @@ from holdfast.format.names import (
     MANIFEST,
     committed_step,
     data_file,
+    is_committed,
     list_steps,
     parse_step_dir,
     step_dir,
@@ -122,7 +123,8 @@ class OwnPlace:
     directory: str | None
     """Of the one checkpoint in it that the place is; None if it is the root."""
     steps: Sequence[int]
-    """Those committed in the root; empty for a path that is one checkpoint: it alone is read."""
+    """Those committed in the root, or the one that is meant; empty for a path that is one
+    checkpoint: it alone is read."""
 
 
 class OwnCheckpoint(NamedTuple):
@@ -154,7 +156,7 @@ def own_place(
         if parse_step_dir(name) is not None:
             root, directory = above, name
         storage = opener(root)
-        steps = list_steps(storage)
+        steps = _steps_of(storage, step if directory is None else parse_step_dir(directory))
         if not steps:
             return None
     elif not os.path.isdir(place):  # also if it may not be examined
@@ -167,7 +169,7 @@ def own_place(
             if parse_step_dir(real.name) is not None:
                 root, directory, storage = str(real.parent), real.name, PosixStorage(real.parent)
         else:
-            steps = list_steps(storage)
+            steps = _steps_of(storage, step)
             if not steps:
                 return None
     if directory is not None and step is not None and directory != step_dir(step):
@@ -178,6 +180,11 @@ def own_place(
             f"above"
         )
     return OwnPlace(storage=storage, root=root, directory=directory, steps=steps)
+
+
+def _steps_of(storage: Storage, step: int | None) -> Sequence[int]:
+    """Return the step that is meant if it is committed, else all of them: others may be denied."""
+    return [step] if step is not None and is_committed(storage, step) else list_steps(storage)
 
 
 def find_own(

@@ -258,7 +258,7 @@ def _add_tree(
     }
     for name, entries_of in state.items():
         step = steps[membership[name]] if name in membership else _only(steps)
-        tensor = _step(f"{PART}.state.{name}.step", step, common_tensors, file)
+        tensor = step_tensor(f"{PART}.state.{name}.step", step, common_tensors, file)
         if tensor is not None:
             made.tensors[tensor.key] = tensor
             entries_of["step"] = tensor_node(tensor.key)
@@ -321,10 +321,13 @@ def _only(steps: Sequence[Any]) -> Any:
     return steps[0] if steps and all(each == steps[0] for each in steps) else None
 
 
-def _step(
+def step_tensor(
     key: str, step: Any, common_tensors: Mapping[str, CatalogTensor], file: str
 ) -> CatalogTensor | None:
-    """Return the number of steps of a parameter as PyTorch keeps it: a tensor of one float."""
+    """Return the number of steps of a parameter as PyTorch keeps it: a tensor of one float.
+
+    None for a step that is not a finite number, nor the node of a tensor.
+    """
     if is_tensor(step):
         (stored,) = tensor_keys(step)
         return replace(common_tensors[stored], key=key)

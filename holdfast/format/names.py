@@ -149,10 +149,19 @@ def _find_steps(storage: Storage) -> dict[int, bool]:
         steps = ((parse_step_dir(name), has_manifest) for name, has_manifest in shown.items())
         return {step: has_manifest for step, has_manifest in steps if step is not None}
     return {
-        step: storage.exists(f"{name}/{MANIFEST}")
+        step: is_committed(storage, step)
         for name in storage.list("")
         if (step := parse_step_dir(name)) is not None
     }
+
+
+def is_committed(storage: Storage, step: int) -> bool:
+    """Return True if a step is committed; what the root has besides does not matter.
+
+    Raises:
+        StorageError: It cannot be known now.
+    """
+    return storage.exists(f"{step_dir(step)}/{MANIFEST}")
 
 
 def linked_steps(storage: Storage, steps: Iterable[int]) -> str:

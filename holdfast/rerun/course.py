@@ -224,12 +224,9 @@ class Course:
             self._has_loaded, self._unreadable = False, ""
             if self.decision.exit_code is not None:
                 return False
+            self.team.together(lambda: self._replay(loaded, batches), step=step)
         suspects: dict[Call, Suspect] = {}
         if loaded is not None and loaded.step == step:
-            # Even if the verdict is known: a source that saved its position continues behind the
-            # batches of the step, so only the checkpoint still has them.
-            loaded.replay_batches(batches)
-            self._replayed.replay_kept(loaded.replayed, codecs=self.codecs)
             if self.fault is not None:
                 suspects = loaded.suspects_by_call(later)
         elif isinstance(batches, ReplayableBatches) and not has_kept:
@@ -245,6 +242,16 @@ class Course:
         self.enter(Event.BEGIN)
         self._start_run(suspects)
         return True
+
+    def _replay(self, loaded: PendingFault | None, batches: object) -> None:
+        """Start with the batches, streams and buffers of the fault that was loaded, if any.
+
+        Even if its verdict is known: a source that saved its position continues behind the batches
+        of the step, so only the checkpoint still has them.
+        """
+        if loaded is not None and loaded.step == self.step:
+            loaded.replay_batches(batches)
+            self._replayed.replay_kept(loaded.replayed, codecs=self.codecs)
 
     def _leave(self, *, is_repeated: bool) -> None:
         """Give up a step that an exception or a `break` has left.
@@ -376,7 +383,7 @@ class Course:
         self.enter(Event.REJECTED)
         self.learned.discard()
         self._num_reruns += 1
-        self._replayed.restore()
+        self.team.together(self._replayed.restore, step=self.step)
         if self._mode is Mode.VALIDATE_RESULTS or not self._was_watched:  # others rerun every step
             self._replayed.watch()
             self._was_watched = True
@@ -589,7 +596,7 @@ class Course:
             return self._look_closer(judgement, evidence)
         message = f"step {self.step}: {evidence.describe_rechecked()}"
         if judgement.event is Event.NOTHING_LEARNED:
-            self._replayed.restore()
+            self.team.together(self._replayed.restore, step=self.step)
             self.enter(judgement.event)
             self._decide(
                 judgement.exit_code,
@@ -673,7 +680,7 @@ class Course:
             Whether the step is run again.
         """
         # The state has to be that of the start of the step, for every look at it.
-        self._replayed.restore()
+        self.team.together(self._replayed.restore, step=self.step)
         self.learned.discard()
         suspects = self._bad_suspects()
         if self._is_spoiled():
@@ -713,7 +720,7 @@ class Course:
         """End the run of another replica's step; return whether the own one runs again."""
         evidence = self.team.gather(self.attempt, step=self.step, now=self.team.with_partners)
         judgement = judge_second_opinion(evidence.rechecks, policy=self._policy)
-        self._opinion.end(self.batches)
+        self.team.together(lambda: self._opinion.end(self.batches), step=self.step)
         values = evidence.rechecked(judgement.verdicts)
         suspects = evidence.identified(judgement.suspects)
         self.record("second_opinion", values=values, suspects=suspects)
@@ -815,6 +822,8 @@ class Course:
         self, judgement: Judgement, suspects: Mapping[Call, Suspect], message: str
     ) -> None:
         """Keep what a new process needs to run the step again on another device."""
+        # The checkpoint is one of the start of the step: a save refuses gradients in buckets.
+        self._training_state.drop_gradients()
         batches = self.batches
         here = self.team.here
         self.fault = PendingFault(

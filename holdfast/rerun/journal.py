@@ -96,7 +96,7 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._owner:
                 self.check_owner()
-                (self.path.parent / _OWNER_NAME).write_text(self._owner)
+                self._take_ownership()
             with self.path.open("a+b") as file:
                 # A process that died may have left half a line. It stays as it is, and `events`
                 # passes over it; this event starts a new line.
@@ -192,6 +192,17 @@ class Journal:
                 f"machines would mix their faults. Give each machine a directory of its own, and "
                 f"end a job before it is started again"
             )
+
+    def _take_ownership(self) -> None:
+        """Name this machine as the one that has written last, in one step.
+
+        A full disk would leave a file cut short, which is of no machine.
+        """
+        if self._owner_now() == self._owner:
+            return
+        written = self.path.parent / f"{_OWNER_NAME}.new"
+        written.write_text(self._owner)
+        written.replace(self.path.parent / _OWNER_NAME)
 
     def _owner_now(self) -> str:
         """Return the machine that has written last."""

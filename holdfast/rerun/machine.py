@@ -51,6 +51,7 @@ from holdfast.rerun.vouching import Compute, Vouching
 from holdfast.state import OptionalPart, Stored, StoredPart
 from holdfast.state.coordinates import PerRankRequest, PerRankSource, PickedPerRank
 from holdfast.state.markers import PerRank
+from holdfast.state.unfinished import set_worker
 
 _LAST_STARTED: ContextVar[weakref.ref[RerunMachine]] = ContextVar("holdfast_rerun_machine")
 """The machine that has started a step last, in this context: a step inside of it is refused."""
@@ -185,6 +186,8 @@ class RerunMachine(OptionalPart):
                 watches_buffers=self.mode is Mode.VALIDATE_RESULTS and not is_known,
             ),
         )
+        for module in replayed.modules:
+            set_worker(self, on=module)
         self._vouching = Vouching(self._course.team, replayed=replayed, codecs=self._course.codecs)
         settings = {
             "mode": self.mode.value,
@@ -369,6 +372,19 @@ class RerunMachine(OptionalPart):
                 f"after them"
             )
 
+    def unfinished_work(self) -> str | None:
+        """Return what a save or load inside of the loop over attempts would lose.
+
+        The step may run again, and its update is not made yet or was left out. See
+        `state.unfinished`.
+        """
+        if not self._is_inside or self.mode is Mode.DISABLED:
+            return None
+        return (
+            f"RerunMachine ({self.name}) is inside of the attempts of step {self._course.step}, "
+            f"which may run again; end the loop over attempts first"
+        )
+
     # Phase 2: it runs
 
     def validate(
@@ -550,6 +566,13 @@ class RerunMachine(OptionalPart):
 
     def tree(self) -> object:
         """Return this rank's entry, see `Entry`."""
+        if self._course.is_running:  # and not inside of attempts: that is refused
+            self._course.team.note(
+                f"step {self._course.step} is saved as the loop has left it: random streams and "
+                f"buffers are those of its middle, and a source that saves its position continues "
+                f"behind the batches that it has taken. Run it again before a save, or go back to "
+                f"the checkpoint before"
+            )
         injector = self._injector
         entry = Entry(
             learned=self.learned.state_dict(),

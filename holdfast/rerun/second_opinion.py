@@ -87,7 +87,9 @@ class SecondOpinion:
         assert isinstance(batches, ReplayableBatches)
         self._own_learned = dict(self._learned.state_dict())
         self._learned.load_state_dict(tree["learned"])
-        self._replayed.borrow(tree["replayed"], codecs=self._codecs)
+        self._team.together(
+            lambda: self._replayed.borrow(tree["replayed"], codecs=self._codecs), step=step
+        )
         batches.borrow(tree["batches"])
         others = msgspec.convert(tree["suspects"], list[Suspect])
         return {each.call: each for each in others}, ""

@@ -318,6 +318,25 @@ class Team:
         with self._control.in_step():
             self._control.agree(error, phase=f"{self._name}: {phase}")
 
+    def together(self, action: Callable[[], object], *, step: int) -> None:
+        """Set up what a run starts with, on each rank by itself; all raise what one does.
+
+        Functions of the user's run then, and a rank that left alone would leave the others in the
+        collectives of the run. Collective.
+        """
+        error: HoldfastError | None = None
+        try:
+            action()
+        except HoldfastError as reason:
+            error = reason
+        except Exception as reason:
+            error = ConfigError(
+                f"step {step}: what a run starts with cannot be brought back: "
+                f"{type(reason).__name__}: {reason}"
+            )
+            error.__cause__ = reason
+        self.agree(error, phase=f"step {step}: restore")
+
     def name_fault(self) -> str:
         """Return an id for what was rejected, the same on all ranks. Collective."""
         name = uuid.uuid4().hex[:16].encode() if self._control.is_coordinator else None

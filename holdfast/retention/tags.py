@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from holdfast.errors import ConfigError, CorruptionError, StorageError
-from holdfast.format.names import committed_step, list_steps, step_dir
+from holdfast.format.names import committed_step, is_committed, list_steps, step_dir
 from holdfast.format.versions import read_lease
 from holdfast.storage import Storage
 from holdfast.storage.reading import read_at_most
@@ -28,7 +28,8 @@ def set_tag(storage: Storage, name: str, *, step: int) -> None:
     path = _path(name)
     # A lease like a reader's: a removal that started before is waited for, a later one sees it.
     with read_lease(storage, step_dir(step)):
-        committed_step(list_steps(storage), step, place=storage.describe(""))
+        if not is_committed(storage, step):  # other steps do not matter
+            committed_step(list_steps(storage), step, place=storage.describe(""))
         storage.make_dir(TAGS_DIR)
         storage.replace_file(path, f"{step}\n".encode())
 

@@ -56,7 +56,7 @@ from holdfast.format.stored_copies import find_copies
 from holdfast.format.summaries import annotate
 from holdfast.format.values import Node, merge_nodes
 from holdfast.format.verifier import verify_source
-from holdfast.format.versions import Records, retire, retire_replaced, save_id_of
+from holdfast.format.versions import Records, known_save_id, retire, retire_replaced, save_id_of
 from holdfast.storage import Storage
 from holdfast.storage.reading import (
     file_stamp,
@@ -127,7 +127,7 @@ def commit_save(
     try:
         done = _complete(storage, directory, plan, header, sizes, own, others, is_repair)
     except StorageError:
-        if storage.exists(directory) or save_id_of(storage, final) != header.save_id:
+        if storage.exists(directory) or known_save_id(storage, final) != header.save_id:
             raise
         # Otherwise a repair took this save for abandoned and has finished it.
     else:
@@ -452,19 +452,28 @@ def _take_back(
     Does nothing if the new version is not at its final name. A save that fails must not show its
     checkpoint: after a crash of the machine it might be gone again.
     """
-    if save_id_of(storage, final) != header.save_id:
-        return
-    with suppress(StorageError):
-        if storage.exists(directory):
-            storage.exchange_dir(directory, final)
-        else:
-            storage.rename_dir(final, directory)
-    if save_id_of(storage, final) == header.save_id:
+    try:
+        if known_save_id(storage, final) != header.save_id:
+            return
+        with suppress(StorageError):
+            if storage.exists(directory):
+                storage.exchange_dir(directory, final)
+            else:
+                storage.rename_dir(final, directory)
+        if known_save_id(storage, final) != header.save_id:
+            return
+    except StorageError as unknown:
         raise StorageError(
-            f"{storage.describe(final)}: the new version is in place and complete, but it may be "
-            f"lost if the machine stops: {cause}. It can be loaded; check the storage, then save "
-            f"again"
+            f"{storage.describe(final)}: it cannot be known now whether the new version is in "
+            f"place, which may be lost if the machine stops: {cause}; {unknown}. Check the "
+            f"storage, then save again",
+            details=unknown.details,
         ) from cause
+    raise StorageError(
+        f"{storage.describe(final)}: the new version is in place and complete, but it may be "
+        f"lost if the machine stops: {cause}. It can be loaded; check the storage, then save "
+        f"again"
+    ) from cause
 
 
 def read_done(

@@ -48,6 +48,7 @@ from holdfast.writer.outcomes import (
     pause_s,
     publish_failure,
     read_failure,
+    require_committed,
     wait_for_commit,
 )
 from holdfast.writer.records import (
@@ -589,7 +590,12 @@ def _commit_when_complete(
     while True:
         sizes_there = sizes_below(storage, job.directory)
         if sizes_there is None:
-            names = storage.list(f"{job.directory}/{DONE_DIR}")
+            try:
+                names = storage.list(f"{job.directory}/{DONE_DIR}")
+            except StorageError:
+                if not is_discarded(storage, job.directory):
+                    raise
+                return require_committed(storage, job)
         else:
             names = [
                 path[len(DONE_DIR) + 1 :] for path in sizes_there if path.startswith(f"{DONE_DIR}/")

@@ -9,10 +9,10 @@ import msgspec
 
 from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST, parse_saving_dir, step_dir, unclaimed
-from holdfast.format.versions import known_save_id, save_id_of
+from holdfast.format.versions import known_save_id
 from holdfast.storage import Storage
 from holdfast.storage.reading import pause_of
-from holdfast.writer.records import DONE_DIR, FAILED_FILE, WriteJob, read_sealed, seal
+from holdfast.writer.records import DONE_DIR, FAILED_FILE, WriteJob, done_file, read_sealed, seal
 
 _FIRST_PAUSE_S = 0.002
 _SHORT_PAUSE_S = 0.1
@@ -24,8 +24,8 @@ def publish_failure(
 ) -> None:
     """Publish a failure record for the other ranks; a storage that refuses even that is ignored.
 
-    If the committer cannot write its record, it removes the directory of the save instead, which
-    ends the others' wait, too.
+    A rank that cannot write its record removes the directory of the save instead, which ends the
+    others' wait, too.
 
     The record is not synced: the ranks that wait for it do not survive the machine either.
     """
@@ -51,10 +51,12 @@ def publish_failure(
         try:
             storage.write_file(path, data, durable=False)
         except HoldfastError:
-            # The others wait for the committer: of a directory that is gone they learn at once,
-            # of a save without a record at its deadline.
-            if committer:
-                discard_save(storage, job.directory)
+            # The others wait for this rank: of a directory that is gone they learn at once, of a
+            # save without a record at its deadline. By a rank's done-record the committer may be
+            # giving the save its name already.
+            with suppress(HoldfastError):
+                if committer or not storage.exists(f"{job.directory}/{done_file(job.position)}"):
+                    discard_save(storage, job.directory)
 
 
 def committers_failure(storage: Storage, job: WriteJob) -> HoldfastError | None:
@@ -89,6 +91,27 @@ def discard_save(storage: Storage, directory: str) -> None:
         return
 
 
+def require_committed(storage: Storage, job: WriteJob) -> None:
+    """Return if a save is committed whose directory is gone, as a repair may have done.
+
+    Raises:
+        StorageError: It is not, or that cannot be known now.
+    """
+    try:
+        is_committed = known_save_id(storage, step_dir(job.header.step)) == job.header.save_id
+    except StorageError as error:
+        raise StorageError(
+            f"{storage.describe(job.directory)} is gone, and whether step {job.header.step} is "
+            f"committed cannot be known now: {error}; look before you save again",
+            details=error.details,
+        ) from error
+    if not is_committed:
+        raise StorageError(
+            f"{storage.describe(job.directory)} is gone and step {job.header.step} is not "
+            f"committed: the save was discarded; save again"
+        )
+
+
 def is_discarded(storage: Storage, directory: str) -> bool:
     """Return whether the directory of a save is gone; False where that cannot be seen."""
     try:
@@ -106,16 +129,13 @@ def wait_for_commit(storage: Storage, job: WriteJob, deadline: float) -> None:
     began = time.monotonic()
     while True:
         names = _names_in(storage, job.directory)
+        if names is None:
+            return require_committed(storage, job)
         # While it has the done-records and no manifest, nothing is committed: skip the read.
-        if names is None or MANIFEST in names or DONE_DIR not in names:
-            if save_id_of(storage, final) == job.header.save_id:
-                return
-            if names is None:
-                raise StorageError(
-                    f"{storage.describe(job.directory)} is gone and step {job.header.step} is not "
-                    f"committed: the save was discarded; save again"
-                )
-        if FAILED_FILE in (names or ()):
+        has_begun = MANIFEST in names or DONE_DIR not in names
+        if has_begun and known_save_id(storage, final) == job.header.save_id:
+            return None
+        if FAILED_FILE in names:
             raise read_failure(storage, f"{job.directory}/{FAILED_FILE}")
         now = time.monotonic()
         if now > deadline:

@@ -169,7 +169,7 @@ FEW = ("one process", "dp4 x ep2", "tp2 x ep2", "pp2 x ep2")
 @pytest.mark.parametrize(
     ("chosen", "strides"),
     [
-        (FEW, (1, 3)),
+        (FEW, (1,)),
         pytest.param(tuple(WAYS), (3,), marks=pytest.mark.slow),
         pytest.param(tuple(WAYS), (1, 2, 4, 5), marks=pytest.mark.nightly),
     ],
@@ -240,7 +240,7 @@ def test_the_norm_of_fsdp_tensor_and_expert_gradients_is_that_of_one_process() -
 
 
 def finished(saved: SaveReport | PendingSave) -> SaveReport:
-    return saved.result(20) if isinstance(saved, PendingSave) else saved
+    return saved.result(60) if isinstance(saved, PendingSave) else saved
 
 
 def one_name(context: RankContext, root: str) -> dict[str, str]:

@@ -116,7 +116,7 @@ def refused(
     """What a save that must fail says."""
     try:
         if asynchronous:
-            checkpointer.save_async(step, state).result(20)
+            checkpointer.save_async(step, state).result(60)
         else:
             checkpointer.save(step, state)
     except StorageError as error:
@@ -294,17 +294,18 @@ def killed(context: RankContext, root: str, victim: int, instant: int, mode: str
                 os.kill(os.getpid(), signal.SIGKILL)
 
     layout = Layout(dp=3)
-    with ProcessGroups.create(layout, timeout_s=3) as groups:
+    with ProcessGroups.create(layout, timeout_s=60) as groups:
         storage = PosixStorage(root, observer=observe)  # an observer: written in this process
         checkpointer = Checkpointer(storage, groups=groups, deadline_s=3)
         state = make_state(layout, context.rank)
         checkpointer.save(1, state)
         groups.control.barrier(phase="test: saved")
+        groups.control.timeout_s = 3.0
         armed = True
         began = time.monotonic()
         try:
             if mode == "async":
-                checkpointer.save_async(2, state).result(20)
+                checkpointer.save_async(2, state).result(60)
             else:
                 checkpointer.save(2, state)
         except HoldfastError:

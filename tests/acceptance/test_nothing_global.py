@@ -168,7 +168,7 @@ def test_a_launcher_without_groups_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "run")],
         env={"WORLD_SIZE": "4", "RANK": "1", "PATH": ""},
-        capture_output=True, text=True, timeout=120, cwd=ROOT.parent, check=False,
+        capture_output=True, text=True, timeout=240, cwd=ROOT.parent, check=False,
     )  # fmt: skip
     assert done.stdout.startswith("refused"), done.stderr
     assert "groups" in done.stdout

@@ -187,7 +187,7 @@ def every_change(context: RankContext, root: str) -> dict[str, list[bool]]:
                 if step % 2:
                     planned = checkpointer.save(step, {"m": Union(state)}).planned
                 else:
-                    planned = checkpointer.save_async(step, {"m": Union(state)}).result(20).planned
+                    planned = checkpointer.save_async(step, {"m": Union(state)}).result(60).planned
                 assert time.monotonic() - began < 30
                 assert checkpointer.stats.num_plans - before == planned
                 control.barrier(phase="test: saved")
@@ -328,7 +328,7 @@ class Failing(PosixStorage):
 
 
 def finished(saved: SaveReport | PendingSave) -> SaveReport:
-    return saved.result(20) if isinstance(saved, PendingSave) else saved
+    return saved.result(60) if isinstance(saved, PendingSave) else saved
 
 
 def failing(context: RankContext, root: str) -> list[object]:

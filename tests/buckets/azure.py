@@ -20,6 +20,8 @@ from email.utils import formatdate
 
 import pytest
 
+from tests.programs import free_port
+
 ACCOUNT = "devstoreaccount1"
 # The key that every Azurite has, from its documentation; no secret of anybody's.
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -32,9 +34,7 @@ def azurite() -> Iterator[str]:
     program = shutil.which("azurite-blob")
     if program is None:
         pytest.skip("azurite-blob is not on the path: npm install -g azurite")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [program, "--inMemoryPersistence", "--disableTelemetry", "--loose", "--silent",
          "--blobHost", "127.0.0.1", "--blobPort", str(port)],
@@ -50,7 +50,7 @@ def azurite() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/{ACCOUNT}"
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(60)
 
 
 def environment(endpoint: str) -> dict[str, str]:

@@ -155,7 +155,7 @@ def test_two_copies_of_one_version_never_take_from_each_other(tmp_path: Path) ->
     def first(kind: str, key: str, start: int, nbytes: int) -> None:
         if kind == "put" and key == f"{step_dir(1)}.dir":
             is_ready.set()
-            assert may_commit.wait(20)
+            assert may_commit.wait(60)
 
     other = threading.Thread(
         target=copy_checkpoint, args=(source, step_dir(1), ObjectStorage(url, observer=first))
@@ -166,18 +166,18 @@ def test_two_copies_of_one_version_never_take_from_each_other(tmp_path: Path) ->
             raise _KilledError
         if kind == "put" and key.endswith(".dir") and not other.ident:
             other.start()
-            assert is_ready.wait(20)
+            assert is_ready.wait(60)
         is_removal = kind == "delete" and "/data/" in key
         if is_removal or (kind == "put" and key == f"{step_dir(1)}.dir"):
             may_commit.set()
-            other.join(20)
+            other.join(60)
         if is_removal:
             deleted.append(key)
 
     with contextlib.suppress(_KilledError, HoldfastError):
         copy_checkpoint(source, step_dir(1), ObjectStorage(url, observer=second))
     may_commit.set()
-    other.join(20)
+    other.join(60)
     assert deleted == []
     assert verify_snapshot(ObjectStorage(url), step_dir(1)) == []
 

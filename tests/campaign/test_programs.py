@@ -22,13 +22,13 @@ def check(tmp_path: Path, seeds: Iterable[int], *, num_ranks: int) -> None:
 
 def test_any_way_trains_as_one_process_and_loads_any_other(tmp_path: Path) -> None:
     """F1, F2, F9, F10, M12, S3: weights to 1e-6, losses, norms and zeros; loads bitwise."""
-    check(tmp_path, range(2), num_ranks=4)
+    check(tmp_path, range(1), num_ranks=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [100])
 def test_many_ways_train_as_one_process(tmp_path: Path, first: int) -> None:
-    check(tmp_path, range(first, first + 6), num_ranks=4)
+    check(tmp_path, [1, *range(first, first + 6)], num_ranks=4)
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     return {"code": process.returncode, "out": out, "err": err}
 
 

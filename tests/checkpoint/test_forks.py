@@ -156,9 +156,9 @@ def test_a_signal_to_a_forked_process_is_not_the_runs(tmp_path: Path) -> None:
             # The signal may come just before it sleeps: a handler would run after the sleep.
             worker = context.Process(target=_work, args=(began,))
             worker.start()
-            assert began.wait(20)
+            assert began.wait(60)
             worker.terminate()
-            worker.join(20)
+            worker.join(60)
             assert worker.exitcode == -signal.SIGTERM
         assert not checkpointer.should_save(1)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -46,7 +46,10 @@ def manifest(tmp_path: Path) -> bytes:
     return (tmp_path / "iter_0000001" / "manifest.json").read_bytes()
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(metadata=st.dictionaries(st.text(), _JSON, max_size=4))
 def test_any_json_comes_back_and_nothing_else_changes(
     manifest: bytes, metadata: dict[str, Any]

@@ -43,7 +43,7 @@ def stopped(by: str, *words: object) -> subprocess.CompletedProcess[str]:
     """A command that gets a signal when it has written something."""
     return subprocess.run(
         [sys.executable, "-c", _SCRIPT, by, *map(str, words)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
 

@@ -166,6 +166,35 @@ def test_a_rename_that_is_not_durable_is_taken_back(
     assert_recovers(tmp_path, step=step, version=12)
 
 
+class Denied(Unshared):
+    """What has its final name may not be read, once a new version has got it."""
+
+    def __init__(self, root: Path, renames: Renames) -> None:
+        super().__init__(root)
+        self.renames = renames
+
+    def exists(self, path: str) -> bool:
+        if path == "iter_0000001/manifest.json" and self.renames.num_renames:
+            raise StorageError(f"{path}: Permission denied", details={"is_unknown": True})
+        return super().exists(path)
+
+
+@MODES
+def test_a_rename_that_may_be_in_place_for_all_that_is_known_is_said_to_be(
+    tmp_path: Path, mode: str
+) -> None:
+    """P2, P27: what cannot be read after a failed sync is not said to have failed whole."""
+    save(PosixStorage(tmp_path), "sync", 1, 10)
+    with pytest.MonkeyPatch.context() as monkey:
+        renames = Renames(monkey)
+        renames.failing_syncs = 1
+        message = r"cannot be known now whether the new version is in place.*Permission denied"
+        with pytest.raises(StorageError, match=message):
+            save(Denied(tmp_path, renames), mode, 1, 11, overwrite=True)
+    assert versions(tmp_path) == {1: 11}
+    assert_recovers(tmp_path, step=1, version=12)
+
+
 @MODES
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_rename_that_can_be_neither_proven_nor_taken_back_is_said_to_be_in_place(

@@ -17,7 +17,7 @@ from holdfast import Checkpointer, Layout, ProcessGroups, Sharded
 from holdfast.checkpoint.save import staging
 from holdfast.format.names import list_steps
 from holdfast.storage import PosixStorage
-from tests.harness import RankContext, run_ranks
+from tests.harness import RankContext, run_ranks, wait_until
 from tests.writer.images import (
     KEEP_S,
     CountingStorage,
@@ -27,7 +27,6 @@ from tests.writer.images import (
     is_offered,
     load,
     processes_of,
-    wait_until,
 )
 
 ROWS = 1 << 15
@@ -184,7 +183,7 @@ def _killed_at(root: Path, draw: random.Random) -> int:
         is_over = kill_s is None or time.monotonic() > killed + kill_s
         if is_over and step == newest and _is_settled(root, newest, processes):
             break
-        assert time.monotonic() < killed + 60, "writers or keepers never settle"
+        assert time.monotonic() < killed + 120, "writers or keepers never settle"
     end_processes_of(root)
     assert _load_and_check(root) == (newest, 0)
     return copied

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from holdfast.storage import Storage
 from holdfast.writer import job, leftovers
 from holdfast.writer.records import HEADER_FILE, PLAN_FILE
 from tests.crash.common import state_of, versions
-from tests.harness import RankContext, run_ranks
+from tests.harness import RankContext, run_ranks, wait_until
 
 LATE_S = 1.5
 """How long a writer stands still: longer than `ALIVE_S` and than a save may take to its lock."""
@@ -51,13 +50,6 @@ def local(tmp_path: Path) -> Path:
     return root
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_writer_that_stood_still_is_waited_for(
     local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,12 +60,12 @@ def test_a_writer_that_stood_still_is_waited_for(
     )
     run.start()
     pid_file = local / "pid"
-    until(lambda: pid_file.exists() and pid_file.read_text() != "")
+    wait_until(lambda: pid_file.exists() and pid_file.read_text() != "")
     pid = int(pid_file.read_text())
-    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    assert Checkpointer(local).steps() == [1]
     wake = threading.Timer(LATE_S, os.kill, (pid, signal.SIGCONT))
     wake.start()
-    assert Checkpointer(local).steps() == [1]
     assert Checkpointer(local).latest() == 2
     wake.join()
     run.join()
@@ -157,11 +149,17 @@ def killed_at_once(context: RankContext, root: str, path: str) -> None:
 
 def test_a_writer_that_has_not_begun_is_waited_for(local: Path, tmp_path: Path) -> None:
     """Before, a restart that was quicker than the writer's start began afresh."""
+    gate = tmp_path / "gate"
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys, time\nif 'holdfast.writer.process' in sys.orig_argv:\n    time.sleep(2)\n"
+        "import os, sys, time\nif 'holdfast.writer.process' in sys.orig_argv:\n    end = 6000\n"
+        f"    while end and not os.path.exists({str(gate)!r}):\n        end -= 1\n"
+        "        time.sleep(0.01)\n"
     )
     run_ranks(1, killed_at_once, str(local), str(tmp_path), expect_failure=True)
     assert not [name for name in os.listdir(local) if name.startswith((".saving", "iter"))]
+    begin = threading.Timer(LATE_S, gate.touch)
+    begin.start()
     assert Checkpointer(local).latest() == 1
+    begin.join()
     assert versions(local) == {1: 1}
     assert PosixStorage(local).is_locked("") is False

@@ -41,8 +41,9 @@ from tests.harness import RankContext, run_ranks
 def _absent(context: RankContext, root: str) -> str:
     store = _get_default_store()
     layout = Layout(dp=3)
-    with ProcessGroups.create(layout, timeout_s=2) as groups:
+    with ProcessGroups.create(layout, timeout_s=60) as groups:
         checkpointer = Checkpointer(root, groups=groups)
+        groups.control.timeout_s = 2.0
         if context.rank == 1:
             store.wait(["0", "2"])  # until they have raised
             return ""

@@ -25,7 +25,7 @@ def _doomed(context: RankContext, root: str, delay_s: float, kills_writer: bool)
         checkpointer = Checkpointer(root, groups=groups, deadline_s=20)
         state = state_of(1, index=context.rank, size=2)
         checkpointer.save(1, state)
-        checkpointer.save_async(2, state_of(2, index=context.rank, size=2)).result(20)
+        checkpointer.save_async(2, state_of(2, index=context.rank, size=2)).result(60)
         groups.control.barrier(phase="ready")
 
         def die() -> None:

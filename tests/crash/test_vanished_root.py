@@ -221,7 +221,7 @@ def test_a_real_unmount_is_noticed_by_every_call(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode:
         pytest.skip("namespaces are refused here")
     command = ["unshare", "-rm", sys.executable, "-c", _UNMOUNTED, str(tmp_path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 

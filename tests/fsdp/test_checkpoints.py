@@ -176,6 +176,7 @@ def full_local(parameter: Tensor) -> Tensor:
     return parameter.to_local()  # type: ignore[attr-defined, no-any-return]
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_is_loaded_without_a_whole_parameter(tmp_path: Path) -> None:
     """F11: no rank ever has a whole parameter; what no load fills is NaN."""
     torch.manual_seed(4)

@@ -219,7 +219,8 @@ def errors_in_new_kinds(context: RankContext, sizes: dict[str, Any], names: Any)
     ("sizes", "names"),
     [
         ({"dp": 2}, None),
-        ({"dp": 2}, ("dp_cp", "expt_dp")),  # one communicator for gathers and reductions
+        # one communicator for gathers and reductions
+        pytest.param({"dp": 2}, ("dp_cp", "expt_dp"), marks=pytest.mark.slow),
         pytest.param({"dp": 4, "replicas": 2}, None, marks=pytest.mark.slow),
     ],
 )

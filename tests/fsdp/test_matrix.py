@@ -109,10 +109,10 @@ def check_holds(job: Job, expected: dict[str, Tensor], where: object) -> None:
     bitwise(found, expected, where)
 
 
-QUICK = ["dp4 optim_grads_params", "hybrid ep2", "tp2 ep2", "zero1"]
+QUICK = ["dp4 optim_grads_params", "hybrid ep2", "zero1"]
 OTHERS = [
     "dp4 no_shard", "dp4 ep2 optim", "permuted", "hybrid", "tp2 ep4", "only tp2", "cp2", "dp3",
-    "compiled", "checkpointed", "zero2 tp2",
+    "compiled", "checkpointed", "zero2 tp2", "tp2 ep2",
 ]  # fmt: skip
 """Each strategy, axis and wrapping that the quick ones leave out."""
 

@@ -71,7 +71,9 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> di
     } | {"root": base}  # fmt: skip
 
 
-@pytest.mark.parametrize(("at", "layout"), [(6, DENSE), (9, SPARSE)])
+@pytest.mark.parametrize(
+    ("at", "layout"), [(6, DENSE), pytest.param(9, SPARSE, marks=pytest.mark.slow)]
+)
 def test_killed_and_resumed_bitwise(
     server: ForkServer, straight: dict[Any, Any], tmp_path: Path, at: int, layout: tuple[int, int]
 ) -> None:

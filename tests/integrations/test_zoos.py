@@ -76,7 +76,8 @@ def check_habits(lightning: ForkServer, directory: Path, name: str, at: tuple[in
     check_goes_on(lightning, HABITS, name, directory, at=at, differ=DIFFER)
 
 
-@pytest.mark.parametrize("at", [pytest.param(3, marks=pytest.mark.slow), 7])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [3, 7])
 def test_hooks_means_and_schedules_of_lightning_go_on(
     lightning: ForkServer, tmp_path: Path, at: int
 ) -> None:

@@ -87,7 +87,7 @@ def test_the_next_steps_are_the_original_s(name: str, tmp_path: Path) -> None:
 @settings(
     max_examples=25,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     derandomize=True,
 )
 @given(

@@ -307,8 +307,15 @@ def every_read(context: RankContext, declared: bool, low: bool) -> int:
     return in_flight
 
 
-@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("declared", [False, True], ids=["plain", "dtensor"])
+@pytest.mark.parametrize(
+    ("declared", "low"),
+    [
+        pytest.param(False, False, id="plain-fp32"),
+        pytest.param(True, True, id="dtensor-bf16"),
+        pytest.param(False, True, marks=pytest.mark.slow, id="plain-bf16"),
+        pytest.param(True, False, marks=pytest.mark.slow, id="dtensor-fp32"),
+    ],
+)
 def test_every_read_and_write_finds_new_values(declared: bool, low: bool) -> None:
     for in_flight in run_ranks(2, every_read, declared, low, timeout_s=300).results:
         assert in_flight >= 2 * len(READS)

@@ -65,9 +65,9 @@ class ThreadControl:
         assert error is None
         self.num_collectives += 1
         self._payloads[self._rank] = payload
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         answers = list(self._payloads)
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         return answers
 
 

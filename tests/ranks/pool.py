@@ -106,14 +106,22 @@ class RankPool:
         # Later than multiprocessing's own handler, hence called earlier: that one would wait.
         atexit.register(self.close)
 
-    def run(self, jobs: list[Job], *, deadline: float, expect_failure: bool) -> list[Report]:
-        """Run one job per rank, and return their reports by rank."""
+    def run(self, jobs: list[Job], *, timeout_s: float, expect_failure: bool) -> list[Report]:
+        """Run one job per rank, and return their reports by rank.
+
+        Args:
+            jobs: By rank.
+            timeout_s: Of the jobs, without the start of processes and of the server: on a busy
+                machine its imports take longer than most jobs may.
+            expect_failure: Wait for all ranks, also if one fails.
+        """
         fresh = jobs[0].fresh
         ranks: list[RankProcess] = []
         try:
             for rank, job in enumerate(jobs):
                 process = None if fresh else self._idle.pop(rank, None)
                 ranks.append(process or RankProcess(rank, job.environment))
+            deadline = time.monotonic() + timeout_s
             for process, job in zip(ranks, jobs, strict=True):
                 # A rank that is killed between two jobs is found here or when it reports.
                 with contextlib.suppress(OSError):

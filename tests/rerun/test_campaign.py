@@ -51,7 +51,7 @@ def finish(job: Job, size: int) -> None:
 
 @pytest.mark.parametrize("fatal", [True, False], ids=["fatal", "not_fatal"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_fault_has_its_true_verdict(
     tmp_path: Path,
     undisturbed: Callable[[int], list[torch.Tensor]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from holdfast import Checkpointer, Layout, ProcessGroups
-from holdfast.errors import ConfigError, FaultError, MismatchError
+from holdfast.errors import ConfigError, FaultError, MismatchError, StorageError
 from holdfast.rerun import (
     DeviceIdentity,
     Limits,
@@ -379,6 +380,27 @@ def test_verdicts_reach_the_caller_and_diagnostics_the_report(
     loud = Loop(groups, tmp_path / "loud", on_verdict=fail)
     with pytest.raises(Exception, match="no such tool"):
         loud.run(2, loud.machine.replayable(loud.source()), {1: 1})
+
+
+def test_a_report_that_has_no_room_is_not_taken_for_that_of_another_machine(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D24: an error that names the disk, and once there is room the fault gets its verdict."""
+    first = Loop(groups, tmp_path)
+    first.run(2, first.machine.replayable(first.source()), {1: 1})
+    loop = Loop(groups, tmp_path)
+    batches = loop.machine.replayable(loop.source())
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+    try:
+        with pytest.raises(StorageError, match=r"report.*cannot be written"):
+            loop.run(2, batches, {1: 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    loop.run(2, batches, {1: 1})
+    assert loop.machine.decision.exit_code == 17
+    verdicts = [e["job"] for e in read_report(tmp_path / "rerun") if e["event"] == "verdict"]
+    assert len({*verdicts}) == len(verdicts) == 2
 
 
 def test_a_policy_trains_on_what_is_right(groups: ProcessGroups, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -333,6 +334,25 @@ def test_gradients_of_the_run_before_are_not_added_to(
     assert same(good, loop)
 
 
+@pytest.mark.parametrize("kind", ["sharded", "sharded gradients", "chained"])
+def test_a_fault_is_kept_without_the_gradients_of_its_runs(
+    groups: ProcessGroups, tmp_path: Path, kind: str
+) -> None:
+    """D1: buckets that hold them are no reason to refuse the save that the machine asks for."""
+    make = OPTIMIZERS[kind]
+    good = Loop(groups, tmp_path / "good", make=make)
+    good.run(3, good.machine.replayable(numbered()))
+    loop = Loop(groups, tmp_path / "loop", make=make, is_given=True)
+    loop.run(3, loop.machine.replayable(numbered()), bad=(1, 0), num_bad=2)
+    assert loop.machine.decision.save
+    loop.save(loop.machine.checkpoints)
+    again = Loop(groups, tmp_path / "loop", make=make, is_given=True, device="B")
+    again.load(loop.machine.checkpoints)
+    again.run(3, again.machine.replayable(numbered(4)))
+    again.taken = loop.taken + again.taken
+    assert same(good, again)
+
+
 @pytest.mark.parametrize("mode", ["validate_results", "report_determinism_stats"])
 def test_gradients_in_buckets_of_an_unknown_optimizer_are_not_added_to(
     groups: ProcessGroups, tmp_path: Path, mode: str
@@ -475,6 +495,118 @@ def test_a_step_that_was_left_starts_as_it_did(
     assert not fresh.lines
     fresh.run(1, fresh.machine.replayable(shuffled()))
     assert "'norm' on rank 0 was rejected" in "".join(fresh.lines)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+def test_a_function_that_fails_on_one_rank_as_it_restores_is_an_error_on_all(
+    tmp_path: Path, fails_at: int
+) -> None:
+    """D24: in place, before another replica's step, and after it; none waits for the others."""
+
+    def start(groups: ThreadGroups) -> str:
+        restored: list[object] = []
+
+        def restore(state: object) -> None:
+            restored.append(state)
+            if groups.rank and len(restored) == fails_at:
+                raise OSError("the cache is gone")
+
+        machine = RerunMachine(
+            groups,  # type: ignore[arg-type]
+            directory=tmp_path,
+            replayed=Replayed(modules=[nn.BatchNorm1d(1)], rng=False, hooks=[(dict, restore)]),
+            device=DeviceIdentity(host="h", uuid=str(groups.rank)),
+            note=lambda line: None,
+        )
+        batches = machine.replayable(itertools.repeat(1.0))
+        try:
+            for _ in machine.attempts(0, batches):
+                next(batches)
+                machine.validate("loss", math.nan, NotFinite(), local=True)
+        except ConfigError as error:
+            return str(error)
+        return "no error"
+
+    for said in run_threads(2, start):
+        assert "cannot be brought back: OSError: the cache is gone" in said
+
+
+def test_batches_of_a_fault_that_one_rank_cannot_take_are_refused_on_all(tmp_path: Path) -> None:
+    """D24: no rank begins the step that another one has not begun."""
+
+    def run(groups: ThreadGroups, entry: Any, wraps: bool) -> Any:
+        machine = RerunMachine(
+            groups,  # type: ignore[arg-type]
+            directory=tmp_path,
+            replayed=Replayed(rng=False),
+            device=DeviceIdentity(host="h", uuid=str(groups.rank)),
+            note=lambda line: None,
+        )
+        if entry is not None:
+            load_entry(machine, entry)
+        batches = itertools.repeat(1.0)
+        given = machine.replayable(batches) if wraps else batches
+        try:
+            for _ in machine.attempts(0, given):
+                next(given)
+                machine.validate("loss", math.nan, NotFinite())
+        except ConfigError as error:
+            return str(error)
+        return save_entry(machine)
+
+    entries = run_threads(2, lambda groups: run(groups, None, True))
+    for said in run_threads(2, lambda groups: run(groups, entries[groups.rank], not groups.rank)):
+        assert "rank 1" in said
+        assert "pass machine.replayable" in said
+
+
+@pytest.mark.parametrize("make", [adam, sharded])
+def test_a_save_or_load_inside_of_the_attempts_of_a_step_is_refused(
+    groups: ProcessGroups, tmp_path: Path, make: Callable[[nn.Module, ProcessGroups], Any]
+) -> None:
+    """D7: the step may run again, and its update may have been left out; later it is as any."""
+    loop = Loop(groups, tmp_path, make=make, is_given=True)
+    batches = loop.machine.replayable(numbered())
+    loop.run(1, batches)
+    loop.save(tmp_path / "good")
+
+    for number in loop.machine.attempts(1, batches):
+        loop.optimizer.zero_grad()
+        loss = loop.model(next(batches)).square().mean()
+        loss.backward()
+        loop.machine.validate("loss", math.nan if number == 0 else loss.item(), NotFinite())
+        if make is sharded:
+            loop.optimizer.step(veto=loop.machine)  # type: ignore[call-arg]
+        else:
+            loop.optimizer.zero_grad()
+        with Checkpointer(tmp_path / "inside", groups=groups) as checkpointer:
+            for state in (loop.state(), {"model": loop.model}):
+                with pytest.raises(ConfigError, match=r"save in the middle.*attempts of step 1"):
+                    checkpointer.save(2, state)
+        with pytest.raises(ConfigError, match=r"load in the middle.*attempts of step 1"):
+            loop.load(tmp_path / "good")
+    loop.save(tmp_path / "good")
+    disabled = Loop(groups, tmp_path / "disabled", mode="disabled")
+    for _ in disabled.machine.attempts(0):
+        disabled.save(tmp_path / "disabled")
+
+
+def test_a_step_that_is_saved_as_it_was_left_is_named(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D7: in one line, since its batches are in no checkpoint; not once it has run again."""
+    loop = Loop(groups, tmp_path)
+    batches = loop.machine.replayable(numbered())
+    with contextlib.suppress(MemoryError):
+        for _ in loop.machine.attempts(0, batches):
+            next(batches)
+            raise MemoryError
+    loop.save(tmp_path / "good")
+    (line,) = loop.lines
+    assert "step 0 is saved as the loop has left it" in line
+    loop.run(1, batches)
+    loop.save(tmp_path / "good")
+    assert loop.lines == [line]
 
 
 @pytest.mark.parametrize("is_rewound", [False, True])

@@ -73,6 +73,19 @@ class ThreadControl:
             raise joined_error(failed, num_ranks=len(rows), phase=phase)
         return [row[1] for row in rows]
 
+    def exchange(
+        self,
+        outgoing: Sequence[tuple[int, memoryview]],
+        incoming: Sequence[tuple[int, memoryview]],
+        *,
+        phase: str,
+    ) -> None:
+        sent = {position: bytes(data) for position, data in outgoing}
+        rows = self._meeting.exchange(self.index, (phase, sent))
+        assert len({row[0] for row in rows}) == 1, f"out of sync: {rows}"
+        for position, buffer in incoming:
+            buffer[:] = rows[position][1][self.index]
+
 
 class ThreadGroups:
     """The part of `ProcessGroups` that a machine uses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.retention.tags import list_tags, remove_tag, set_tag
 from holdfast.storage import PosixStorage
+from tests.harness import wait_until
 from tests.retention.common import fill, put, steps_of
 
 ONE = "iter_0000001"
@@ -63,7 +65,7 @@ def test_a_killed_remover_is_not_waited_for(tmp_path: Path) -> None:
         remover.kill()
         (path,) = (tmp_path / LEASES_DIR).iterdir()
         content = path.read_bytes()
-        remover.wait(10)
+        remover.wait(60)
         path.write_bytes(content.replace(b'"origin":"', b'"origin":"elsewhere-'))
         with (
             pytest.raises(StorageError, match="about to be removed"),
@@ -76,7 +78,7 @@ def test_a_killed_remover_is_not_waited_for(tmp_path: Path) -> None:
         assert storage.list(LEASES_DIR) == []
     finally:
         remover.kill()
-        remover.wait(10)
+        remover.wait(60)
 
 
 def start_reader(root: Path, *, life_s: float) -> subprocess.Popen[str]:
@@ -90,22 +92,27 @@ def start_reader(root: Path, *, life_s: float) -> subprocess.Popen[str]:
 
 def test_a_reader_in_another_process_protects_until_it_dies(tmp_path: Path) -> None:
     storage = fill(tmp_path, [1, 2])
-    reader = start_reader(tmp_path, life_s=2.0)
+    reader = start_reader(tmp_path, life_s=16.0)
     try:
-        time.sleep(3)  # longer than a mark lives: it is renewed
+        (mark,) = (tmp_path / LEASES_DIR).iterdir()
+        first = mark.read_bytes()
+        wait_until(lambda: mark.read_bytes() != first)  # it is renewed, after an eighth of its life
         result = apply_retention(storage, plan_retention(storage, KeepLast(1)))
         assert str(reader.pid) in result.spared[1]
         reader.send_signal(signal.SIGKILL)
-        reader.wait(10)
+        reader.wait(60)
         assert readers_of(storage, ONE)  # nobody can tell yet
-        deadline = time.monotonic() + 20
-        while readers_of(storage, ONE) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        by_owner = json.loads(mark.read_bytes())
+        by_owner["renewed"] -= 16.0
+        mark.write_bytes(json.dumps(by_owner).encode())
+        assert readers_of(storage, ONE)  # by the clock of the storage
+        os.utime(mark, (by_owner["renewed"],) * 2)
+        assert not readers_of(storage, ONE)
         assert storage.list(LEASES_DIR) == []
         assert apply_retention(storage, plan_retention(storage, KeepLast(1))).removed == [1]
     finally:
         reader.kill()
-        reader.wait(10)
+        reader.wait(60)
 
 
 def test_many_may_read_and_a_mark_is_of_one_checkpoint(tmp_path: Path) -> None:
@@ -136,7 +143,7 @@ def test_a_reader_waits_for_a_remover_that_gives_up(tmp_path: Path) -> None:
         # The reader's mark is there already: whoever comes to remove now gives up.
         with announce_removal(storage, ONE) as others:
             assert len(others) == 1
-    assert entered.wait(10)
+    assert entered.wait(60)
     reader.join()
 
 
@@ -170,7 +177,6 @@ def test_readers_and_removers_at_once_never_collide(tmp_path: Path) -> None:
     lock = threading.Lock()
     collisions: list[dict[str, int]] = []
     counts = {"read": 0, "remove": 0}
-    stop = time.monotonic() + 3
 
     def enter(kind: str, by: int) -> None:
         with lock:
@@ -180,7 +186,7 @@ def test_readers_and_removers_at_once_never_collide(tmp_path: Path) -> None:
                 collisions.append(dict(inside))
 
     def read() -> None:
-        while time.monotonic() < stop:
+        while min(counts.values()) < 40:
             with read_lease(storage, ONE):
                 enter("read", 1)
                 time.sleep(0.002)
@@ -188,7 +194,7 @@ def test_readers_and_removers_at_once_never_collide(tmp_path: Path) -> None:
             time.sleep(0.01)
 
     def remove() -> None:
-        while time.monotonic() < stop:
+        while min(counts.values()) < 40:
             with announce_removal(storage, ONE) as readers:
                 if not readers:
                     enter("remove", 1)
@@ -201,7 +207,6 @@ def test_readers_and_removers_at_once_never_collide(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert min(counts.values()) > 3
     assert collisions == []
 
 
@@ -313,7 +318,7 @@ def test_a_tag_is_set_before_or_after_a_removal_never_amid_it(tmp_path: Path) ->
         tagger.start()
         assert not done.wait(0.3)
         assert list_tags(storage) == {}
-    assert done.wait(10)
+    assert done.wait(60)
     tagger.join()
     assert list_tags(storage) == {"dear": 1}
     with announce_removal(storage, ONE):

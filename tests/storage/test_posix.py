@@ -243,7 +243,7 @@ def test_permission_denied_says_who_and_whose(tmp_path: Path) -> None:
         "    print(error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(locked)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, str(locked)], capture_output=True, text=True, timeout=240
     )
     locked.chmod(0o700)
     assert "Permission denied" in done.stdout, done.stderr

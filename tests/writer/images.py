@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,17 +12,10 @@ from holdfast.format.names import step_dir
 from holdfast.format.versions import read_manifest
 from holdfast.writer.kept_images import KeptImages
 from holdfast.writer.kept_images import _offered as all_offered
+from tests.harness import wait_until
 
 KEEP_S = 120.0
 """Longer than any test: a keeper that is gone was ended by something else."""
-
-
-def wait_until(condition: Callable[[], object], *, timeout_s: float = 60.0) -> None:
-    """Return once it holds; AssertionError after a time that only a hang takes."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.01)
 
 
 def processes_of(root: Path) -> list[int]:

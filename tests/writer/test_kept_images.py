@@ -28,6 +28,7 @@ from holdfast.writer.memory import SharedMemory
 from holdfast.writer.process import Connection, MapMemory, WriterServer
 from holdfast.writer.records import KeepImage
 from holdfast.writer.sealed_image import SealedImage, is_sealed, open_for_reading, seal_memory
+from tests.harness import wait_until
 from tests.writer.images import (
     KEEP_S,
     addresses,
@@ -35,7 +36,6 @@ from tests.writer.images import (
     is_offered,
     load,
     processes_of,
-    wait_until,
 )
 
 NUMEL = 300_000

@@ -7,13 +7,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from bench.scale import HEADER
-from holdfast import PosixStorage
+from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups, Sharded
 from holdfast.errors import DeadlineError, ErrorRecord, StorageError
+from holdfast.storage import Sink
+from holdfast.storage.storage_protocol import UNKNOWN
 from holdfast.writer.job import run_job
 from holdfast.writer.outcomes import pause_s, publish_failure
 from holdfast.writer.records import DONE_DIR, SaveOutcome, WriteJob
+from tests.harness import RankContext, run_ranks
+from tests.writer.images import wait_until
 
 FINAL = "iter_0000001"
 
@@ -89,7 +94,7 @@ def test_a_wait_ends_when_the_directory_has_its_final_name(
 ) -> None:
     """Where a step is saved again, the version that was there gets the name of the save."""
     storage = PosixStorage(tmp_path)
-    job = msgspec.structs.replace(JOB, deadline_s=30.0)
+    job = msgspec.structs.replace(JOB, deadline_s=300.0)
     thread, outcomes = waiting(storage, job)
     if is_exchanged:
         storage.make_dir(FINAL)
@@ -103,7 +108,7 @@ def test_a_wait_ends_when_the_directory_has_its_final_name(
         storage.exchange_dir(job.directory, FINAL)
     else:
         storage.rename_dir(job.directory, FINAL)
-    thread.join(10)
+    thread.join(60)
     assert [outcome.error for outcome in outcomes] == [None]
 
 
@@ -114,17 +119,84 @@ class Full(PosixStorage):
         raise StorageError(f"cannot write: {path}: No space left on device")
 
 
-def test_a_wait_ends_when_the_committer_cannot_even_record_its_failure(tmp_path: Path) -> None:
+def fail(root: Path, *, position: int) -> None:
+    """End the job of a rank whose disk is full; the first one commits."""
+    job = msgspec.structs.replace(JOB, position=position, rank=position)
+    record = ErrorRecord.of(StorageError("No space left on device"), foreign=StorageError)
+    publish_failure(Full(root), job, record, committer=position == 0)
+
+
+@pytest.mark.parametrize("position", [0, 2])
+def test_a_wait_ends_when_a_rank_cannot_even_record_its_failure(
+    tmp_path: Path, position: int
+) -> None:
     """E2: on a disk without room for a record the others learn of it long before the deadline."""
     storage = PosixStorage(tmp_path)
-    job = msgspec.structs.replace(JOB, deadline_s=30.0)
-    thread, outcomes = waiting(storage, job)
-    committers = msgspec.structs.replace(job, position=0, rank=0)
-    record = ErrorRecord.of(StorageError("No space left on device"), foreign=StorageError)
-    publish_failure(Full(tmp_path), committers, record, committer=True)
-    thread.join(10)
+    thread, outcomes = waiting(storage, msgspec.structs.replace(JOB, deadline_s=300.0))
+    fail(tmp_path, position=position)
+    thread.join(60)
     assert not thread.is_alive(), "it waits for the deadline"
     (outcome,) = outcomes
     assert outcome.error is not None
     assert "the save was discarded" in str(outcome.error.to_error())
     assert storage.list("") == []
+
+
+def test_a_save_that_may_be_committed_is_not_discarded(tmp_path: Path) -> None:
+    """E2: by the done-record of the rank that fails the committer may be at its end."""
+    storage = PosixStorage(tmp_path)
+    storage.make_dir(f"{JOB.directory}/{DONE_DIR}")
+    storage.write_file(f"{JOB.directory}/{DONE_DIR}/00002.msgpack", b"")
+    fail(tmp_path, position=2)
+    assert storage.list("") == [JOB.directory]
+
+
+class Denied(PosixStorage):
+    """A storage whose committed checkpoints may not be read."""
+
+    def exists(self, path: str) -> bool:
+        if path.startswith(FINAL):
+            raise StorageError(f"cannot examine: {path}: Permission denied", details=UNKNOWN)
+        return super().exists(path)
+
+
+def test_a_save_whose_end_cannot_be_seen_is_not_called_discarded(tmp_path: Path) -> None:
+    """P27: its directory is gone, and it may have its final name."""
+    thread, outcomes = waiting(Denied(tmp_path), msgspec.structs.replace(JOB, deadline_s=30.0))
+    PosixStorage(tmp_path).rename_dir(JOB.directory, FINAL)
+    thread.join(10)
+    (outcome,) = outcomes
+    assert outcome.error is not None
+    message = str(outcome.error.to_error())
+    assert "cannot be known now" in message
+    assert "Permission denied" in message
+
+
+class Unwritable(Full):
+    """A disk that is full as the data is written, when the committer has written its own."""
+
+    def create(self, path: str, *, nbytes: int) -> Sink:
+        directory = path.partition("/")[0]
+        wait_until(lambda: self.exists(f"{directory}/{DONE_DIR}/00000.msgpack"))
+        raise StorageError(f"cannot write: {path}: No space left on device")
+
+
+def _saved_on_full_disks(context: RankContext, root: str) -> str:
+    """What ranks read of a save of which a rank that does not commit can write nothing."""
+    storage = (PosixStorage if context.rank == 0 else Unwritable)(root)
+    state = {"w": Sharded(torch.ones(4), shape=(8,), dims={0: "dp"})}
+    with (
+        ProcessGroups.create(Layout(dp=2)) as groups,
+        Checkpointer(storage, groups=groups, deadline_s=60) as checkpointer,
+    ):
+        pending = checkpointer.save_async(1, {"m": state})
+        with pytest.raises(StorageError) as caught:
+            pending.result()
+    return str(caught.value)
+
+
+def test_the_committer_learns_of_a_rank_that_can_write_nothing(tmp_path: Path) -> None:
+    """E2: it waits for a done-record in a directory that is gone."""
+    first, second = run_ranks(2, _saved_on_full_disks, str(tmp_path)).results
+    assert "the save was discarded" in first
+    assert "No space left on device" in second

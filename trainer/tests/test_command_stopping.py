@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from holdfast_trainer.train.data import read_corpus
 from holdfast_trainer.train.loop import Trainer
 from holdfast_trainer.train.metrics import Reporter
 from holdfast_trainer.train.stopping import StopDir
-from tests.harness import RankContext, run_ranks
+from tests.harness import RankContext, run_ranks, wait_until
 from trainer.tests.launches import SMALL, TORCHRUN, TRAIN, environment
 
 pytestmark = pytest.mark.usefixtures("unlaunched")
@@ -123,11 +122,12 @@ def test_saved_is_printed_when_it_is_committed_and_soon_after(
             if text.startswith("saved step"):
                 seen.append((trainer.progress.step, list_steps(PosixStorage(tmp_path / "ck"))))
 
-    def slowly(metrics: object) -> None:
-        time.sleep(0.02 if trainer.progress.step >= 20 else 0)
+    def until_committed(metrics: object) -> None:
+        if trainer.progress.step >= 22:
+            wait_until(lambda: trainer._pending is None or trainer._pending[0].done())
 
     reporter = Watching(LogConfig(log_interval=1000), num_steps=30)
-    monkeypatch.setattr(reporter, "step", slowly)
+    monkeypatch.setattr(reporter, "step", until_committed)
     with (
         ProcessGroups.single() as groups,
         Trainer(
@@ -160,7 +160,7 @@ def start(words: Sequence[str], *, launcher: Sequence[str] = TRAIN) -> subproces
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=240)
     finally:
         process.kill()
     return process.returncode, out, err
@@ -223,9 +223,10 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
     assert len(workers) == 2
     # A rank that stands still keeps all of them from the next step boundary.
     os.kill(int(workers[1]), signal.SIGSTOP)
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert "once more leaves at once" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
     code, _, err = end(process)
     assert code == 128 + signal.SIGINT, err
     newest = list_steps(PosixStorage(tmp_path / "ck"))[-1]

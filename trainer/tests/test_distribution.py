@@ -20,7 +20,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pytest.importorskip("hatchling")
     made, site = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("site")
     program = f"from hatchling.build import build_wheel; build_wheel({str(made)!r})"
-    subprocess.run([sys.executable, "-c", program], cwd=TRAINER, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], cwd=TRAINER, check=True, timeout=240)
     (wheel,) = made.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
     path = os.pathsep.join([str(site), str(TRAINER.parent)])

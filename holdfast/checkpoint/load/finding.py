@@ -14,6 +14,7 @@ import msgspec
 from holdfast.errors import ConfigError, HoldfastError, StorageError, disagreement
 from holdfast.format.checkpoint_files import CheckpointFiles, ReadStats
 from holdfast.format.names import (
+    is_committed,
     linked_steps,
     list_steps,
     newest_step_dir,
@@ -272,6 +273,8 @@ class Finder:
             newest = newest_step_dir(storage.list("") if names is None else names)
             if newest is not None:
                 return newest
+        if step is not None and is_committed(storage, step):  # others may be denied
+            return step
         try:
             steps, others = survey_steps(storage)
         except StorageError:
@@ -285,8 +288,6 @@ class Finder:
             if links := linked_steps(storage, [other for other in others if other > steps[-1]]):
                 logging.getLogger("holdfast").warning("step %s is loaded: %s", steps[-1], links)
             return steps[-1]
-        if step is not None and step in steps:
-            return step
         if not steps:
             require_root_of_checkpoints(storage)
         where = storage.describe("")

@@ -77,7 +77,7 @@ def test_damaged_files_are_named_on_all_ranks(tmp_path: Path) -> None:
             assert "model." in message or "moments." in message or "own" in message
 
 
-@pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("apart", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_flipped_byte_of_a_small_checkpoint_is_found(tmp_path: Path, apart: int) -> None:
     """Each byte of each file, one at a time: the load raises, or returns the true values."""
     checkpointer = Checkpointer(tmp_path)

@@ -24,9 +24,11 @@ from holdfast import (
     StorageError,
     Stored,
 )
+from holdfast.cli.main import main
 from holdfast.format.digest import digest128
 from holdfast.format.index import ChunkIndex, decode_index, encode_index
 from holdfast.format.manifest import Manifest, decode_manifest, encode_manifest
+from holdfast.retention.tags import set_tag
 from tests.checkpoint.common import full, make_state
 from tests.harness import RankContext, run_ranks
 
@@ -178,6 +180,35 @@ def test_what_one_rank_may_not_read_is_neither_damaged_nor_gone(tmp_path: Path) 
     run_ranks(4, _save, str(tmp_path))
     for messages in run_ranks(4, _refused, str(tmp_path)).results:
         assert not [text for text in messages if "damaged" in text or "was replaced" in text]
+
+
+def test_a_step_that_may_not_be_read_stands_in_the_way_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """P27: a step is loaded, shown, verified, copied and tagged by its number; none is guessed."""
+    checkpointer = _alone(tmp_path / "run", *STEPS)
+    exists = PosixStorage.exists
+
+    def denied(storage: PosixStorage, path: str) -> bool:
+        if path.startswith("iter_0000020/"):
+            raise StorageError("Permission denied", details={"is_unknown": True})
+        return exists(storage, path)
+
+    monkeypatch.setattr(PosixStorage, "exists", denied)
+    root = str(tmp_path / "run")
+    for step in (10, 30):
+        assert checkpointer.load(_blank(), step=step).step == step
+        assert checkpointer.load(_blank(), step=step, source=root).step == step
+        assert checkpointer.inspect(step).step == step
+        set_tag(PosixStorage(root), "best", step=step)
+        at = [root, "--step", str(step)]
+        for command in (["show", *at], ["verify", *at], ["copy", *at, str(tmp_path / "copied")]):
+            assert main(command) == 0, capsys.readouterr().err
+    for step in (20, None):
+        with pytest.raises(StorageError, match="Permission denied"):
+            checkpointer.load(_blank(), step=step)
+    with pytest.raises(StorageError, match="Permission denied"):
+        set_tag(PosixStorage(root), "best", step=20)
 
 
 def _alone(root: Path, *steps: int) -> Checkpointer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ from holdfast.checkpoint.save.handshake import available_memory_nbytes, check_bu
 from holdfast.format.names import step_dir
 from holdfast.writer.leftovers import repair
 from tests.checkpoint.common import assert_equal, full, make_state
-from tests.harness import RankContext, run_ranks
+from tests.harness import RankContext, run_ranks, wait_until
 
 
 def _filled(value: float, size: int = 200_000) -> dict[str, object]:
@@ -234,10 +233,7 @@ def _load_after_death(context: RankContext, root: str) -> int:
 def test_writers_commit_after_all_trainers_were_killed(tmp_path: Path) -> None:
     """P5: SIGKILL right after the call returned; a new run finds and loads the step."""
     run_ranks(2, _die_after_save, str(tmp_path), expect_failure=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / step_dir(7)).exists():  # the writers outlive their trainers
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until((tmp_path / step_dir(7)).exists)  # the writers outlive their trainers
     outcome = run_ranks(2, _load_after_death, str(tmp_path))
     assert outcome.results == [7, 7]
     assert not list(tmp_path.glob(".saving*"))
@@ -325,9 +321,7 @@ def test_the_writer_process_never_imports_torch(tmp_path: Path) -> None:
         for step in range(2, 6):
             checkpointer.save_async(step, _filled(float(step))).result(30)
         assert len(os.listdir("/proc/self/fd")) <= descriptors
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and Path(f"/proc/{checkpointer.stats.writer_pid}").exists():
-        time.sleep(0.05)
+    wait_until(lambda: not Path(f"/proc/{checkpointer.stats.writer_pid}").exists())
 
 
 def test_retention_follows_each_commit(tmp_path: Path) -> None:

@@ -498,7 +498,7 @@ def test_a_gate_holds_back_what_is_not_there() -> None:
     gate.open_to(19)
     assert not passed.wait(0.05)
     gate.open_to(20)
-    assert passed.wait(10)
+    assert passed.wait(60)
     thread.join()
     gate.close()
     gate.wait(20)
@@ -559,7 +559,7 @@ def test_a_synchronous_save_writes_while_it_stages(
     waited: list[bool] = []
 
     def wait() -> None:
-        waited.append(storage.written.wait(20))
+        waited.append(storage.written.wait(60))
 
     copying += [*[lambda: None] * 40, wait]
     with Checkpointer(storage) as checkpointer:

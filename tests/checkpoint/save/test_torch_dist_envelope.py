@@ -40,8 +40,8 @@ from holdfast.writer.leftovers import repair
 from holdfast.writer.records import ALIVE_FILE
 from tests.checkpoint.common import assert_equal, full, make_state
 from tests.cli.conftest import Holdfast, holdfast
-from tests.harness import RankContext, run_ranks
-from tests.writer.images import KEEP_S, end_processes_of, is_offered, load, wait_until
+from tests.harness import RankContext, run_ranks, wait_until
+from tests.writer.images import KEEP_S, end_processes_of, is_offered, load
 
 __all__ = ["holdfast"]
 

@@ -32,7 +32,6 @@ from tests.format.fuzz.making import HOSTILE, byte_changes
 
 _QUICK = settings(
     max_examples=150,
-    deadline=5000,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 _FILES = (PLAN_FILE, HEADER_FILE, done_file(0))

@@ -123,8 +123,8 @@ def random_spec(dice: random.Random, span: list[int]) -> Spec:
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(6),
-        pytest.param(range(6, 18), marks=pytest.mark.slow),
+        range(3),
+        pytest.param(range(3, 18), marks=pytest.mark.slow),
         pytest.param(range(18, 70), marks=pytest.mark.nightly),
     ],
     ids=str,

