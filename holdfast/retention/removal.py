@@ -29,7 +29,7 @@ from holdfast.format.values import Node
 from holdfast.format.versions import announce_removal, read_manifest, readers_of
 from holdfast.retention.tags import list_tags, remove_tag
 from holdfast.storage import Storage
-from holdfast.storage.reading import is_unknown, read_at_most
+from holdfast.storage.reading import for_each, is_unknown, read_at_most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,11 +152,18 @@ def plan_retention(
     given_up = [step for step in steps if after is not None and step > after]
     newest = _newest_sound(storage, steps[: len(steps) - len(given_up)], spared)
     judged: dict[int, tuple[Candidate, Removal]] = {}
-    for step in steps:
+
+    def judge(step: int) -> tuple[Candidate, Removal] | HoldfastError:
         try:
-            judged[step] = _read_step(storage, step, tags.get(step, ()))
+            return _read_step(storage, step, tags.get(step, ()))
         except HoldfastError as error:
-            spared.setdefault(step_dir(step), f"cannot be judged: {error}")
+            return error
+
+    for step, judgement in zip(steps, for_each(storage, judge, steps), strict=True):
+        if isinstance(judgement, HoldfastError):
+            spared.setdefault(step_dir(step), f"cannot be judged: {judgement}")
+        else:
+            judged[step] = judgement
     if newest is None or newest not in judged:
         for step in judged:
             where = "here" if after is None else f"up to step {after}"

@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 Fault = Literal[
     "", "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after",
-    "slow down", "delay", "late", "old", "denied",
+    "slow down", "delay", "late", "old", "denied", "silent before", "silent after", "silent midway",
+    "dripping",
 ]  # fmt: skip
 FAULTS: tuple[Fault, ...] = (
     "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after", "slow down",
@@ -27,8 +28,11 @@ FAULTS: tuple[Fault, ...] = (
 """Before: the server never sees the request. After: it does, and its answer is lost; midway: of
 which the second half is. Not among these, since no store of its own does so: late, the request
 fails and yet comes to the server, when a second try may have been answered; old, a cache gives the
-answer of some changes before. Nor denied, which no second try changes."""
+answer of some changes before. Nor denied, which no second try changes; nor those after which the
+connection stays open: silent, nothing more comes, and dripping, the answer comes byte by byte."""
 _DELAY_S = 0.05
+_DRIP_S = 0.2
+_STAY_S = 60.0
 _NUM_OLD = 12
 """How many changes of the server an old answer may lag behind."""
 
@@ -83,6 +87,8 @@ class FaultProxy:
             return self._deny(handler, body)
         if fault == "cut before":
             return self._cut(handler)
+        if fault == "silent before":
+            return self._stay(handler)
         request = Request(handler.command, handler.path, dict(handler.headers.items()), body)
         if fault == "late":
             thread = threading.Thread(target=self._forward_later, args=(request,), daemon=True)
@@ -98,6 +104,8 @@ class FaultProxy:
             handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         if fault in ("cut after", "reset after"):
             return self._cut(handler)
+        if fault == "silent after":
+            return self._stay(handler)
         handler.send_response_only(status)
         for name, value in headers:
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
@@ -107,8 +115,13 @@ class FaultProxy:
             "Content-Length", length if handler.command == "HEAD" and length else str(len(data))
         )
         handler.end_headers()
+        if fault == "dripping":
+            return self._drip(handler, data)
+        is_half = fault in ("cut midway", "silent midway")
         if handler.command != "HEAD":
-            handler.wfile.write(data[: len(data) // 2] if fault == "cut midway" else data)
+            handler.wfile.write(data[: len(data) // 2] if is_half else data)
+        if fault == "silent midway":
+            self._stay(handler)
         if fault == "cut midway":
             self._cut(handler)
         return None
@@ -173,6 +186,19 @@ class FaultProxy:
         handler.end_headers()
         if handler.command != "HEAD":
             handler.wfile.write(data)
+
+    def _stay(self, handler: BaseHTTPRequestHandler) -> None:
+        """Say nothing more until the client leaves."""
+        handler.connection.settimeout(_STAY_S)
+        with suppress(OSError):
+            handler.connection.recv(1)
+        self._cut(handler)
+
+    def _drip(self, handler: BaseHTTPRequestHandler, data: bytes) -> None:
+        """Send byte by byte, each in time, until the client leaves."""
+        for at in range(len(data)):
+            handler.wfile.write(data[at : at + 1])
+            time.sleep(_DRIP_S)
 
     def _cut(self, handler: BaseHTTPRequestHandler) -> None:
         handler.close_connection = True

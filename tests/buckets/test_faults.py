@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast import Checkpointer, HoldfastError, Layout, ProcessGroups, StorageError
+from holdfast import Checkpointer, HoldfastError, Layout, ProcessGroups, Sharded, StorageError
 from holdfast.cli.main import main
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.policies.keep import KeepLast
@@ -216,6 +216,70 @@ def test_ranks_learn_of_an_outage_before_they_give_each_other_up(s3: str) -> Non
         assert "the store failed (status 500 InternalError)" in message
 
 
+def _store_that_is_silent(context: RankContext, url: str, proxies: list[str]) -> str:
+    os.environ.update(environment(proxies[context.rank]))
+    with ProcessGroups.create(Layout(dp=2), timeout_s=10) as groups:
+        storage = ObjectStorage(url, part_nbytes=5 << 20, timeout_s=1)
+        with Checkpointer(storage, groups=groups, settle_s=0.0) as checkpointer:
+            shard = Sharded(torch.ones(3 << 20), (6 << 20,), dims={0: "dp"})
+            with pytest.raises(StorageError) as failure:
+                checkpointer.save(1, {"t": {"a": shard}})
+    return str(failure.value)
+
+
+@pytest.mark.slow
+def test_ranks_learn_of_an_upload_without_an_answer_before_they_give_each_other_up(s3: str) -> None:
+    """P2: its parts, the request that aborts it and the look for its object all wait in vain."""
+    url, parts = f"s3://{new_bucket(s3)}/run", list[str]()
+
+    def choose(method: str, path: str) -> Fault:
+        parts.extend([path] if "partNumber=" in path else [])
+        return "silent before" if parts else ""
+
+    with fault_proxy(s3, choose) as (_, address):
+        messages = run_ranks(2, _store_that_is_silent, url, [s3, address]).results
+    assert messages[0] == messages[1]
+    assert "1 of 2 ranks failed (save: written)" in messages[0]
+    assert f"rank 1: cannot write: {url}/.saving-iter_0000001-" in messages[0]
+    assert "the store cannot be reached, or did not answer in time" in messages[0]
+    assert list_steps(ObjectStorage(url)) == []
+
+
+def test_after_a_request_in_vain_the_next_ones_are_sent_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """P2: the looks and the cleaning after a failure take no more of the time of other ranks."""
+    for pause in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
+        monkeypatch.setattr(bucket, pause, 1e-4)
+    asked: list[tuple[object, ...]] = []
+    storage = ObjectStorage(
+        f"memory://{secrets.token_hex(8)}/run", retry_s=0.5, observer=lambda *of: asked.append(of)
+    )
+    state = _small(1)
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state)
+        library = storage._bucket._obstore
+        storage._bucket._obstore = unreliable = Unreliable(library, 1, 2.0)
+        for call in (
+            partial(checkpointer.save, 2, state),
+            partial(checkpointer.load, _small(0), step=1),
+        ):
+            asked.clear()
+            with pytest.raises(StorageError, match=r"SlowDown|cannot be reached"):
+                call()
+            runs = [len([*run]) for _, run in itertools.groupby(asked)]
+            assert sorted(runs)[-2:-1] in ([], [1])
+        assert unreliable.num_faults > 10
+        # One that is answered ends that: a failure is waited for again.
+        storage._bucket._obstore = library
+        checkpointer.load(state, step=1)
+        storage._bucket._obstore = Unreliable(library, 1, 2.0)
+        asked.clear()
+        with pytest.raises(StorageError):
+            storage.write_file("f", b"1")
+        assert len(asked) > 1
+
+
 @pytest.mark.slow
 def test_a_part_of_an_upload_is_sent_again_as_long_as_any_request(s3: str) -> None:
     """P19: an outage of more than the some three seconds that ten tries take."""
@@ -352,6 +416,39 @@ def test_who_lacks_a_right_does_what_goes_without_and_is_told(
     repair(ObjectStorage(url), alive_s=0.0)
     left = ObjectStorage(url).list("")
     assert [name for name in left if name.startswith((".saving-", ".old-"))] == []
+
+
+def test_who_may_not_delete_replaces_and_a_repair_removes_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """P27: the names of the saves before, too, of which a replacement has to free the last."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    library = storage._bucket._obstore
+
+    class Denying:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name)
+
+        def delete(self, *of: object) -> None:
+            raise library.exceptions.GenericError("status code: 403 <Code>AccessDenied</Code>")
+
+    storage._bucket._obstore = Denying()
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        for version in (1, 2, 3):
+            checkpointer.save(1, _small(version), overwrite=version > 1)
+        assert _version(storage, 1) == 3
+        checkpointer.save(2, _small(4))
+        assert apply_retention(storage, plan_retention(storage, KeepLast(1))).failed.keys() == {1}
+    storage._bucket._obstore = library
+    direct = ObjectStorage(storage.url)
+    repair(direct, alive_s=0.0)
+    monkeypatch.setattr("holdfast.storage.objects.storage._GARBAGE_S", -1.0)
+    for _ in range(2):  # data without a name is marked first
+        repair(direct, alive_s=0.0)
+    names = [key for key in direct._bucket.list("").objects if key.endswith(".dir")]
+    assert names == ["iter_0000001.dir", "iter_0000002.dir"]
+    assert len(direct._bucket.list(".store/data").dirs) == 1
+    assert _version(direct, 2) == 4
 
 
 def test_what_was_gone_already_is_deleted() -> None:

@@ -45,6 +45,9 @@ FAULTS: dict[str, dict[str, float]] = {
     "denied": {"killed": 0.01, "after": 0.05, "late": 0.03, "old": 0.08, "denied": 0.2},
 }
 """Rates of what goes wrong with a request: as in `tests.buckets.proxy`."""
+TELLING = {"old": (484,), "denied": (151, 160)}
+"""Seeds that find what the first ones do not: moves of before that a name no longer states, a name
+that is taken by a look alone, and a removal whose look failed."""
 
 
 @dataclass
@@ -215,15 +218,26 @@ def program_of(generator: random.Random) -> list[list[Call]]:
     return program
 
 
-def changes_of(call: Call, number: int) -> list[Call]:
+def changes_of(outcome: Outcome, number: int) -> list[Call]:
     """The changes of which a call consists: others may come between them."""
-    match call:
+    match outcome.call:
         case ("remove_if", name, content):
+            # If the look at the content fails, the name is given back, and that is an error.
+            last = "decide" if outcome.is_done else "decide or return"
             aside = f".old-{number}"
-            return [("move", name, aside), ("decide", aside, name, content)]
+            return [("move", name, aside), (last, aside, name, content)]
         case ("tidy",):
             return []
-    return [call]
+    return [outcome.call]
+
+
+def states_after(state: State, change: Call) -> list[State]:
+    """The states that a change may lead to."""
+    changes = [change]
+    if change[0] == "decide or return":
+        _, aside, name, content = change
+        changes = [("decide", aside, name, content), ("move", aside, name)]
+    return [later for each in changes if (later := after(state, each)) is not None]
 
 
 def after(state: State, change: Call) -> State | None:
@@ -254,7 +268,7 @@ def is_explained(outcomes: list[Outcome], end: State) -> bool:
     What was reported as done was done, between its beginning and its end; what was not may have
     been done, in part or later, or not.
     """
-    changes = [changes_of(each.call, number) for number, each in enumerate(outcomes)]
+    changes = [changes_of(each, number) for number, each in enumerate(outcomes)]
     seen: set[object] = set()
 
     def plain(state: State) -> State:
@@ -269,9 +283,10 @@ def is_explained(outcomes: list[Outcome], end: State) -> bool:
             return True
         first = min((outcomes[number].ended for number in left), default=NEVER)
         for number in left:
-            later = after(state, changes[number][done[number]])
-            if later is not None and outcomes[number].began <= first:
-                more = (*done[:number], done[number] + 1, *done[number + 1 :])
+            if outcomes[number].began > first:
+                continue
+            more = (*done[:number], done[number] + 1, *done[number + 1 :])
+            for later in states_after(state, changes[number][done[number]]):
                 if leads(more, later):
                     return True
         return False
@@ -360,7 +375,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("faults", FAULTS)
 def test_some_order_explains_what_processes_do_at_once(faults: str) -> None:
     """P18."""
-    for seed in range(60):
+    for seed in (*range(40), *TELLING.get(faults, ())):
         explore(seed, faults)
 
 
@@ -369,5 +384,5 @@ def test_some_order_explains_what_processes_do_at_once(faults: str) -> None:
 @pytest.mark.parametrize("faults", FAULTS)
 def test_some_order_explains_what_thousands_of_programs_do(faults: str) -> None:
     """P18."""
-    for seed in range(60, 4000):
+    for seed in range(40, 4000):
         explore(seed, faults)

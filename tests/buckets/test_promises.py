@@ -6,6 +6,7 @@ import itertools
 import os
 import secrets
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -133,6 +134,24 @@ def test_the_newest_sound_checkpoint_stays() -> None:
     apply_retention(storage, plan_retention(storage, KeepLast(1)))
     assert list_steps(storage) == [2, 3]
     assert verify_snapshot(storage, step_dir(2)) == []
+
+
+def test_retention_looks_at_several_steps_at_once() -> None:
+    """One after the other, a look at each of a hundred steps would take seconds at every save."""
+    url = f"memory://{secrets.token_hex(8)}/run"
+    with Checkpointer(url, settle_s=0.0) as checkpointer:
+        for step in range(9):
+            checkpointer.save(step, {"v": {"n": step}})
+    both = threading.Barrier(2)
+
+    def meet(kind: str, key: str, start: int, nbytes: int) -> None:
+        if kind == "get" and key in older:
+            both.wait(60)
+
+    older = {f"{step_dir(step)}.dir" for step in range(8)}
+    storage = ObjectStorage(url, observer=meet)
+    storage.dirs_with(MANIFEST)
+    assert plan_retention(storage, KeepLast(9)).remove == ()
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])

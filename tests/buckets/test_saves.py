@@ -226,11 +226,40 @@ def test_a_list_calls_no_committed_save_one_in_progress(
         fault_proxy(s3, choose) as (_, address),
         Checkpointer(ObjectStorage(url, endpoint=address), settle_s=0.0) as checkpointer,
     ):
-        checkpointer.save(1, state_of(1))
-    assert main(["ls", url]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "left of a save that was committed" in text
-    assert "in progress" not in text
+        for version, num_left in ((1, 1), (2, 0)):  # a replacement frees the name of the save
+            checkpointer.save(1, state_of(version), overwrite=version > 1)
+            assert main(["ls", url]) == 0
+            text = " ".join(capsys.readouterr().out.split())
+            assert text.count("left of a save that was committed") == num_left
+            assert "in progress" not in text
+    assert versions(url) == {1: 2}
+
+
+REQUESTS = {
+    ("ls",): 3, ("show",): 7, ("show", "--step", "5"): 7, ("verify", "--step", "5"): 13 + 1,
+    ("tag", "5", "best"): 9, ("tag",): 4 + 1, ("copy", "OUT", "--step", "5"): 7 + 2,
+    ("prune", "--keep-last", "10", "--yes"): 9 + 10, ("repair",): 11 + 1,
+}  # fmt: skip
+"""Of commands, with ten steps of one small file each: what is added is for ranges, tags and steps,
+and for unfinished uploads."""
+
+
+def test_the_requests_of_commands(
+    url: str, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are stated in docs/object-stores.md."""
+    with Checkpointer(url, settle_s=0.0) as checkpointer:
+        for step in range(10):
+            checkpointer.save(step, {"t": {"a": torch.zeros(9)}})
+    with fault_proxy(s3, lambda method, path: "") as (proxy, address):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        counts = {}
+        for (verb, *rest), most in REQUESTS.items():
+            proxy.requests.clear()
+            words = [str(tmp_path / "out") if word == "OUT" else word for word in rest]
+            assert main([verb, url, *words]) == 0
+            counts[verb, *rest] = proxy.requests.total(), most
+    assert [each for each in counts.items() if each[1][0] > each[1][1]] == []
 
 
 def test_the_requests_of_one_rank() -> None:
@@ -409,6 +438,11 @@ logging.basicConfig(level=logging.DEBUG)
 from holdfast import Checkpointer, HoldfastError
 from holdfast.cli.main import main
 from holdfast.storage.objects import ObjectStorage
+def show_variables(error):  # as tools that report errors do: those of each frame of ours
+    shown = traceback.TracebackException.from_exception(error, capture_locals=True)
+    while shown is not None:
+        print("variables", [each.locals for each in shown.stack if "/holdfast/" in each.filename])
+        shown = shown.__cause__ or shown.__context__
 url = {url!r}
 storage = ObjectStorage(url)
 with Checkpointer(storage, settle_s=0.0) as checkpointer:
@@ -430,8 +464,19 @@ for options in (
     try:
         broken = ObjectStorage(url + "/none", retry_s=0.2, **options)
         Checkpointer(broken, settle_s=0.0).load({{}})
-    except HoldfastError:
+    except HoldfastError as error:
         traceback.print_exc()
+        show_variables(error)
+given = ObjectStorage(url, access_key_id="{ACCESS_KEY}", secret_access_key="{SECRET_KEY}")
+print(vars(given), vars(given._bucket), given.address())
+for key_id in ("{ACCESS_KEY}", "other"):
+    broken = ObjectStorage(
+        url, access_key_id=key_id, secret_access_key="", endpoint="http://127.0.0.1:9"
+    )
+    try:
+        broken._bucket.unfinished("a")
+    except Exception as error:
+        show_variables(error)
 """
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, cwd=tmp_path
@@ -439,6 +484,7 @@ for options in (
     written = run.stdout + run.stderr
     assert "refuses the options" in written
     assert "cannot be reached" in written
+    assert written.count("variables [") > 4
     storage = ObjectStorage(url)
     for key in storage._bucket.list_all(""):
         answer = storage._bucket.get(key)

@@ -19,6 +19,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage, uploads
+from tests.buckets.proxy import Fault, fault_proxy
 from tests.buckets.server import ACCESS_KEY, SECRET_KEY, TOKEN, new_bucket, open_uploads
 
 
@@ -78,6 +79,21 @@ def test_without_the_secret_nothing_is_asked_and_the_rule_is_named(
     shown = capsys.readouterr().out
     assert "cannot be reached" in shown.replace("\n", " ")
     assert "hf-secret" not in shown
+
+
+def test_a_store_that_answers_byte_by_byte_is_not_waited_for(s3: str) -> None:
+    """P27: each byte comes in time, and the last one never would."""
+    url = f"s3://{new_bucket(s3)}/run"
+    Checkpointer(url, settle_s=0.0).save(1, state_of(1))
+
+    def choose(method: str, path: str) -> Fault:
+        return "dripping" if "uploads=" in path else ""
+
+    with fault_proxy(s3, choose) as (proxy, address):
+        (left,) = repair(ObjectStorage(url, endpoint=address, timeout_s=0.5))
+        assert proxy.faults["dripping"] == 1
+    assert left.fate == "unseen"
+    assert "the store did not answer in time" in left.why
 
 
 @pytest.mark.parametrize("token", ["", TOKEN])

@@ -55,6 +55,14 @@ _ABSENT = frozenset({"NoSuchKey", "BlobNotFound"})
 _SLOW_DOWN = frozenset({"SlowDown", "ServerBusy", "RequestLimitExceeded", "TooManyRequests"})
 
 
+class Options(dict[str, Any]):
+    """Settings that may be secret: shown by their names alone, as in tracebacks with variables."""
+
+    def __repr__(self) -> str:
+        """Return the names."""
+        return f"Options({', '.join(sorted(self))})"
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A failed request: what it means for the caller, and the reason in words for a person."""
@@ -83,7 +91,13 @@ def memory_store(name: str) -> Any:
 
 
 def make_store(
-    scheme: str, bucket: str, options: Mapping[str, Any], *, retry_s: float, timeout_s: float
+    scheme: str,
+    bucket: str,
+    options: Mapping[str, Any],
+    *,
+    retry_s: float,
+    timeout_s: float,
+    most_s: float | None = None,
 ) -> Any:
     """Return an obstore store for the root of a bucket.
 
@@ -92,15 +106,18 @@ def make_store(
         bucket: Name of the bucket or container.
         options: obstore's own settings; what is absent is taken from the environment.
         retry_s: Seconds for which obstore itself asks again, for a request or a part of an upload.
-        timeout_s: Seconds for one request.
+        timeout_s: Seconds for one request, unless the options have another number.
+        most_s: Seconds for one request, whatever the options say.
 
     Raises:
         ConfigError: obstore is missing, or refuses the options.
     """
     from_url = library().store.from_url
-    settings = dict(options)
+    settings = Options(options)
     client: dict[str, Any] = {"timeout": f"{timeout_s:g}s", "connect_timeout": "5s"}
     client |= settings.pop("client_options", {})
+    if most_s is not None:
+        client["timeout"] = f"{most_s:g}s"
     if _endpoint(scheme, settings).startswith("http://"):
         client.setdefault("allow_http", True)
     retries = {
@@ -108,7 +125,7 @@ def make_store(
         "max_retries": _ANY_NUMBER if retry_s else 0,
         "retry_timeout": timedelta(seconds=min(retry_s, _LONGEST_RETRY_S)),
         "backoff": {"init_backoff": timedelta(milliseconds=100), "base": 2,
-                    "max_backoff": timedelta(seconds=10)},
+                    "max_backoff": timedelta(seconds=min(10.0, max(retry_s / 4, 0.1)))},
     }  # fmt: skip
     if (provider := _provider(scheme, settings)) is not None:
         settings["credential_provider"] = provider

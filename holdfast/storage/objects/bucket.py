@@ -3,11 +3,16 @@
 A request that was not answered may have been carried out. For a plain put, a get, a listing or a
 deletion that makes no difference, so it is sent again. A conditional put is *settled*: the object
 is read back, and its bytes, which no other put has, decide.
+
+After a request that got no answer for as long as it may be sent again, each of the next ones is
+sent once, with little time, until one is answered: what is to be done after a failure (looks,
+cleaning) would else wait as long for each of its requests, and other ranks for all of them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -34,6 +39,13 @@ _CHUNK_NBYTES = 64 << 10
 """Of an answer, what is copied at a time: still in the cache, and enough for one step here."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
+_SHARE_OF_UPLOAD = 2 / 5
+_SHARE_OF_REQUEST = 2 / 3
+"""Of the seconds that others wait for a failure: those for which a part is sent again, after which
+obstore does the same with the request that aborts the upload; and for one request."""
+_SHARE_OF_LOOK = 1 / 20
+"""Of the seconds for which a request is sent again: those for the next ones, if it was given up."""
+_SHORTEST_LOOK_S = 0.2
 _WARN_S = 3.0
 """Seconds after which a person ought to know why nothing happens."""
 _WARN_AGAIN_S = 30.0
@@ -106,18 +118,11 @@ class BucketClient:
     ) -> None:
         self._obstore = library()
         self._scheme, self._name, self._prefix = scheme, name, prefix
-        if scheme == "memory":
-            self._store = self._uploads = memory_store(name)
-        else:
-            # Two clients: of a single request this class counts and times each try itself; the
-            # parts of an upload obstore must repeat, since it alone has them.
-            self._make_store = partial(make_store, scheme, name, options, timeout_s=timeout_s)
-            self._store = self._make_store(retry_s=0.0)
-            self._uploads = self._make_store(retry_s=retry_s)
-        self._s3_uploads = (
-            S3Uploads(self._store, options, timeout_s=timeout_s) if scheme == "s3" else None
-        )
-        self._retry_s = retry_s
+        self._make_store = partial(make_store, scheme, name, options)
+        self._retry_s, self._timeout_s = retry_s, timeout_s
+        self._gave_up_at = -math.inf
+        self._make_stores(upload_s=retry_s)
+        self._s3_uploads = S3Uploads(self._patient, options) if scheme == "s3" else None
         self._observer = observer
         self._has_conditions = has_conditions
         self._lock = threading.Lock()
@@ -125,17 +130,66 @@ class BucketClient:
         self._has_said = False
         self.requests: Counter[str] = Counter()
 
+    def _make_stores(self, *, upload_s: float, most_s: float | None = None) -> None:
+        """Make obstore's clients.
+
+        Of a single request this class counts and times each try itself; the parts of an upload
+        obstore must repeat, since it alone has them.
+        """
+        self._hasty: Any = None
+        if self._scheme == "memory":
+            self._patient = self._uploads = memory_store(self._name)
+            return
+        make = partial(self._make_store, timeout_s=self._timeout_s, most_s=most_s)
+        self._patient, self._uploads = make(retry_s=0.0), make(retry_s=upload_s)
+
     def fail_within(self, limit_s: float) -> None:
-        """Send no failed request again for longer than this, from now on."""
-        if limit_s < self._retry_s:
-            self._retry_s = limit_s
-            if self._scheme != "memory":
-                self._uploads = self._make_store(retry_s=limit_s)
+        """Send no failed request again for longer than this, from now on.
+
+        Nor is one answer waited for as long, nor are those to the end of a failed upload.
+        """
+        self._retry_s = min(self._retry_s, limit_s)
+        self._timeout_s = min(self._timeout_s, limit_s * _SHARE_OF_REQUEST)
+        upload_s = min(self._retry_s, limit_s * _SHARE_OF_UPLOAD)
+        self._make_stores(upload_s=upload_s, most_s=self._timeout_s)
+
+    @property
+    def _store(self) -> Any:
+        """obstore's client for the next request."""
+        if not self._is_silent() or self._scheme == "memory":
+            return self._patient
+        if self._hasty is None:
+            self._hasty = self._make_store(
+                retry_s=0.0, timeout_s=self._timeout_s, most_s=self._answer_s()
+            )
+        return self._hasty
+
+    def _is_silent(self) -> bool:
+        """Return True if a request was given up not long ago, and none was answered since."""
+        return time.monotonic() < self._gave_up_at + self._retry_s
+
+    def _answer_s(self) -> float:
+        """Return the seconds to wait for the answer to the next request."""
+        if not self._is_silent():
+            return self._timeout_s
+        return min(self._timeout_s, max(self._retry_s * _SHARE_OF_LOOK, _SHORTEST_LOOK_S))
+
+    def _give_up(self, failure: Failure) -> RequestFailed:
+        """Return the error for a request that is not sent again."""
+        if failure.kind == "again" and not self._is_silent():
+            self._gave_up_at = time.monotonic()
+        return RequestFailed(failure)
 
     def get(
-        self, key: str, *, start: int = 0, nbytes: int | None = None
+        self, key: str, *, start: int = 0, nbytes: int | None = None, until: float = math.inf
     ) -> tuple[memoryview, Meta] | None:
         """Return bytes of an object, fewer if it ends before, and what it is; None if absent.
+
+        Args:
+            key: The object.
+            start: The first byte.
+            nbytes: How many; None for all.
+            until: When it is not sent again any more, by `time.monotonic`, if that is sooner.
 
         Raises:
             RequestFailed: The store failed, or the object ends before `start` (kind "range").
@@ -150,7 +204,7 @@ class BucketClient:
             answer = self._obstore.get(self._store, self._key(key), options=options)
             return memoryview(answer.bytes()), _meta(answer.meta)
 
-        return self._if_present("get", key, ask, start=start, nbytes=nbytes or 0)
+        return self._if_present("get", key, ask, start=start, nbytes=nbytes or 0, until=until)
 
     def get_into(self, key: str, view: memoryview, *, start: int = 0) -> int | None:
         """Fill a byte view from an object; how many bytes it had there. None if it is absent.
@@ -216,16 +270,16 @@ class BucketClient:
             if not isinstance(failure, Failure):
                 return Put(failure, None)
             if failure.kind == "final":
-                raise RequestFailed(failure)
+                raise self._give_up(failure)
             # Also after "exists" and "changed": a first try of ours may be what is there.
-            present = self.get(key)
+            present = self.get(key, until=deadline)
             if present is not None and bytes(present[0]) == data:
                 return Put(present[1].tag, None)
             is_as_before = present is None if tag is None else _is_of(present, tag)
             if failure.kind != "again" or not is_as_before:
                 return Put(None, present)
-            if _is_last(began, pause_s, deadline):
-                raise RequestFailed(failure)
+            if self._is_silent() or _is_last(began, pause_s, deadline):
+                raise self._give_up(failure)
             self._warn(failure, deadline)
             time.sleep(pause_s)
         raise AssertionError("the pauses do not end")
@@ -259,7 +313,7 @@ class BucketClient:
             self.requests["part"] += -(-sent // part_nbytes)
             self.requests["complete"] += 1
         if isinstance(problem, Failure):
-            raise RequestFailed(problem)
+            raise self._give_up(problem)
 
     def list(self, prefix: str) -> ObjectListing:
         """Return the names directly below a prefix ("" for the bucket's own)."""
@@ -335,7 +389,7 @@ class BucketClient:
         with self._lock:
             self.requests["list"] += 1
         cut = len(self._prefix) + 1 if self._prefix else 0
-        uploads = self._s3_uploads.list(f"{self._key(prefix)}/")
+        uploads = self._s3_uploads.list(f"{self._key(prefix)}/", timeout_s=self._answer_s())
         return {each.key[cut:]: each for each in uploads}
 
     def abort(self, upload: Upload) -> None:
@@ -345,7 +399,7 @@ class BucketClient:
             self._observer("delete", upload.key, 0, 0)
         with self._lock:
             self.requests["delete"] += 1
-        self._s3_uploads.abort(upload)
+        self._s3_uploads.abort(upload, timeout_s=self._answer_s())
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix and key else self._prefix or key
@@ -356,28 +410,42 @@ class BucketClient:
             self.requests["list"] += max(num_names - 1, 0) // _PAGE
 
     def _if_present(
-        self, kind: str, key: str, ask: Callable[[], T], *, start: int = 0, nbytes: int = 0
+        self,
+        kind: str,
+        key: str,
+        ask: Callable[[], T],
+        *,
+        start: int = 0,
+        nbytes: int = 0,
+        until: float = math.inf,
     ) -> T | None:
         """Send a request for an object; None if it is absent."""
         try:
-            return self._send(kind, key, ask, start=start, nbytes=nbytes)
+            return self._send(kind, key, ask, start=start, nbytes=nbytes, until=until)
         except RequestFailed as error:
             if error.failure.kind == "absent":
                 return None
             raise
 
     def _send(
-        self, kind: str, key: str, ask: Callable[[], T], *, start: int = 0, nbytes: int = 0
+        self,
+        kind: str,
+        key: str,
+        ask: Callable[[], T],
+        *,
+        start: int = 0,
+        nbytes: int = 0,
+        until: float = math.inf,
     ) -> T:
         """Send a request that does no harm if it is carried out twice, until it is answered."""
-        deadline = time.monotonic() + self._retry_s
+        deadline = min(time.monotonic() + self._retry_s, until)
         for pause_s in _pauses():
             began = time.monotonic()
             answer = self._try(kind, key, ask, start=start, nbytes=nbytes)
             if not isinstance(answer, Failure):
                 return answer
-            if answer.kind != "again" or _is_last(began, pause_s, deadline):
-                raise RequestFailed(answer)
+            if answer.kind != "again" or self._is_silent() or _is_last(began, pause_s, deadline):
+                raise self._give_up(answer)
             self._warn(answer, deadline)
             time.sleep(pause_s)
         raise AssertionError("the pauses do not end")
@@ -403,14 +471,18 @@ class BucketClient:
         with self._lock:
             self.requests[kind] += 1
         errors = (self._obstore.exceptions.BaseError, FileNotFoundError, NotImplementedError)
+        answer: T | Failure
         try:
-            return ask()
+            answer = ask()
         except errors as error:
             # Returned, not raised from here: the error would be kept as the context of another
             # one, and its text may have a credential.
-            return explain(
+            answer = explain(
                 error, scheme=self._scheme, bucket=self._name, kind=kind, key=self._key(key)
             )
+        if not isinstance(answer, Failure) or answer.kind != "again":
+            self._gave_up_at = -math.inf
+        return answer
 
 
 def unsettled(error: RequestFailed, *, action: str, place: str) -> StorageError:

@@ -633,7 +633,12 @@ class Names:
         if entry is None or entry.record is None or entry.record.move is None:
             return
         if entry.record.move.id == came.id:
-            self._tidy(came.source, entry)
+            try:
+                self._tidy(came.source, entry)
+            except RequestFailed as error:
+                # Who may write and not delete frees the name, which then states no move any more.
+                if error.failure.kind != "final" or not self._swap(came.source, entry, None):
+                    raise
 
     def _settle_source(self, came: Came) -> None:
         """Prove that the source of a move that was made is tidied, or tidy it.
@@ -773,6 +778,15 @@ def listed_names(listing: ObjectListing) -> list[str]:
         for key, meta in listing.objects.items()
         if key.endswith(SUFFIX) and meta.nbytes >= _MIN_NBYTES
     )
+
+
+def used_names(listing: ObjectListing) -> list[str]:
+    """Return the keys of names that are used once, and stand for nothing any more."""
+    return [
+        key
+        for key, meta in listing.objects.items()
+        if key.startswith(".") and key.endswith(SUFFIX) and meta.nbytes < _MIN_NBYTES
+    ]
 
 
 def _keep_newest(memory: dict[str, Any]) -> None:

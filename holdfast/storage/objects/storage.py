@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.storage.objects._obstore import Failure
+from holdfast.storage.objects._obstore import Failure, Options
 from holdfast.storage.objects.bucket import (
     BucketClient,
     Meta,
@@ -45,6 +45,7 @@ from holdfast.storage.objects.names import (
     NameRecord,
     Names,
     listed_names,
+    used_names,
 )
 from holdfast.storage.objects.uploads import Upload, UploadsUnknown
 from holdfast.storage.objects.urls import parse_url
@@ -144,18 +145,19 @@ class ObjectStorage:
         observer: Observer | None = None,
         **options: Any,
     ) -> None:
+        options = Options(options)
         if not MIN_PART_NBYTES <= part_nbytes <= _MAX_PART_NBYTES:
             raise ConfigError(f"part_nbytes must be 5 to 64 MiB, not {part_nbytes} bytes")
         place = parse_url(url)
         self._place = place
-        self._settings: dict[str, Any] = {
-            "single_writer": single_writer,
-            "part_nbytes": part_nbytes,
-            "uploads_at_once": uploads_at_once,
-            "timeout_s": timeout_s,
-            "retry_s": retry_s,
+        self._settings = Options(
+            single_writer=single_writer,
+            part_nbytes=part_nbytes,
+            uploads_at_once=uploads_at_once,
+            timeout_s=timeout_s,
+            retry_s=retry_s,
             **options,
-        }
+        )
         self._is_observed = observer is not None
         self._bucket = BucketClient(
             place.scheme, place.bucket, place.prefix, options, timeout_s=timeout_s,
@@ -572,8 +574,11 @@ class ObjectStorage:
             if they can.
         """
         removed: dict[str, str] = {}
+        listing = self._do("list", "", lambda: self._bucket.list(""))
+        over = self._used_names(listing)
+        removed.update(dict.fromkeys(over, "a name that was used once, and nobody could delete"))
         if not dry_run:
-            self._do("list", "", lambda: self._names.tidy(self._bucket.list("")))
+            self._do("list", "", lambda: self._names.tidy(listing))
         # Uploads before names: one that begins after this look may be of a name that comes later.
         problem, uploads = "", dict[str, Upload]()
         try:
@@ -584,7 +589,7 @@ class ObjectStorage:
         started = {key.split("/")[2] for key in uploads}
         nameless = self._do("list", "", lambda: self._names.nameless(data.dirs | started))
         marks = {f"{DATA}/{name}": meta.changed for name, meta in data.objects.items()}
-        over = [mark for mark in marks if mark.rpartition("/")[2][: -len(_MARK)] not in nameless]
+        over += [mark for mark in marks if mark.rpartition("/")[2][: -len(_MARK)] not in nameless]
         for prefix in sorted(nameless):
             key, mark = f"{DATA}/{prefix}", f"{DATA}/{prefix}{_MARK}"
             objects = self._do("list", "", partial(self._bucket.list_all, key))
@@ -614,6 +619,12 @@ class ObjectStorage:
             self._do("remove", "", partial(self._bucket.delete, over))
         return removed, problem
 
+    def _used_names(self, listing: ObjectListing) -> builtins.list[str]:
+        """Return the keys of free names that are used once, and were not changed for an hour."""
+        free = used_names(listing)
+        now = self._do("list", "", self._now) if free else 0.0
+        return [key for key in free if now - listing.objects[key].changed >= _GARBAGE_S]
+
     def free_nbytes(self) -> int:
         """See `Storage.free_nbytes`: a bucket has no end."""
         return 1 << 62
@@ -640,7 +651,7 @@ class ObjectStorage:
         is_own = self._is_observed or self._pinned is not None or type(self) is not ObjectStorage
         if is_own or self._place.scheme == "memory" or not _is_plain(self._settings):
             return None
-        return self.url, dict(self._settings)
+        return self.url, Options(self._settings)
 
     # ---- Names and keys ----
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import html
+import http.client
 import os
 import re
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
@@ -48,9 +50,9 @@ class _Account:
 
     base: str
     """URL of the bucket."""
-    key_id: str
-    secret: str
-    token: str
+    key_id: str = field(repr=False)
+    secret: str = field(repr=False)
+    token: str = field(repr=False)
     region: str
 
 
@@ -60,19 +62,22 @@ class S3Uploads:
     Args:
         store: obstore's store for the root of the bucket.
         options: Those that it was made with.
-        timeout_s: Seconds for one request.
     """
 
-    def __init__(self, store: Any, options: Mapping[str, Any], *, timeout_s: float) -> None:
-        self._store, self._options, self._timeout_s = store, options, timeout_s
+    def __init__(self, store: Any, options: Mapping[str, Any]) -> None:
+        self._store, self._options = store, options
 
-    def list(self, prefix: str) -> list[Upload]:
-        """Return the unfinished uploads of keys that begin with `prefix`; UploadsUnknown."""
+    def list(self, prefix: str, *, timeout_s: float) -> list[Upload]:
+        """Return the unfinished uploads of keys that begin with `prefix`; UploadsUnknown.
+
+        Each page of them is waited for `timeout_s` seconds.
+        """
         account = self._account()
         uploads: list[Upload] = []
         markers: dict[str, str] = {}
         while True:
-            text = self._ask(account, "GET", "", {"uploads": "", "prefix": prefix, **markers})
+            query = {"uploads": "", "prefix": prefix, **markers}
+            text = _ask(account, "GET", "", query, timeout_s=timeout_s)
             for each in _UPLOAD.findall(text):
                 uploads.append(Upload(_text(each, "Key"), _text(each, "UploadId")))
             if _text(text, "IsTruncated") != "true":
@@ -82,11 +87,21 @@ class S3Uploads:
                 "upload-id-marker": _text(text, "NextUploadIdMarker"),
             }
 
-    def abort(self, upload: Upload) -> None:
+    def abort(self, upload: Upload, *, timeout_s: float) -> None:
         """Abort an upload, so that nothing is stored or charged for it; UploadsUnknown."""
-        self._ask(self._account(), "DELETE", upload.key, {"uploadId": upload.id})
+        query = {"uploadId": upload.id}
+        _ask(self._account(), "DELETE", upload.key, query, timeout_s=timeout_s)
 
     def _account(self) -> _Account:
+        account = self._known_account()
+        # Here no variable has anything secret, which a traceback might show.
+        if account is None:
+            raise UploadsUnknown(
+                "the credentials are neither in the environment nor in the options"
+            )
+        return account
+
+    def _known_account(self) -> _Account | None:
         url = ""
         with suppress(library().exceptions.BaseError, NotImplementedError):
             url = library().sign(self._store, "GET", "x", timedelta(seconds=_SIGNED_S))
@@ -95,10 +110,11 @@ class S3Uploads:
         key_id, _, region, *_ = (*query.get("X-Amz-Credential", "").split("/"), "", "", "")
         secret = self._secret(key_id)
         base = f"{signed.scheme}://{signed.netloc}{signed.path.removesuffix('/x')}"
-        return _Account(base, key_id, secret, query.get("X-Amz-Security-Token", ""), region)
+        token = query.get("X-Amz-Security-Token", "")
+        return _Account(base, key_id, secret, token, region) if secret else None
 
     def _secret(self, key_id: str) -> str:
-        """Return the secret key that belongs to a key id; UploadsUnknown if it is not at hand."""
+        """Return the secret key that belongs to a key id; empty if it is not at hand."""
         options = {name.lower().removeprefix("aws_"): each for name, each in self._options.items()}
         places = (
             (options.get("access_key_id"), options.get("secret_access_key")),
@@ -107,23 +123,41 @@ class S3Uploads:
         for given, secret in places:
             if key_id and given == key_id and isinstance(secret, str) and secret:
                 return secret
-        raise UploadsUnknown("the credentials are neither in the environment nor in the options")
+        return ""
 
-    def _ask(self, account: _Account, method: str, key: str, query: Mapping[str, str]) -> str:
-        """Send one signed request; return the text of its answer."""
-        request = urllib.request.Request(_signed(account, method, key, query), method=method)
-        problem = ""
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                return str(answer.read(_MAX_ANSWER_NBYTES).decode(errors="replace"))
-        except urllib.error.HTTPError as error:
-            if method == "DELETE" and error.code == 404:
-                return ""
-            problem = f"the store refuses it (status {error.code})"
-        except OSError as error:
-            problem = f"the store cannot be reached ({type(error).__name__})"
-        # Outside of the block: the error's own text may quote the signed URL.
-        raise UploadsUnknown(problem)
+
+def _ask(
+    account: _Account, method: str, key: str, query: Mapping[str, str], *, timeout_s: float
+) -> str:
+    """Send one signed request; return the text of its answer. UploadsUnknown."""
+    answers: list[str | UploadsUnknown] = []
+    request = urllib.request.Request(_signed(account, method, key, query), method=method)
+
+    def ask() -> None:
+        answers.append(_answer_of(request, timeout_s))
+
+    # In a thread that is left behind: the time-out of urllib is one for each byte.
+    thread = threading.Thread(target=ask, name="holdfast-uploads", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    answer = answers[0] if answers else UploadsUnknown("the store did not answer in time")
+    if isinstance(answer, UploadsUnknown):
+        raise answer
+    return answer
+
+
+def _answer_of(request: urllib.request.Request, timeout_s: float) -> str | UploadsUnknown:
+    """Return the text of the answer to a request; or why there is none, without any secret."""
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return str(answer.read(_MAX_ANSWER_NBYTES).decode(errors="replace"))
+    except urllib.error.HTTPError as error:
+        if request.get_method() == "DELETE" and error.code == 404:
+            return ""
+        return UploadsUnknown(f"the store refuses it (status {error.code})")
+    except (OSError, http.client.HTTPException) as error:
+        # Not from the error: its own text may quote the signed URL.
+        return UploadsUnknown(f"the store cannot be reached ({type(error).__name__})")
 
 
 def _signed(account: _Account, method: str, key: str, query: Mapping[str, str]) -> str:
