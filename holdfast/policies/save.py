@@ -13,7 +13,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -219,17 +218,16 @@ class OnFile(SavePolicy):
         return f"{os.fspath(self.path)} was there"
 
 
-_INSTALLED: weakref.WeakSet[OnSignal] = weakref.WeakSet()
-
-
 def _restore_in_child() -> None:
     """Leave signals to a forked process, such as a worker of a pool, as without a policy.
 
     It takes no part in the run, and its owner waits for it to end. A handler of Python that passes
     the signal on is too late for this: it runs when a call into C returns, which may be long.
     """
-    for policy in list(_INSTALLED):
-        policy.restore_in_child()
+    for number in signal.valid_signals():
+        policy = getattr(signal.getsignal(number), "__self__", None)
+        if isinstance(policy, OnSignal):
+            policy.reset(number)
 
 
 os.register_at_fork(after_in_child=_restore_in_child)
@@ -333,7 +331,6 @@ class OnSignal(SavePolicy):
                 f"checkpointer there"
             )
         self._received, self._pid = 0, os.getpid()
-        _INSTALLED.add(self)
         # Callbacks run in reverse order: the handlers are restored first, so that no signal is
         # written to a socket that is closed already.
         if self._notice is not None:
@@ -348,7 +345,7 @@ class OnSignal(SavePolicy):
             threading.Thread(target=self._give_notice, args=(reader,), daemon=True).start()
         for number in self.signals:
             self._earlier[number] = signal.signal(number, self._receive)
-            self._handlers.callback(self._reset, number)
+            self._handlers.callback(self.reset, number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -356,15 +353,10 @@ class OnSignal(SavePolicy):
             self._received = number
             return
         # The signal came between the fork and `_restore_in_child`, or C code forked.
-        self._reset(number)
+        self.reset(number)
         os.kill(os.getpid(), number)
 
-    def restore_in_child(self) -> None:
-        """Restore the earlier handlers in a process that was forked."""
-        for number in self._earlier:
-            self._reset(number)
-
-    def _reset(self, number: int) -> None:
+    def reset(self, number: int) -> None:
         """Restore the earlier handler, unless another one was set in the meantime."""
         if signal.getsignal(number) == self._receive:
             earlier = self._earlier[number]

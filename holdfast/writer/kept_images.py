@@ -21,7 +21,7 @@ from holdfast.writer.sealed_image import SealedImage, can_seal
 
 TAKE, END = b"t", b"e"
 """Requests to a keeper: send the image; give it up and end."""
-ANSWER_S = 1.0
+ANSWER_S = 5.0
 """Seconds that either side of a socket waits for the other."""
 
 _PREFIX = "holdfast-image"
@@ -53,7 +53,7 @@ class KeptImages:
         Raises:
             StorageError: One is offered and cannot be used; the message says why.
 
-        Cost: one connection; refused at once if nobody listens, else up to a second.
+        Cost: one connection; refused at once if nobody listens, else up to `ANSWER_S`.
         """
         if not can_seal():
             return None
@@ -89,7 +89,7 @@ def is_own(peer: socket.socket) -> bool:
 def end_keepers() -> bool:
     """Have all keepers of this user on this host give their images up; True if there was one.
 
-    Returns when their memory is free. Cost: a second for a keeper that does not answer.
+    Returns when their memory is free. Cost: `ANSWER_S` for a keeper that does not answer.
     """
     if not can_seal():
         return False

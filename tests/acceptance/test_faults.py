@@ -194,6 +194,8 @@ def short_of(context: RankContext, root: str) -> dict[str, str]:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 3:
                 patch.setattr(handshake, "available_memory_nbytes", lambda: 7)
+                # It ends all keepers of the user, and other tests run at the same time.
+                patch.setattr(handshake, "end_keepers", lambda: False)
             stopped("memory", Unshared(root))
         with few_descriptors(3) if rank == 1 else contextlib.nullcontext():
             stopped("descriptors", Unshared(root))

@@ -152,6 +152,14 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("holdfast 0.")
 
 
+def test_the_command_of_one_interpreter(tmp_path: Path) -> None:
+    """Several environments have a script of one name; `python -m holdfast` says which is meant."""
+    missing = [sys.executable, "-m", "holdfast", "show", str(tmp_path / "none")]
+    done = subprocess.run(missing, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("holdfast: error: ")
+
+
 def test_our_own_commands_look_for_no_others(tmp_path: Path) -> None:
     """Reading the metadata of every installed distribution takes longer than `holdfast ls`."""
     code = (

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from holdfast import Checkpointer, ConfigError, PosixStorage, StorageError
 from holdfast.checkpoint.save import handshake
 from holdfast.format.names import step_dir
 from holdfast.format.versions import read_manifest, save_id_of
-from holdfast.writer import keeper
+from holdfast.writer import keeper, kept_images
 from holdfast.writer.keeper import KeepersEnd
 from holdfast.writer.kept_images import KeptImages, end_keepers
 from holdfast.writer.memory import SharedMemory
@@ -231,7 +232,13 @@ def test_what_is_wrong_about_an_image_is_named_and_storage_is_read(
             assert seal_memory(fd)
         state = state_of(-1.0, numel=numel)
         caplog.clear()
-        with offered(root, fd), caplog.at_level(logging.WARNING, logger="holdfast"):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            offered(root, fd),
+            caplog.at_level(logging.WARNING, logger="holdfast"),
+        ):
+            if fd is None:
+                patch.setattr(kept_images, "ANSWER_S", 0.1)
             report = load(root, state)
         assert torch.equal(state["t"]["x"], state_of(1.0, numel=numel)["t"]["x"])  # type: ignore[index]
         (said,) = report.refused_images
@@ -337,6 +344,8 @@ def test_a_save_that_lacks_memory_gets_that_of_images(
         asked.append(end_keepers())
         return asked[-1]
 
+    # It ends all keepers of the user, and other tests run at the same time.
+    monkeypatch.setattr(kept_images, "_offered", partial(addresses, root, 1))
     monkeypatch.setattr(handshake, "end_keepers", end)
     monkeypatch.setattr(handshake, "available_memory_nbytes", lambda: 10 if not asked else 10**6)
     storage = PosixStorage(root)

@@ -27,6 +27,7 @@ from holdfast import (
     Stored,
     Union,
 )
+from holdfast.checkpoint.save import handshake
 from holdfast.checkpoint.save.handshake import available_memory_nbytes, check_budget
 from holdfast.format.names import step_dir
 from holdfast.writer.leftovers import repair
@@ -284,8 +285,12 @@ def test_repair_finishes_what_is_complete_and_removes_the_rest(tmp_path: Path) -
     assert repair(storage, alive_s=0) == []
 
 
-def test_what_is_short_is_said_before_a_save_starts(tmp_path: Path) -> None:
+def test_what_is_short_is_said_before_a_save_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P10: disk, memory, descriptors, by how much."""
+    # It ends all keepers of the user, and other tests run at the same time.
+    monkeypatch.setattr(handshake, "end_keepers", lambda: False)
 
     class Full(PosixStorage):
         def free_nbytes(self) -> int:
