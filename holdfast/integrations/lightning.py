@@ -402,7 +402,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 if boundaries is not None and boundaries.is_between_epochs
                 else float(trainer.num_training_batches)
             )
-            # Beside a longer one, with `CombinedLoader(mode="max_size")`.
+            # Next to a longer one, with `CombinedLoader(mode="max_size")`.
             place.stays_ended = lambda: boundaries is not None and not boundaries.is_between_epochs
             place.ahead = lambda: len(getattr(loop._data_fetcher, "batches", None) or ())
         if self._now is None or not self._places:

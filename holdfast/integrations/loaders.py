@@ -89,7 +89,7 @@ class LoaderPlace:
         self.now: Mapping[str, Any] | None = None
         """The streams of a load, with which the moved pass continues."""
         self.stays_ended: Callable[[], bool] = lambda: False
-        """True while a pass that has ended is not followed by another: a longer one beside it, over
+        """True while a pass that has ended is not followed by another: a longer one, over
         another loader, is in progress."""
         self.continue_with: Callable[[], States] = lambda: Streams().states()
         """Returns the streams that the rest of a pass continues with, where `now` has none."""

@@ -24,8 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
         "when": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
     },
     "two loaders, made for each epoch": {"reload_dataloaders_every_n_epochs": 1, "second": True},
-    "a loader that has ended beside a longer one": {"second": True, "mode": "max_size"},
-    "a stream beside a loader that begins again": {"second": True, "stream": True},
+    "a loader that has ended before a longer one": {"second": True, "mode": "max_size"},
+    "a stream and a loader that begins again": {"second": True, "stream": True},
     "stopped by the module": {"stops": True},
     "weights of 64 bits": {"precision": "64-true"},
 }  # fmt: skip
