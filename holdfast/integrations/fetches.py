@@ -308,13 +308,15 @@ class Draws:
         """Return what says whether a pass is over the same data: its length, seeds of its order."""
         return {"rows": num_rows(self._base), "seeds": seeds_of(self._loader)}
 
-    def streams(self, batches: int) -> dict[str, Any]:
-        """Return the streams behind some batches of the pass in progress; 0 is between two passes.
+    def streams(self, batches: int, *, has_begun: bool = False) -> dict[str, Any]:
+        """Return the streams behind some batches of the pass in progress.
+
+        0 is between two passes, unless the pass `has_begun`: its first batch was fetched ahead.
 
         The next pass begins with the loader's own generators as they are now: another loader may
         draw from the same ones since a load.
         """
-        start = self._start if batches else None
+        start = self._start if batches or has_begun else None
         own = own_states(self.generators)
         return {
             "start": own if start is None else start.states(),

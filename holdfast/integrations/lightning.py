@@ -380,6 +380,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         # If the rest of a pass comes, its first batch sets them again.
         now = next((each.now for each in self._places if each.now is not None), self._now)
         self._now = None
+        for each in self._places:
+            each.finish_fetch()
         if now is not None:
             set_streams(now)
         is_held = any(each.is_held for each in self._places)
@@ -400,6 +402,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 if boundaries is not None and boundaries.is_between_epochs
                 else float(trainer.num_training_batches)
             )
+            # Next to a longer one, with `CombinedLoader(mode="max_size")`.
+            place.stays_ended = lambda: boundaries is not None and not boundaries.is_between_epochs
             place.ahead = lambda: len(getattr(loop._data_fetcher, "batches", None) or ())
         if self._now is None or not self._places:
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import builtins
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from torchmetrics import Metric, MetricCollection
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 """Values that were logged last, by which callbacks and schedules decide."""
+_CONSUMED = "_consumed"
+"""Of the iterator of several loaders of which the shorter ones begin again."""
 _PLAIN = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph",
     "add_dataloader_idx", "dataloader_idx", "metric_attribute",
@@ -85,6 +87,7 @@ class Boundaries:
         return {
             "is_between_epochs": self.is_between_epochs,
             "reloaded": self._fit._last_train_dl_reload_epoch,
+            "consumed": list(getattr(self._fit._combined_loader._iterator, _CONSUMED, ())),
             "shown": {name: _copied(getattr(connector, name)) for name in _SHOWN},
             "first_batch": connector._first_loop_iter,
             "hook": connector._current_fx,
@@ -124,6 +127,15 @@ class Boundaries:
         type(fit).on_advance_start(fit)
         if fit._combined_loader is not loaders:  # loaders of this epoch
             fit._resuming_from_checkpoint = False
+        if saved is not None and not saved["is_between_epochs"]:
+            self._restore_consumed(saved["consumed"])
+
+    def _restore_consumed(self, saved: Sequence[bool]) -> None:
+        """Restore which loaders have ended once: if they have no length, by that an epoch ends."""
+        iterator = self._fit._combined_loader._iterator
+        now = getattr(iterator, _CONSUMED, ())
+        if now and len(now) == len(saved):
+            setattr(iterator, _CONSUMED, [a or b for a, b in zip(saved, now, strict=True)])
 
     def _end_batch(self, data_fetcher: Any) -> None:
         epoch = self._epoch

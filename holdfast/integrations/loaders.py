@@ -88,11 +88,16 @@ class LoaderPlace:
         """How many batches a pass has, where it ends before the loader does."""
         self.now: Mapping[str, Any] | None = None
         """The streams of a load, with which the moved pass continues."""
+        self.stays_ended: Callable[[], bool] = lambda: False
+        """True while a pass that has ended is not followed by another: a longer one, over
+        another loader, is in progress."""
         self.continue_with: Callable[[], States] = lambda: Streams().states()
         """Returns the streams that the rest of a pass continues with, where `now` has none."""
         self.is_held = False
         """True while an iterator is made that is not used: it is empty, and draws nothing."""
         self.is_rest = self.has_steps = self.was_left = False
+        self._has_ended = False
+        """True if the pass that began last went to its end."""
         self.began = 0
 
     @property
@@ -112,9 +117,11 @@ class LoaderPlace:
             return iter(())
         moved, self._moved = self._moved, None
         self.is_rest = moved is not None and moved["batches"] > 0
-        self.has_steps = self.was_left = False
+        self.has_steps = self.was_left = self._has_ended = False
         self.began = time.monotonic_ns()
-        if moved is None or not moved["batches"]:
+        if moved is not None and moved["has_ended"]:
+            return self._end_of_pass(moved)
+        if moved is None or not (moved["batches"] or moved["has_begun"]):
             return self._begin_new()
         before = Streams()
         set_streams(moved["start"], self._draws.generators)
@@ -155,6 +162,13 @@ class LoaderPlace:
             set_streams(now, self._draws.generators)
         yield from self._counted(iterator)
 
+    def _end_of_pass(self, moved: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield nothing: of the pass in which the run was saved no batch is left."""
+        now, self.now = self.now, None
+        set_streams({**(now or {}), **moved["own"]}, self._draws.generators)
+        self._has_ended = True
+        yield from ()
+
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield batches and count them."""
         own, has_ended = self._pass, False
@@ -165,23 +179,34 @@ class LoaderPlace:
             has_ended = True
         finally:  # a loop may leave a pass early, and an iterator may outlive its pass
             if self._pass is own:
-                self.was_left = not has_ended
+                self.was_left, self._has_ended = not has_ended, has_ended
                 self._draws.watch.finish()
                 self._batches, self._pass, self._first = 0, None, None
+
+    def finish_fetch(self) -> None:
+        """Set the streams of a load, if a batch that was fetched ahead has had others.
+
+        The next fetch does it, too, which may be long after: of a loader that begins again.
+        """
+        self._draws.watch.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place: batches, samples, and the streams that a resume draws with."""
         if self.is_waiting and self._moved is not None:  # nothing was fetched since the load
             return dict(self._moved)
         batches = self._batches - self.ahead()
-        is_inside = 0 < batches < self.limit()
+        # A loop over several loaders may begin one again, and fetch its first batch, ahead.
+        has_begun = batches <= 0 < self._batches and self.limit() > 0
+        is_inside = has_begun or 0 < batches < self.limit()
         first = self._first.states() if is_inside and self._first is not None else None
         return {
-            "batches": batches if is_inside else 0,
+            "batches": max(batches, 0) if is_inside else 0,
+            "has_begun": has_begun,
+            "has_ended": self._has_ended and self.stays_ended(),
             "samples_per_batch": self._num_samples,
             "first": first,
             **self._draws.data(),
-            **self._draws.streams(batches if is_inside else 0),
+            **self._draws.streams(max(batches, 0) if is_inside else 0, has_begun=has_begun),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -196,7 +221,7 @@ class LoaderPlace:
                 f"a loader was at sample {samples}, which is not a multiple of its "
                 f"{self._num_samples} samples a step now; choose a batch size that divides it"
             )
-        self._draws.load(state, state, is_within_pass=samples > 0)
+        self._draws.load(state, state, is_within_pass=samples > 0 or state["has_begun"])
         self._batches = samples // self._num_samples
-        self._moved = dict(state)
+        self._moved, self._has_ended = dict(state), state["has_ended"]
         self._moved |= {"batches": self._batches, "samples_per_batch": self._num_samples}

@@ -79,6 +79,7 @@ from holdfast.parallel.control.guard import Guard
 from holdfast.policies.keep import KeepPolicy
 from holdfast.retention.removal import Candidate
 from holdfast.state import Pieces, Stored, StoredPart, Union
+from holdfast.state.shared_memory import span_nbytes
 from holdfast.state.tensor_elements import equal_bits, torch_dtype
 from holdfast.storage import PosixStorage
 
@@ -704,13 +705,14 @@ def _cut(
         local = each.data.detach()
         if each.prepend_axis_num:
             local = local[(None,) * each.prepend_axis_num]
-        ends = zip(each.global_offset, local.shape, shape, strict=True)
-        sizes = [min(start + size, real) - start for start, size, real in ends]
-        if all(size > 0 for size in sizes) or 0 in local.shape:
-            if sizes != list(local.shape):
-                local = local[tuple(slice(size) for size in sizes)]
-            locals_.append(local)
-            offsets.append(tuple(each.global_offset))
+        if shape != whole:
+            ends = zip(each.global_offset, local.shape, shape, strict=True)
+            sizes = [min(start + size, real) - start for start, size, real in ends]
+            if min(sizes) <= 0 and 0 not in local.shape:
+                continue
+            local = local[tuple(map(slice, sizes))]
+        locals_.append(local)
+        offsets.append(tuple(each.global_offset))
     return tuple(locals_), tuple(offsets), shape
 
 
@@ -728,9 +730,8 @@ class _Copies:
         """Return the tensor, or one like it if some of its memory is a target already."""
         if not tensor.numel():
             return tensor
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         start = int(tensor.storage_offset()) * tensor.element_size()
-        stop = start + int(last + 1) * tensor.element_size()
+        stop = start + span_nbytes(tensor)
         taken = self._taken.setdefault(tensor.untyped_storage().data_ptr(), [])
         at = bisect.bisect(taken, (start, stop))
         neighbours = taken[max(at - 1, 0) : at + 1]

@@ -61,6 +61,8 @@ from holdfast.state.traits import PLAIN, Traits, held_tensors, traits_of
 from holdfast.state.unfinished import refuse_unfinished
 
 _TENSORS = (torch.Tensor, *get_args(Marked))
+_OF_ONE_BOX = (torch.Tensor, Pieces, Sharded)
+"""What may hold just one box, as it is."""
 _NONE: Any = None
 """A leaf that is still to be made."""
 _MAX_NAMED = 5
@@ -483,7 +485,8 @@ class _Flattener:
     def _make_again(self, keys: list[str], made: _Pass, tensors: dict[str, Any]) -> None:
         """Make the leaves of some tensors.
 
-        Tensors that are held whole and have the same traits are alike in everything but the key.
+        Those of which all that is held is stored as one box, and that have the same traits, are
+        alike in everything but the key.
         """
         if not keys:
             return
@@ -494,7 +497,7 @@ class _Flattener:
         for key in keys:
             _check_key(key)
             obj, (traits, layout) = tensors[key], facts[key]
-            name = (traits, id(layout)) if isinstance(obj, torch.Tensor) and traits else None
+            name = (traits, id(layout)) if isinstance(obj, _OF_ONE_BOX) and traits else None
             leaf = alike.get(name)
             if leaf is not None:
                 made.leaves[key] = leaf._replace(key=key)
@@ -615,7 +618,7 @@ def _check_key(path: str) -> None:
 
 def _is_whole(leaf: TensorLeaf, obj: object) -> bool:
     """Return True if the leaf of a tensor is just what the tensor holds, in one piece."""
-    return isinstance(obj, torch.Tensor) and [box.shape for box in leaf.boxes] == [
+    return isinstance(obj, _OF_ONE_BOX) and [box.shape for box in leaf.boxes] == [
         tuple(held_tensor(obj).shape)
     ]
 

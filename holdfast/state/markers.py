@@ -179,19 +179,21 @@ class Pieces:
     def __post_init__(self) -> None:
         """Check that every box is one of the tensor."""
         object.__setattr__(self, "locals", tuple(self.locals))
-        object.__setattr__(self, "offsets", tuple(tuple(map(int, o)) for o in self.offsets))
-        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
-        if not self.locals or len({each.dtype for each in self.locals}) > 1:
+        object.__setattr__(self, "offsets", tuple([tuple(map(int, o)) for o in self.offsets]))
+        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
+        dtypes = {each.dtype for each in self.locals}
+        if len(dtypes) != 1:
             raise PlacementError("Pieces: give one piece at least, and all of one dtype")
         if len(self.locals) != len(self.offsets):
             raise PlacementError("Pieces: give one offset for each piece")
         for local, offset in zip(self.locals, self.offsets, strict=True):
-            if not len(local.shape) == len(offset) == len(self.shape) or any(
-                start < 0 or start + size > whole
-                for start, size, whole in zip(offset, local.shape, self.shape, strict=True)
-            ):
+            sizes = local.shape
+            is_inside = len(sizes) == len(offset) == len(self.shape)
+            for start, size, whole in zip(offset, sizes, self.shape, strict=False):
+                is_inside &= 0 <= start <= whole - size
+            if not is_inside:
                 raise PlacementError(
-                    f"Pieces: a piece of shape {list(local.shape)} at {list(offset)} does not lie "
+                    f"Pieces: a piece of shape {list(sizes)} at {list(offset)} does not lie "
                     f"inside of {list(self.shape)}"
                 )
 

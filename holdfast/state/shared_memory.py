@@ -115,7 +115,7 @@ def _mapped_in_common(requests: Sequence[TensorRequest]) -> list[str]:
             at = bisect_right(starts, address) - 1
             if at >= 0 and address < mappings[at].stop:
                 first = address - mappings[at].start + mappings[at].offset
-                place = (first, first + _span(local), mappings[at].start, entry)
+                place = (first, first + span_nbytes(local), mappings[at].start, entry)
                 ranges.setdefault(mappings[at].file, []).append(place)
     sentences = []
     for places in ranges.values():
@@ -164,12 +164,7 @@ def _lacks_memory(tensor: torch.Tensor) -> bool:
     """Return True if a tensor reaches beyond its storage, or has elements and no address."""
     if tensor.numel() == 0 or tensor.is_meta:
         return False
-    if tensor.is_contiguous():
-        extent = tensor.numel()
-    else:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = 1 + sum((size - 1) * stride for size, stride in steps)
-    end = (tensor.storage_offset() + extent) * tensor.element_size()
+    end = tensor.storage_offset() * tensor.element_size() + span_nbytes(tensor)
     return end > _storage_nbytes(tensor) or tensor.data_ptr() == 0
 
 
@@ -250,7 +245,7 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
         4           [96, 99)    96              3: alone
     """
     start = np.array([each.data_ptr() for each in tensors], dtype=np.int64)
-    stop = start + np.array([_span(each) for each in tensors], dtype=np.int64)
+    stop = start + np.array([span_nbytes(each) for each in tensors], dtype=np.int64)
     # `reach` is where everything up to a tensor ends, by first byte: one pass finds neighbours.
     order = np.lexsort((stop, start))
     reach = np.maximum.accumulate(stop[order])
@@ -274,13 +269,13 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return pairs
 
 
-def _span(tensor: torch.Tensor) -> int:
+def span_nbytes(tensor: torch.Tensor) -> int:
     """Bytes from the first element past the last."""
     size = tensor.element_size()
     if tensor.is_contiguous():
         return tensor.numel() * size
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((n - 1) * step for n, step in steps)) * size
+    return (1 + int(sum((n - 1) * step for n, step in steps))) * size
 
 
 def _common_bytes(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
@@ -334,7 +329,7 @@ def _common_bytes_by_map(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | N
     Its memory is one byte for each unit that all addresses and sizes are multiples of.
     """
     base = min(each.data_ptr() for each in tensors)
-    end = max(each.data_ptr() + _span(each) for each in tensors)
+    end = max(each.data_ptr() + span_nbytes(each) for each in tensors)
     unit = math.gcd(
         *(each.element_size() for each in tensors),
         *(each.data_ptr() - base for each in tensors),

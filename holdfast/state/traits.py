@@ -49,7 +49,8 @@ def held_tensors(objects: Sequence[Any]) -> list[torch.Tensor]:
         local = iter(local_tensors(_chosen(objects, is_dtensor)))
         flags = _flags(is_dtensor, kinds)
         return [next(local) if d else obj for obj, d in zip(objects, flags, strict=True)]
-    return [each if type(each) in PLAIN else held_tensor(each) for each in objects]
+    firsts = [each.locals[0] if type(each) is Pieces else each for each in objects]
+    return [each if type(each) in PLAIN else held_tensor(each) for each in firsts]
 
 
 class Traits:
@@ -228,6 +229,8 @@ def traits_of(obj: Any, meshes: dict[int, DeviceMesh]) -> object:
     communicators; placements by type, too, since some of different types are equal. None for a
     tensor that has no shape; its leaf is refused.
     """
+    if type(obj) in PLAIN and not obj.is_nested:
+        return PLAIN_FORMS(obj)
     if isinstance(obj, DTensor):
         local, spec = local_tensor(obj), spec_of(obj)
         placements, mesh = spec.placements, spec.mesh
@@ -250,7 +253,8 @@ def traits_of(obj: Any, meshes: dict[int, DeviceMesh]) -> object:
         like = traits_of(obj.like, meshes)
         return "flat", traits_of(obj.local, meshes), like, obj.start, obj.over
     if isinstance(obj, Pieces):
-        return "pieces", tuple(traits_of(p, meshes) for p in obj.locals), obj.shape, obj.offsets
+        pieces = tuple(traits_of(each, meshes) for each in obj.locals)
+        return "pieces", pieces, obj.shape, obj.offsets
     if isinstance(obj, Padded):
         return "padded", traits_of(obj.value, meshes), obj.shape
     return "replicated", traits_of(obj.local, meshes)

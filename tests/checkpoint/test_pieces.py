@@ -88,6 +88,33 @@ def test_one_piece_of_each_of_many(tmp_path: Any) -> None:
         assert not there[name].sum(1)[: rows.start].any()
 
 
+@pytest.mark.parametrize("num_boxes", [1, 2])
+def test_each_save_takes_the_pieces_that_it_is_given(tmp_path: Any, num_boxes: int) -> None:
+    """X11. In other memory than at the save before, with other elements, or cut at other places."""
+    cuts: dict[int, tuple[list[Box], list[Box]]] = {
+        1: ([((0, 0), (6, 4))], [((0, 0), (6, 4))]),
+        2: ([((0, 0), (2, 4)), ((2, 0), (4, 4))], [((0, 0), (6, 1)), ((0, 1), (6, 3))]),
+    }
+    boxes, turned = cuts[num_boxes]
+    wholes = [{f"w{i}": torch.randn(6, 4) for i in range(3)} for _ in range(5)]
+    with Checkpointer(tmp_path) as checkpointer:
+        kept = []
+        for step, whole in enumerate(wholes):
+            pieces = {name: pieces_of(each, boxes) for name, each in whole.items()}
+            kept.append(pieces)  # their memory is not used again
+            checkpointer.save(step, {"s": pieces})
+        for piece in kept[-1].values():  # in place
+            for local in piece.locals:
+                local += 1
+        checkpointer.save(5, {"s": kept[-1]})
+        last = {name: each + 1 for name, each in wholes[-1].items()}
+        checkpointer.save(6, {"s": {n: pieces_of(each, turned) for n, each in last.items()}})
+        for step, whole in enumerate([*wholes, last, last]):
+            target = {name: torch.zeros(6, 4) for name in whole}
+            checkpointer.load({"s": target}, step=step)
+            assert all(torch.equal(target[name], each) for name, each in whole.items()), step
+
+
 @pytest.mark.parametrize("lost", [0, 2])
 def test_an_element_in_no_piece_is_refused(tmp_path: Any, lost: int) -> None:
     whole = torch.arange(12.0).view(3, 4)

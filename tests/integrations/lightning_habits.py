@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities import CombinedLoader
 from torchmetrics import MeanMetric
 
 from holdfast.integrations.lightning import HoldfastCheckpoint
@@ -22,9 +24,19 @@ CASES: dict[str, dict[str, Any]] = {
         "when": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
     },
     "two loaders, made for each epoch": {"reload_dataloaders_every_n_epochs": 1, "second": True},
+    "a loader that has ended before a longer one": {"second": True, "mode": "max_size"},
+    "a stream and a loader that begins again": {"second": True, "stream": True},
     "stopped by the module": {"stops": True},
     "weights of 64 bits": {"precision": "64-true"},
 }  # fmt: skip
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Yield the rows in their order."""
+        yield from ROWS[:14]
 
 
 class Network(LightningModule):
@@ -41,7 +53,8 @@ class Network(LightningModule):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         """Return the loss; log its mean and its largest value over the epoch."""
-        rows = sum(batch) if isinstance(batch, list) else batch
+        given = batch if isinstance(batch, list) else [batch]
+        rows = sum(each for each in given if each is not None)
         loss: torch.Tensor = (self.head(self.layers(rows)) - 1).square().mean()
         self.mean.update(loss.detach())
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -80,6 +93,10 @@ class Network(LightningModule):
         """Return rows in another order at each pass; a second loader is shorter."""
         sizes = (14, 6) if "second" in self.case else (14,)
         loaders = [torch.utils.data.DataLoader(ROWS[:n], batch_size=2, shuffle=True) for n in sizes]
+        if "stream" in self.case:
+            loaders[0] = torch.utils.data.DataLoader(Stream(), batch_size=2)
+        if "mode" in self.case:
+            return CombinedLoader(loaders, self.case["mode"])
         return loaders if "second" in self.case else loaders[0]
 
     def val_dataloader(self) -> Any:
@@ -108,7 +125,7 @@ def train(name: str, root: Path, seed: int) -> str:
     when = case.get("when", {})
     if "every_n_epochs" not in when:
         when = {"every_n_train_steps": 1, **when}
-    own = ("when", "by_hand", "second", "stops")
+    own = ("when", "by_hand", "second", "mode", "stream", "stops")
     settings = {key: each for key, each in case.items() if key not in own}
     trainer = Trainer(
         callbacks=[HoldfastCheckpoint(root, **when)],

@@ -94,6 +94,8 @@ def test_hooks_means_and_schedules_of_lightning_go_on(
         ("accumulation by hand", (1, 2)),
         ("saved with the validation", (7, 14)),
         ("two loaders, made for each epoch", (5, 7)),
+        ("a loader that has ended before a longer one", (5, 7)),
+        ("a stream and a loader that begins again", (3, 6)),
         ("stopped by the module", (9,)),
         ("weights of 64 bits", (12,)),
     ],
@@ -101,7 +103,7 @@ def test_hooks_means_and_schedules_of_lightning_go_on(
 def test_habits_of_users_of_lightning_go_on(
     lightning: ForkServer, tmp_path: Path, name: str, at: tuple[int, ...]
 ) -> None:
-    """X27. Gradients that no step has used, loaders that begin again, runs that stop.
+    """X27. Gradients that no step has used, loaders that begin again or not, runs that stop.
 
     Lightning converts a module to its precision only when it is loaded.
     """
