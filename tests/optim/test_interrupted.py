@@ -267,7 +267,7 @@ def completed(context: RankContext) -> list[tuple[bool, bool]]:
             own = {n: each[context.rank] for n, each in parts.items() if context.rank in each}
             taker = Told(own, is_late=is_late)
             takers = {"module": taker, "other": Told({}, is_late=False)}
-            compare_launched(takers, groups, completes=completes)
+            compare_launched(takers, groups.control, completes=completes)
             is_closed, missing = False, {}
             for name, mine in own.items():
                 theirs = [parts[name].get(rank) for rank in mine.ranks]
