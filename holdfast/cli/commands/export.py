@@ -115,14 +115,25 @@ def _refuse_unknown_kind(to: Path) -> None:
 def _output(info: TensorInfo, args: Args) -> _Output:
     """Return how a tensor is written; ConfigError for a type that the chosen files cannot hold."""
     dtype = info.dtype
-    if DTYPES[dtype].numpy is None:
-        if args.as_float32:
-            dtype = "C64" if dtype == "C32" else "F32"
-        elif not args.to.name.endswith(_SUFFIX):
-            raise ConfigError(
-                f"tensor {info.key!r} is {dtype}, which npy files cannot hold: export to a "
-                f"{_SUFFIX} file, which keeps it as it is, or add --as-float32"
-            )
+    is_one_file = args.to.name.endswith(_SUFFIX)
+    if DTYPES[dtype].numpy is None and args.as_float32:
+        dtype = "C64" if dtype == "C32" else "F32"
+    elif DTYPES[dtype].numpy is None and not is_one_file:
+        advice = "export to a .safetensors file, which keeps it as it is, or "
+        if DTYPES[dtype].envelope != dtype:
+            advice = ""
+        raise ConfigError(
+            f"tensor {info.key!r} is {dtype}, which npy files cannot hold: {advice}add --as-float32"
+        )
+    # Our own images state another type for it in their headers, and the index the right one; a
+    # file by itself would say that the bytes are numbers of that other type.
+    if is_one_file and DTYPES[dtype].envelope != dtype:
+        advice = "export to a directory, which gets .npy files"
+        if DTYPES[dtype].numpy is None:
+            advice = "add --as-float32"
+        raise ConfigError(
+            f"tensor {info.key!r} is {dtype}, which safetensors files cannot hold: {advice}"
+        )
     return _Output(info=info, dtype=dtype)
 
 
