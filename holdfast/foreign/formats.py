@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from holdfast.collector import collector_paused
 from holdfast.errors import ConfigError
 from holdfast.foreign import (
     dcp,
@@ -44,7 +45,8 @@ class Format:
 
     def describe(self, location: Location) -> Catalog:
         """Describe the checkpoint at a location of this format; errors as of `open`."""
-        catalog = self.open(location)
+        with collector_paused():  # a description has as many objects as it has chunks, and stays
+            catalog = self.open(location)
         step = catalog.step or (0 if location.file else location.step)
         notes = [*catalog.left_out]
         if self.is_flat and location.file is None:
