@@ -236,7 +236,7 @@ def test_a_list_calls_no_committed_save_one_in_progress(
 
 
 REQUESTS = {
-    ("ls",): 3, ("show",): 7, ("show", "--step", "5"): 7, ("verify", "--step", "5"): 13 + 1,
+    ("ls",): 3, ("show",): 7, ("show", "--step", "5"): 7, ("verify", "--step", "5"): 11 + 1,
     ("tag", "5", "best"): 9, ("tag",): 4 + 1, ("copy", "OUT", "--step", "5"): 7 + 2,
     ("prune", "--keep-last", "10", "--yes"): 9 + 10, ("repair",): 11 + 1,
 }  # fmt: skip
@@ -283,6 +283,35 @@ def test_the_requests_of_one_rank() -> None:
     with Checkpointer(reader) as checkpointer:
         assert checkpointer.load(state).step == 2
         assert reader.requests <= Counter(get=2, list=1)
+
+
+def test_a_small_plan_of_an_earlier_run_is_read_once() -> None:
+    """By the first save of a process, which proves all of it."""
+    url, state = f"memory://{secrets.token_hex(8)}/run", {"t": {"a": torch.zeros(9)}}
+    with Checkpointer(url, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state)
+    asked: list[str] = []
+
+    def note(kind: str, key: str, *rest: int) -> None:
+        asked.extend([kind] if key.startswith(".plans/") else [])
+
+    with Checkpointer(ObjectStorage(url, observer=note), settle_s=0.0) as checkpointer:
+        checkpointer.save(2, state)
+        assert checkpointer.stats.num_plans == 0
+    assert asked == ["head", "head", "get"]
+
+
+def test_what_is_not_part_of_a_checkpoint_is_named() -> None:
+    """By one list, in a bucket as in a directory."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, {"t": {"a": torch.zeros(9)}})
+    place = step_dir(1)
+    assert verify_snapshot(storage, place) == []
+    for name in ("more", "deep/in/it", "data/other"):
+        storage.write_file(f"{place}/{name}", b"")
+    damages = verify_snapshot(storage, place)
+    assert sorted(each.file for each in damages) == ["data/other", "deep", "more"]
 
 
 def test_a_name_without_a_checkpoint_is_passed_over() -> None:
