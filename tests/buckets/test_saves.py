@@ -29,6 +29,7 @@ from holdfast.cli.main import main
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.verifier import verify_snapshot
 from holdfast.writer.leftovers import repair
+from tests import programs
 from tests.crash.common import state_of, whole
 from tests.harness import RankContext, run_ranks, wait_until
 
@@ -391,25 +392,25 @@ def test_retention_removes_names_and_data(url: str) -> None:
     assert len(storage._bucket.list(".store/data").dirs) == 2
 
 
-TRAINER = """
-import os, signal, sys, torch
-from holdfast import Checkpointer
-checkpointer = Checkpointer(sys.argv[1], settle_s=0.0)
-state = {"t": {"a": torch.full((2_000_000,), 7.0)}}
-checkpointer.prepare(state)
-checkpointer.save_async(9, state)
-print(checkpointer.stats.writer_pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def save_and_be_killed(context: RankContext, url: str) -> None:
+    del context
+    checkpointer = Checkpointer(url, settle_s=0.0)
+    state = {"t": {"a": torch.full((2_000_000,), 7.0)}}
+    checkpointer.prepare(state)
+    checkpointer.save_async(9, state)
+    print(checkpointer.stats.writer_pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_save_is_committed_after_its_trainer_was_killed(url: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", TRAINER, url], capture_output=True, text=True, timeout=240
+def test_a_save_is_committed_after_its_trainer_was_killed(s3: str, url: str) -> None:
+    run = run_ranks(
+        1, save_and_be_killed, url, init=False, expect_failure=True, env=environment(s3)
     )
-    assert run.returncode == -signal.SIGKILL, run.stderr
+    (killed,) = run.errors
+    assert killed is not None
+    assert killed.signal == signal.SIGKILL, killed
     # No secret is in the command line of the writer, while it lives.
-    with_arguments = Path(f"/proc/{run.stdout.strip()}/cmdline")
+    with_arguments = Path(f"/proc/{run.outputs[0].strip()}/cmdline")
     if with_arguments.exists():
         words = with_arguments.read_bytes()
         assert SECRET_KEY.encode() not in words
@@ -460,7 +461,7 @@ def test_of_two_jobs_that_save_one_step_exactly_one_wins(url: str) -> None:
     assert versions(url)[5] == (10, 20)[lines.index("won")]
 
 
-def test_no_credential_is_in_any_output(url: str, tmp_path: Path) -> None:
+def test_no_credential_is_in_any_output(s3: str, url: str, tmp_path: Path) -> None:
     script = f"""
 import logging, sys, torch, traceback
 logging.basicConfig(level=logging.DEBUG)
@@ -507,10 +508,7 @@ for key_id in ("{ACCESS_KEY}", "other"):
     except Exception as error:
         show_variables(error)
 """
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, cwd=tmp_path
-    )
-    written = run.stdout + run.stderr
+    (written,) = programs.launch(script, num_ranks=1, directory=tmp_path, env=environment(s3))
     assert "refuses the options" in written
     assert "cannot be reached" in written
     assert written.count("variables [") > 4
