@@ -48,6 +48,7 @@ from holdfast.format.names import (
 )
 from holdfast.storage import Storage
 from holdfast.storage.reading import (
+    is_absence,
     is_unknown,
     pause_of,
     read_at_most,
@@ -274,16 +275,20 @@ def save_id_of(storage: Storage, directory: str) -> str | None:
 
 
 def known_save_id(storage: Storage, directory: str) -> str | None:
-    """Return what `save_id_of` does; StorageError if that cannot be known now."""
+    """Return what `save_id_of` does; StorageError if a manifest is there that cannot be read now.
+
+    Also where the bytes are at fault: an answer that did not come is none, and callers remove what
+    another version has replaced.
+    """
     path = join_path(directory, MANIFEST)
     try:
         if not hasattr(storage, "read_at_most") and not storage.exists(path):
             return None
         head = read_at_most(storage, path, _PEEK_NBYTES)
     except StorageError as error:
-        if is_unknown(error):
-            raise
-        return None
+        if is_absence(error):
+            return None
+        raise
     _, marker, after = head.partition(b'"save_id":"')
     return after.partition(b'"')[0].decode(errors="replace") if marker else None
 
