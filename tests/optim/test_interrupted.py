@@ -219,7 +219,7 @@ def failing(context: RankContext, way: str) -> dict[str, list[str]]:
         ),
     ],
 )
-def test_an_error_on_one_rank_is_raised_on_all_and_training_goes_on(way: str) -> None:
+def test_an_error_or_interrupt_of_one_rank_is_raised_on_all(way: str) -> None:
     """I1: in any of the microbatches of a step, in the middle of a backward.
 
     An interrupt leaves at once. Before, the rank that dropped its gradients alone was one batch
@@ -235,6 +235,38 @@ def test_an_error_on_one_rank_is_raised_on_all_and_training_goes_on(way: str) ->
         for each in (first, second):
             # One may hear of the other before it comes to its own.
             assert all(told in text for text in each[f"{error.__name__} (0, 1)"])
+
+
+def interrupted_within_another(context: RankContext) -> tuple[list[str], list[float]]:
+    """What this rank raised in the inner of two microbatches, and norms of the steps after it."""
+    raised: list[str] = []
+    norms: list[float] = []
+    with ProcessGroups.create(Layout(dp=2), data_timeout_s=60) as groups:
+        outer, inner = Trained("reduced", groups), Trained("sharded 2", groups)
+        undisturbed = Trained("reduced", groups), Trained("sharded 2", groups)
+        for on in ((1,), (0, 1)):
+            inner.gate.error = KeyboardInterrupt
+            with (
+                pytest.raises((KeyboardInterrupt, HoldfastError)) as caught,
+                outer.taker.microbatch(is_last=True),
+            ):
+                inner.microbatch(0, 0, fail=context.rank in on)
+            raised.append(f"{caught.typename}: {caught.value}")
+            outer.taker.drop_gradients()  # in this order: the inner one is left first
+            inner.taker.drop_gradients()
+            for each, twin in zip((outer, inner), undisturbed, strict=True):
+                norms.append(each.step(len(norms)))
+                assert twin.step(len(norms) - 1) == norms[-1]
+    return raised, norms
+
+
+def test_an_interrupt_within_two_microbatches_leaves_both_on_all_ranks() -> None:
+    """I1, M22: whichever optimizer drops its gradients first."""
+    (first, norms), (second, others) = run_ranks(2, interrupted_within_another).results
+    assert norms == others
+    assert second[0] == "KeyboardInterrupt: in a backward"
+    assert "rank 1: KeyboardInterrupt: in a backward" in first[0]
+    assert all("KeyboardInterrupt: in a backward" in each[1] for each in (first, second))
 
 
 class Told(MicrobatchTaker):
