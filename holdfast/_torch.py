@@ -355,7 +355,7 @@ _TIMED_OUT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d+)")
 """Milliseconds that a backend waited, in the texts of gloo and NCCL."""
 
 
-def lost_after_s(error: Exception) -> float | None:
+def lost_after_s(error: BaseException) -> float | None:
     """Return how long a failed collective waited for other ranks, as far as its error says.
 
     None for any other error. Gloo raises a bare RuntimeError, so its text is all that there is.

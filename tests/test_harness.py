@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_a_rank_that_is_as_it_was_or_can_be_put_back_serves_again(kind: str) -> 
     ],
 )
 def test_a_rank_that_a_job_has_changed_serves_no_other(kind: str) -> None:
-    changed = {pid for pid, _, _ in run_ranks(2, _trace, kind).results}
+    changed = {pid for pid, _, _ in run_ranks(2, partial(_trace, kind=kind)).results}
     assert changed.isdisjoint(pid for pid, _, _ in run_ranks(2, _trace, "nothing").results)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in changed)
 

@@ -13,9 +13,9 @@ Reader and remover each first write a small file in `.reading/` and then look fo
 if both come at once, at least one sees the other: the reader waits for the remover or gives up, and
 the remover gives up. This takes files and listings only, no locks. Each side writes to the
 directory before it lists it, which makes the client of a network file system ask its server. A
-lease is renewed while its owner lives, and expires later by the storage's own clock. Leases are not
-synced: their owners do not survive the machine either. A save that replaces a checkpoint takes no
-lease.
+lease is renewed while its owner lives, and expires later: by the time since the boot if its owner
+is on the same host, otherwise by the storage's own clock. Leases are not synced: their owners do
+not survive the machine either. A save that replaces a checkpoint takes no lease.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from holdfast.format.names import (
 )
 from holdfast.storage import Storage
 from holdfast.storage.reading import (
+    is_absence,
     is_unknown,
     pause_of,
     read_at_most,
@@ -274,16 +275,20 @@ def save_id_of(storage: Storage, directory: str) -> str | None:
 
 
 def known_save_id(storage: Storage, directory: str) -> str | None:
-    """Return what `save_id_of` does; StorageError if that cannot be known now."""
+    """Return what `save_id_of` does; StorageError if a manifest is there that cannot be read now.
+
+    Also where the bytes are at fault: an answer that did not come is none, and callers remove what
+    another version has replaced.
+    """
     path = join_path(directory, MANIFEST)
     try:
         if not hasattr(storage, "read_at_most") and not storage.exists(path):
             return None
         head = read_at_most(storage, path, _PEEK_NBYTES)
     except StorageError as error:
-        if is_unknown(error):
-            raise
-        return None
+        if is_absence(error):
+            return None
+        raise
     _, marker, after = head.partition(b'"save_id":"')
     return after.partition(b'"')[0].decode(errors="replace") if marker else None
 
@@ -328,6 +333,8 @@ class _LeaseFile(msgspec.Struct, frozen=True, kw_only=True):
     save_id: str | None = None
     origin: str = ""
     """Where `pid` means this process, and since when: see `_origin`."""
+    since_boot: float | None = None
+    """When it was renewed, in seconds of the host's monotonic clock, which nobody sets."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -367,6 +374,7 @@ class Lease:
             life_s=self.life_s,
             save_id=self.save_id,
             origin=self._origin,
+            since_boot=time.monotonic(),
         )
         data = msgspec.json.encode(content)
         self.may_be_there = True
@@ -553,10 +561,26 @@ def _origin(pid: int) -> str:
 
 def _is_dead(lease: _LeaseFile) -> bool:
     """Return True if the owner of a lease ran on this host and does not run any more."""
-    here, there = _origin(os.getpid()).split(), lease.origin.split()
-    if len(here) != 3 or here[:2] != there[:2]:
+    if not _is_of_here(lease):
         return False  # its process id means nothing here
-    return _origin(lease.pid).split() != there and not _is_hidden(lease.pid)
+    return _origin(lease.pid) != lease.origin and not _is_hidden(lease.pid)
+
+
+def _is_of_here(lease: _LeaseFile) -> bool:
+    """Return True if the owner of a lease has this host, its boot and process ids in common."""
+    here, there = _origin(os.getpid()).split(), lease.origin.split()
+    return len(here) == 3 and here[:2] == there[:2]
+
+
+def _lease_age_s(storage: Storage, path: str, lease: _LeaseFile) -> float:
+    """Return the seconds since a lease was renewed.
+
+    If its owner is on this host, by the time since the boot: a clock that is set hours ahead makes
+    all files look old at once, those of readers that live included.
+    """
+    if lease.since_boot is not None and _is_of_here(lease):
+        return time.monotonic() - lease.since_boot
+    return renewed_ago_s(storage, path, stamp=lease.renewed)
 
 
 def _is_hidden(pid: int) -> bool:
@@ -621,7 +645,7 @@ def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
         return f"an unknown process ({storage.describe(path)} cannot be decoded; remove the file)"
     # A lease that cannot be examined counts as live: wrongly kept files cost space, lost ones data.
     try:
-        is_expired = renewed_ago_s(storage, path, stamp=content.renewed) >= content.life_s
+        is_expired = _lease_age_s(storage, path, content) >= content.life_s
     except StorageError:
         is_expired = not storage.exists(path)
     # A killed remover is not waited for. A reader is: other ranks of its job may still read.

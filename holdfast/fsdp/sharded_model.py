@@ -451,6 +451,7 @@ class ShardedModel(MicrobatchTaker):
         Raises:
             ConfigError: A whole parameter was written, which is lost; gradients are forgotten.
         """
+        self.tell_others()
         interrupted = self._interrupted()
         try:
             self._check_writes()
@@ -462,7 +463,8 @@ class ShardedModel(MicrobatchTaker):
             # What was gathered ahead may have been completed from zeros.
             if self._is_interrupted or interrupted:
                 _torch.reset(self.model)
-            self._log.forget_orders(is_completed=self._is_interrupted)
+            is_completed = self._is_interrupted and not self.is_interrupted_alone
+            self._log.forget_orders(is_completed=is_completed)
             self._is_pending = self._is_interrupted = False
             for group in self._groups:
                 group.drop_gradients()
@@ -786,8 +788,11 @@ class ShardedModelStepper(PlainStepper):
     def has_lost_communicators(self) -> bool:
         return self._sharded.has_lost_communicators
 
-    def interrupt(self, *, is_alone: bool = False) -> None:
-        self._sharded.interrupt(is_alone=is_alone)
+    def interrupt(self, *, is_alone: bool = False, tell: Callable[[], None] | None = None) -> None:
+        self._sharded.interrupt(is_alone=is_alone, tell=tell)
+
+    def tell_others(self) -> None:
+        self._sharded.tell_others()
 
     @property
     def is_interrupted_alone(self) -> bool:

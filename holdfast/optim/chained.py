@@ -172,6 +172,7 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             optimizer.publish()
 
     def drop_gradients(self) -> None:
+        self.tell_others()
         self._is_interrupted = False
         for optimizer in self._optimizers.values():
             optimizer.drop_gradients()

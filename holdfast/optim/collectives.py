@@ -175,7 +175,7 @@ def give_up(work: Pending) -> None:
         work.give_up()
 
 
-def lost_to_others(error: Exception) -> DeadlineError | None:
+def lost_to_others(error: BaseException) -> DeadlineError | None:
     """Return the error of a collective that other ranks did not complete; None for any other.
 
     Forward and backward have collectives of torch and of the model, which fail with the backend's
@@ -190,7 +190,7 @@ def lost_to_others(error: Exception) -> DeadlineError | None:
     return _lost(error, "a collective of the microbatch")
 
 
-def _lost(error: Exception, what: str, *, waited_s: float = 0.0) -> DeadlineError:
+def _lost(error: BaseException, what: str, *, waited_s: float = 0.0) -> DeadlineError:
     """Return the error for a collective that other ranks did not complete."""
     # A backend counts from the launch, which may have been long before the wait.
     waited_s = max(waited_s, lost_after_s(error) or 0.0)

@@ -226,7 +226,11 @@ class Stepper(MicrobatchTaker):
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Forget all gradients, and allow microbatches after an error; `step` does so itself."""
+        """Forget all gradients, and allow microbatches after an error; `step` does so itself.
+
+        After an interrupt that has left a microbatch on this rank the others raise it here, once
+        they have come to the end of theirs.
+        """
 
     def borders(self) -> list[Border]:
         """Return where parameters are cut between this rank's shards and those of others."""
@@ -410,6 +414,7 @@ class StepEngine:
         try:
             # Phase 1: measure. Wrong arguments, too, wait for the sum to be raised on all ranks.
             try:
+                self._tell_others()
                 refuse_closure(closure)
                 mine.max_norm = check_limit(max_norm)
                 mine.scale = check_scaler(scaler, layouts=self._layouts, trained=self._steppers)
@@ -469,9 +474,15 @@ class StepEngine:
 
     def drop_gradients(self) -> None:
         """Forget the gradients of all modules of this rank."""
+        self._tell_others()
         self._crossings.forget()
         for stepper in self._steppers.values():
             stepper.drop_gradients()
+
+    def _tell_others(self) -> None:
+        """Let other ranks raise what has left a microbatch on this one alone."""
+        for stepper in self._steppers.values():
+            stepper.tell_others()
 
     def synchronize(self) -> None:
         """Wait until the parameters of all modules of this rank are whole and up to date."""
@@ -524,8 +535,8 @@ class StepEngine:
         """Return the error of a module of which gradients are missing, after an earlier error.
 
         It then makes the collectives that the other ranks make. If they know of the error, these
-        are those of a whole step, and the gradients that are left are dropped. Otherwise they are
-        what is missing of those that have begun.
+        are those of a whole step, and the gradients that are left are dropped. Otherwise, with
+        pipeline stages, they are what is missing of those that have begun.
         """
         failure: Exception | None = None
         for module, stepper in self._steppers.items():

@@ -47,6 +47,7 @@ class MicrobatchTaker(ABC):
     _is_interrupted = False
     _is_alone = False
     _reason_closed = _reason_lost = ""
+    _tell: Callable[[], None] | None = None
 
     @abstractmethod
     def take_microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -132,13 +133,27 @@ class MicrobatchTaker(ABC):
         """True if `close_communicators` was called: nothing may be launched any more."""
         return bool(self._reason_closed)
 
-    def interrupt(self, *, is_alone: bool = False) -> None:
+    def interrupt(self, *, is_alone: bool = False, tell: Callable[[], None] | None = None) -> None:
         """Refuse microbatches and steps until `drop_gradients`: some gradients are missing.
 
         Args:
             is_alone: True if other ranks do not know of the error.
+            tell: lets them know, and calls this again.
         """
-        self._is_interrupted, self._is_alone = True, is_alone
+        self._is_interrupted, self._is_alone, self._tell = True, is_alone, tell
+
+    def tell_others(self) -> None:
+        """Let other ranks raise what has left a microbatch on this one alone, if they wait for it.
+
+        Before gradients are dropped: the next microbatch here would end with the one that they are
+        in. Collective then.
+
+        Raises:
+            DeadlineError: Some of them have not come to the end of that microbatch.
+        """
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell()
 
     @property
     def is_interrupted_alone(self) -> bool:
@@ -259,6 +274,10 @@ class Microbatches:
     A call that is refused before its microbatch begins is one error of all ranks, too, if they have
     different modules: those whose modules refuse nothing are inside by then.
 
+    An interrupt (`KeyboardInterrupt`, `SystemExit`) leaves at once, on its own rank: who has asked
+    for it may want the process to end. What is described above follows when that rank drops its
+    gradients, or comes to a step.
+
     Args:
         takers: of the modules of this rank that are trained.
         groups: of all ranks of all modules.
@@ -334,12 +353,42 @@ class Microbatches:
         """End the step on all ranks; return if this one keeps its own error."""
         if self._has_ended:
             return
-        is_interrupt = not isinstance(error, Exception)
-        for taker in self._takers.values():
-            taker.interrupt(is_alone=is_interrupt or not self._agrees)
-        if isinstance(error, Exception):  # an interrupt leaves at once
+        if isinstance(error, Exception):
+            for taker in self._takers.values():
+                taker.interrupt(is_alone=not self._agrees)
             self._has_ended = True
             self._end_on_all(error)
+            return
+        # Other ranks may have taken its agreement, and wait in their next one.
+        self._is_known = False
+        if self._agrees:
+            self._groups.untold_interrupts.setdefault(self, error)
+        for taker in self._takers.values():
+            taker.interrupt(is_alone=True, tell=self._tell_all if self._agrees else None)
+
+    def _tell_all(self) -> None:
+        """Let other ranks raise the interrupts that have left microbatches on this one."""
+        untold = self._groups.untold_interrupts
+        while untold:
+            microbatches = next(iter(untold))
+            error = untold.pop(microbatches)
+            assert isinstance(microbatches, Microbatches)
+            microbatches.tell_interrupt(error)
+
+    def tell_interrupt(self, error: BaseException) -> None:
+        """Let other ranks raise an interrupt that has left a microbatch on this one.
+
+        Raises:
+            DeadlineError: They have not come to its end.
+        """
+        try:
+            self._end_on_all(error)
+        except HoldfastError as raised:
+            if isinstance(raised, DeadlineError):
+                raise
+        if not self._groups.loop_control.is_broken:
+            for taker in self._takers.values():
+                taker.interrupt()
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
@@ -419,7 +468,7 @@ class Microbatches:
                     return taker.launches_on(name)
         return None
 
-    def _end_on_all(self, error: Exception) -> None:
+    def _end_on_all(self, error: BaseException) -> None:
         """Raise on all ranks; return if this one keeps its own error."""
         is_known, self._is_known = self._is_known, False
         control = self._groups.loop_control
@@ -462,7 +511,7 @@ class Microbatches:
         if shared is not error and not is_own:
             raise shared from error
 
-    def _fail(self, error: Exception, *, is_known: bool) -> BaseException:
+    def _fail(self, error: BaseException, *, is_known: bool) -> BaseException:
         """Let all ranks raise, wherever they wait, and return what they raise."""
         control = self._groups.loop_control
         # This rank does not wait as long as those do that may wait for it in a collective of the

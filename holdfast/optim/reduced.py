@@ -463,6 +463,7 @@ class ReducedOptimizer(PlainStepper):
             raise error
 
     def drop_gradients(self) -> None:
+        self.tell_others()
         self._is_interrupted = False
         self.optimizer.zero_grad(set_to_none=True)
         self._is_reduced = False

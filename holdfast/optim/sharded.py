@@ -365,6 +365,10 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self._watch.restart()
 
     def drop_gradients(self) -> None:
+        self.tell_others()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
         self._is_interrupted = False
         self._reducer.drop()
         for _, updated, _ in self._gradients:
@@ -401,7 +405,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             return
         self.synchronize()
         self._is_closed = True
-        self.drop_gradients()
+        self._forget_gradients()
         self._reducer.close()
         self._watch.close()
 

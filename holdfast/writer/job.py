@@ -28,7 +28,7 @@ from holdfast.format.fingerprint import fingerprint_box
 from holdfast.format.index import gaps
 from holdfast.format.names import parse_saving_dir, step_dir
 from holdfast.format.root_identity import require_root
-from holdfast.format.versions import LEASES_DIR, repeated, save_id_of
+from holdfast.format.versions import LEASES_DIR, known_save_id, repeated
 from holdfast.storage import PosixStorage, Storage
 from holdfast.storage.reading import (
     file_stamp,
@@ -422,10 +422,12 @@ def _write_plan(storage: Storage, job: WriteJob, plan: EncodedPlan) -> None:
     now = f"{time.time():.3f}".encode()
     storage.replace_file(f"{job.directory}/{ALIVE_FILE}", now, durable=False)
     # By what it replaces, and not by times, a repair knows later which of two versions is newer:
-    # the clock may have been set back in between.
-    header = msgspec.structs.replace(
-        job.header, replaces=save_id_of(storage, step_dir(job.header.step)) or ""
-    )
+    # the clock may have been set back in between. Where that cannot be read now, times have to do.
+    try:
+        replaces = known_save_id(storage, step_dir(job.header.step)) or ""
+    except StorageError:
+        replaces = None
+    header = msgspec.structs.replace(job.header, replaces=replaces)
     for path, data in _plan_files(header, plan).items():
         storage.write_file(f"{job.directory}/{path}", data, durable=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from typing import Literal
 
 import msgspec
 
@@ -106,10 +107,15 @@ def require_committed(storage: Storage, job: WriteJob) -> None:
             details=error.details,
         ) from error
     if not is_committed:
-        raise StorageError(
-            f"{storage.describe(job.directory)} is gone and step {job.header.step} is not "
-            f"committed: the save was discarded; save again"
-        )
+        raise _discarded(storage, job)
+
+
+def _discarded(storage: Storage, job: WriteJob) -> StorageError:
+    """Return the error of a save whose directory is gone, and which is not committed."""
+    return StorageError(
+        f"{storage.describe(job.directory)} is gone and step {job.header.step} is not "
+        f"committed: the save was discarded; save again"
+    )
 
 
 def is_discarded(storage: Storage, directory: str) -> bool:
@@ -123,28 +129,60 @@ def is_discarded(storage: Storage, directory: str) -> bool:
 def wait_for_commit(storage: Storage, job: WriteJob, deadline: float) -> None:
     """Return when the committer has committed this save; raise its failure record.
 
+    A look that fails says nothing, and is made again until the deadline: the save may be committed,
+    and a network file system that refuses a call for a moment does not undo it.
+
+    Raises:
+        HoldfastError: The failure that the committer has recorded.
+        DeadlineError: The save is not committed by the deadline.
+        StorageError: The save was discarded; or its end could not be seen by the deadline.
+
     Cost: one listing of a small directory for each look, and more only towards the end.
     """
-    final = step_dir(job.header.step)
     began = time.monotonic()
     while True:
-        names = _names_in(storage, job.directory)
-        if names is None:
-            return require_committed(storage, job)
-        # While it has the done-records and no manifest, nothing is committed: skip the read.
-        has_begun = MANIFEST in names or DONE_DIR not in names
-        if has_begun and known_save_id(storage, final) == job.header.save_id:
-            return None
-        if FAILED_FILE in names:
-            raise read_failure(storage, f"{job.directory}/{FAILED_FILE}")
+        refused: StorageError | None = None
+        try:
+            if (end := _look(storage, job)) is not None:
+                break
+        except StorageError as error:
+            refused = error
         now = time.monotonic()
         if now > deadline:
-            raise DeadlineError(
-                f"save of step {job.header.step}: no commit within {job.deadline_s:.0f} s (phase: "
-                f"commit); the committing rank's writer may be gone"
-            )
+            raise _not_seen(job, refused) from refused
         pause = max(pause_s(now - began), pause_of(storage))
         time.sleep(min(pause, max(deadline - now, 0.0)))
+    if isinstance(end, HoldfastError):
+        raise end
+
+
+def _look(storage: Storage, job: WriteJob) -> HoldfastError | Literal["committed"] | None:
+    """Return how a save has ended, or None if it has not; StorageError if that cannot be seen."""
+    names = _names_in(storage, job.directory)
+    # While it has the done-records and no manifest, nothing is committed: skip the read.
+    has_begun = names is None or MANIFEST in names or DONE_DIR not in names
+    if has_begun and known_save_id(storage, step_dir(job.header.step)) == job.header.save_id:
+        return "committed"
+    if names is None:
+        return _discarded(storage, job)
+    if FAILED_FILE in names:
+        return read_failure(storage, f"{job.directory}/{FAILED_FILE}")
+    return None
+
+
+def _not_seen(job: WriteJob, refused: StorageError | None) -> HoldfastError:
+    """Return the error of a wait that has reached its deadline, whose last look was refused."""
+    within = f"within {job.deadline_s:.0f} s (phase: commit)"
+    if refused is None:
+        return DeadlineError(
+            f"save of step {job.header.step}: no commit {within}; the committing rank's writer may "
+            f"be gone"
+        )
+    return StorageError(
+        f"save of step {job.header.step}: whether it is committed could not be seen {within}: "
+        f"{refused}; look before you save again",
+        details=refused.details,
+    )
 
 
 def _names_in(storage: Storage, directory: str) -> list[str] | None:

@@ -18,7 +18,7 @@ from tests.campaign.actions import Action
 from tests.campaign.programs import Program, draw, draw_irregular
 from tests.campaign.twin import Twin
 from tests.campaign.verdicts import Answer, Verdict, judge
-from tests.campaign.ways import Trained
+from tests.campaign.ways import Interrupt, Trained
 from tests.harness import RankContext
 
 
@@ -142,7 +142,7 @@ def _do_all(trained: Trained, actions: tuple[Action, ...]) -> list[Answer]:
     for action in actions:
         try:
             answers.append(Answer(values=trained.do(action)))
-        except Exception as error:
+        except (Exception, Interrupt) as error:
             answers.append(Answer.of(error))
             try:
                 trained.recover(action, answers[-1].error)

@@ -28,7 +28,7 @@ from tests.campaign.actions import (
 )
 from tests.campaign.programs import Way
 from tests.campaign.twin import Situation, Twin
-from tests.campaign.ways import HOOKED, IN_BUCKETS, Trouble, Values
+from tests.campaign.ways import HOOKED, IN_BUCKETS, INJECTED, Values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class Answer:
     """True if the error is the injected one, or one of Holdfast's, or one that it explains."""
 
     @staticmethod
-    def of(error: Exception, *, after: str = "") -> Answer:
+    def of(error: BaseException, *, after: str = "") -> Answer:
         """Return the answer that is an error, or one in the recovery after an error."""
         notes = getattr(error, "__notes__", [])
-        is_clear = (isinstance(error, HoldfastError | Trouble) or bool(notes)) and not after
+        is_clear = (isinstance(error, (HoldfastError, *INJECTED)) or bool(notes)) and not after
         text = " ".join([f"{type(error).__name__}: {error}", *notes])
         if not is_clear:
             text = "".join([after, text, *traceback.format_tb(error.__traceback__)[-2:]])
@@ -254,7 +254,7 @@ def _tells(answers: Sequence[Answer], injected: Injected, layout: Layout) -> boo
     for i, answer in enumerate(answers):
         if bool(answer.error) != (i in injected.raises):
             return False
-        is_own = answer.error.startswith(f"{Trouble.__name__}:")
+        is_own = answer.error.startswith(tuple(f"{each.__name__}:" for each in INJECTED))
         named = "injected" in answer.error and any(
             re.search(rf"\b{rank}\b", answer.error) for rank in ranks
         )

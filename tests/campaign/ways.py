@@ -112,6 +112,16 @@ class Trouble(Exception):
         super().__init__("injected")
 
 
+class Interrupt(KeyboardInterrupt):
+    """Comes at any time, and leaves at once."""
+
+    def __init__(self) -> None:
+        super().__init__("injected")
+
+
+INJECTED = (Trouble, Interrupt)
+
+
 Values = Mapping[str, Any]
 """What an action returns: numbers, a tensor, or tensors by name."""
 
@@ -255,16 +265,17 @@ class Trained:
         failing = action.failing
         fails = failing is None or self._index in failing
         fault = action.fault if fails else None
+        injected = INJECTED[action.step % 2]
         with self._microbatch(is_last=action.is_last):
             if action.does == "nothing" or self._index in action.idle:
                 return {}
             with (
-                _fault_of(self.model, fault, action.block),
+                _fault_of(self.model, fault, action.block, injected),
                 torch.set_grad_enabled(action.does != "no_grad"),
             ):
                 found = forwards(self.model, [rows], action)
                 if fault == "before backward":
-                    raise Trouble
+                    raise injected
                 if action.form == "evaluated":
                     evaluate(self.model, "no_grad")
                 if action.form == "cleared":
@@ -276,7 +287,7 @@ class Trained:
                             scaled.backward(retain_graph=True)
                         scaled.backward(create_graph=action.form == "graph")
             if fault is not None:
-                raise Trouble
+                raise injected
         scale = 1.0 if self._scaler is None or action.form != "input" else self._scaler.scale
         gradient = found.input_gradients()[0]
         return {
@@ -444,19 +455,21 @@ class Trained:
 
 
 @contextlib.contextmanager
-def _fault_of(model: Generated, fault: Fault | None, block: int) -> Iterator[None]:
+def _fault_of(
+    model: Generated, fault: Fault | None, block: int, injected: type[BaseException]
+) -> Iterator[None]:
     """Raise in the forward, or in the backward, of a module."""
 
     def fail(*_: Any) -> Any:
-        raise Trouble
+        raise injected
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
         del module, args
         if fault == "in forward":
-            raise Trouble
+            raise injected
         if fault == "in recompute":
             if is_in_backward():
-                raise Trouble
+                raise injected
         elif output.requires_grad:
             output.register_hook(fail)
 

@@ -316,6 +316,34 @@ def test_of_two_versions_the_later_stays_whatever_the_clock_says(
     assert versions(tmp_path) == {1: 13}
 
 
+class Refusing(Unshared):
+    """The manifest of a step that is read with an error of the disk, or of the network."""
+
+    code: int | None = None
+
+    def size(self, path: str) -> int:
+        if self.code is not None and path == "iter_0000001/manifest.json":
+            error = OSError(self.code, os.strerror(self.code))
+            raise posix.storage_error(error, action="examine", place=self.root / path) from error
+        return super().size(path)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("at_save", [False, True])
+def test_a_complete_save_stays_while_what_it_is_to_replace_cannot_be_read(
+    tmp_path: Path, code: int, at_save: bool
+) -> None:
+    """P27: an error is neither another version nor none, as it is written and as it is repaired."""
+    storage = Refusing(tmp_path)
+    save(storage, "sync", 1, 10)
+    storage.code = code if at_save else None
+    _interrupted(storage, 1, 11, overwrite=True)
+    storage.code = code
+    assert [f.fate for f in repair(storage, alive_s=0.0)] == ["kept"]
+    assert [f.fate for f in repair(Unshared(tmp_path), alive_s=0.0)] == ["finished"]
+    assert versions(tmp_path) == {1: 11}
+
+
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("keeps_times", [False, True])
 def test_a_run_that_was_copied_while_it_saved(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -84,25 +84,26 @@ WIDTH = 6
 
 
 class Failing(torch.autograd.Function):
-    """The same values; the backward raises."""
+    """The same values; the backward raises an error of some class."""
 
     @staticmethod
-    def forward(context: Any, values: torch.Tensor) -> torch.Tensor:
-        del context
+    def forward(context: Any, values: torch.Tensor, error: type[BaseException]) -> torch.Tensor:
+        context.error = error
         return values.clone()
 
     @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        raise Trouble("in a backward")
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        raise context.error("in a backward")
 
 
 class Gate(nn.Module):
     """Passes values on; its backward raises if it is to fail."""
 
     fails = False
+    error: type[BaseException] = Trouble
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        passed: torch.Tensor = Failing.apply(values) if self.fails else values
+        passed: torch.Tensor = Failing.apply(values, self.error) if self.fails else values
         return passed
 
 
@@ -125,6 +126,9 @@ class Trained:
             # As on a device, where a wait for another rank cannot be left.
             self.taker._predicts = is_predicted
             self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        elif kind == "reduced":
+            plain = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.taker = self.optimizer = ReducedOptimizer(plain, groups, reduce="dp_cp")
         else:
             self.taker = self.optimizer = ShardedOptimizer(
                 self.model,
@@ -153,10 +157,14 @@ class Trained:
                 hidden = part(hidden)
             hidden.square().mean().backward()
 
-    def fail(self, step: int, *, at: int, on: int) -> str:
-        """Run microbatches up to one that fails on a rank; return what this one raises."""
-        with pytest.raises((Trouble, HoldfastError)) as caught:
-            self._run_to(step, at, fail=self.groups.rank == on)
+    def fail(self, step: int, *, at: int, on: Collection[int], error: type[BaseException]) -> str:
+        """Run microbatches up to one that fails on ranks; return what this one raises."""
+        self.gate.error = error
+        with pytest.raises((error, HoldfastError)) as caught:
+            self._run_to(step, at, fail=self.groups.rank in on)
+        if at == 1:
+            with pytest.raises(HoldfastError, match=r"drop_gradients\(\).* on all ranks"):
+                self.update()
         self.taker.drop_gradients()
         return f"{caught.typename}: {caught.value}"
 
@@ -167,6 +175,9 @@ class Trained:
     def step(self, number: int) -> float:
         for each in range(NUM_MICROBATCHES):
             self.microbatch(number, each, fail=False)
+        return self.update()
+
+    def update(self) -> float:
         outcome = (
             self.taker.step() if self.taker is self.optimizer else self.taker.step(self.optimizer)
         )
@@ -174,16 +185,21 @@ class Trained:
         return norm
 
 
-def failing_on_one_rank(context: RankContext, way: str) -> list[str]:
+ERRORS = (Trouble, KeyboardInterrupt)
+
+
+def failing(context: RankContext, way: str) -> dict[str, list[str]]:
     """What this rank raised; steps repeated after it equal those of a run without an error."""
-    raised = []
+    raised: dict[str, list[str]] = {}
     with ProcessGroups.create(Layout(dp=2)) as groups:
         groups.clone("dp_cp", purpose="dp_cp_ag")
         undisturbed, trained = Trained(way, groups), Trained(way, groups)
         for step in range(1 + NUM_MICROBATCHES):
             expected = undisturbed.step(step)
-            if step:  # a sharded model completes what it has seen
-                raised.append(trained.fail(step, at=step - 1, on=1))
+            for error in ERRORS if step else ():  # a sharded model completes what it has seen
+                for on in ((1,), (0, 1)):
+                    told = trained.fail(step, at=step - 1, on=on, error=error)
+                    raised.setdefault(f"{error.__name__} {on}", []).append(told)
             assert trained.step(step) == expected, step
     return raised
 
@@ -191,25 +207,68 @@ def failing_on_one_rank(context: RankContext, way: str) -> list[str]:
 @pytest.mark.parametrize(
     "way",
     [
-        *("fsdp optim_grads", "fsdp optim_grads_params", "sharded 2", "sharded 2 overlap"),
+        "fsdp optim_grads_params",
+        "sharded 2 overlap",
         "fsdp optim_grads by layers",  # each unit is a root of its own
+        "reduced",
         *(
             pytest.param(way, marks=pytest.mark.slow)
             for way in (
-                *("fsdp no_shard", "fsdp optim", "fsdp optim_grads_params predicted"),
-                *("sharded 1", "sharded 1 overlap"),
+                *("fsdp no_shard", "fsdp optim", "fsdp optim_grads"),
+                "fsdp optim_grads_params predicted",
+                *("sharded 1", "sharded 1 overlap", "sharded 2"),
             )
         ),
     ],
 )
-def test_an_error_on_one_rank_is_raised_on_all_and_training_goes_on(way: str) -> None:
-    """In any of the microbatches of a step, in the middle of a backward."""
-    first, second = run_ranks(2, failing_on_one_rank, way).results
-    assert len(first) == len(second) == NUM_MICROBATCHES
-    for others, own in zip(first, second, strict=True):
-        assert own == "Trouble: in a backward"
-        assert "rank 1" in others
-        assert "Trouble: in a backward" in others
+def test_an_error_or_interrupt_of_one_rank_is_raised_on_all(way: str) -> None:
+    """I1: in any of the microbatches of a step, in the middle of a backward.
+
+    An interrupt leaves at once. Before, the rank that dropped its gradients alone was one batch
+    ahead of the others from then on: its next microbatch ended with the one that it had left.
+    """
+    first, second = run_ranks(2, failing, way).results
+    for error in ERRORS:
+        told = f"{error.__name__}: in a backward"
+        assert second[f"{error.__name__} (1,)"] == [told] * NUM_MICROBATCHES
+        for others in first[f"{error.__name__} (1,)"]:
+            assert "rank 1" in others
+            assert told in others
+        for each in (first, second):
+            # One may hear of the other before it comes to its own.
+            assert all(told in text for text in each[f"{error.__name__} (0, 1)"])
+
+
+def interrupted_within_another(context: RankContext) -> tuple[list[str], list[float]]:
+    """What this rank raised in the inner of two microbatches, and norms of the steps after it."""
+    raised: list[str] = []
+    norms: list[float] = []
+    with ProcessGroups.create(Layout(dp=2), data_timeout_s=60) as groups:
+        outer, inner = Trained("reduced", groups), Trained("sharded 2", groups)
+        undisturbed = Trained("reduced", groups), Trained("sharded 2", groups)
+        for on in ((1,), (0, 1)):
+            inner.gate.error = KeyboardInterrupt
+            with (
+                pytest.raises((KeyboardInterrupt, HoldfastError)) as caught,
+                outer.taker.microbatch(is_last=True),
+            ):
+                inner.microbatch(0, 0, fail=context.rank in on)
+            raised.append(f"{caught.typename}: {caught.value}")
+            outer.taker.drop_gradients()  # in this order: the inner one is left first
+            inner.taker.drop_gradients()
+            for each, twin in zip((outer, inner), undisturbed, strict=True):
+                norms.append(each.step(len(norms)))
+                assert twin.step(len(norms) - 1) == norms[-1]
+    return raised, norms
+
+
+def test_an_interrupt_within_two_microbatches_leaves_both_on_all_ranks() -> None:
+    """I1, M22: whichever optimizer drops its gradients first."""
+    (first, norms), (second, others) = run_ranks(2, interrupted_within_another).results
+    assert norms == others
+    assert second[0] == "KeyboardInterrupt: in a backward"
+    assert "rank 1: KeyboardInterrupt: in a backward" in first[0]
+    assert all("KeyboardInterrupt: in a backward" in each[1] for each in (first, second))
 
 
 class Told(MicrobatchTaker):

@@ -15,6 +15,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -147,8 +148,7 @@ class RankPool:
         for rank, (process, job) in enumerate(zip(ranks, jobs, strict=True)):
             changes = process.left_behind(end)
             if changes:
-                name = f"{job.target.__module__}.{job.target.__qualname__}"
-                self.thrown_away.append((name, rank, changes))
+                self.thrown_away.append((_name_of(job.target), rank, changes))
             else:
                 self._idle[rank] = process
 
@@ -157,6 +157,13 @@ class RankPool:
         for process in self._idle.values():
             process.kill()
         self._idle.clear()
+
+
+def _name_of(target: Callable[..., object]) -> str:
+    """Return module and name of a job's function, also if arguments are bound to it."""
+    while isinstance(target, partial):
+        target = target.func
+    return f"{target.__module__}.{target.__qualname__}"
 
 
 def _collect(

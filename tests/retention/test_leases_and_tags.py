@@ -104,7 +104,9 @@ def test_a_reader_in_another_process_protects_until_it_dies(tmp_path: Path) -> N
         reader.wait(60)
         assert readers_of(storage, ONE)  # nobody can tell yet
         by_owner = json.loads(mark.read_bytes())
+        by_owner["origin"] = "elsewhere"  # on another host, whose time since boot says nothing here
         by_owner["renewed"] -= 16.0
+        by_owner["since_boot"] -= 16.0
         mark.write_bytes(json.dumps(by_owner).encode())
         assert readers_of(storage, ONE)  # by the clock of the storage
         os.utime(mark, (by_owner["renewed"],) * 2)
@@ -114,6 +116,28 @@ def test_a_reader_in_another_process_protects_until_it_dies(tmp_path: Path) -> N
     finally:
         reader.kill()
         reader.wait(60)
+
+
+@pytest.mark.parametrize("hours", [5, -5])
+def test_a_reader_on_this_host_protects_whatever_the_clock_is_set_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """E14: its files look as old as if the clock had jumped; its time since boot tells."""
+    storage = fill(tmp_path, [1, 2])
+    with read_lease(storage, ONE):
+        (mark,) = (tmp_path / LEASES_DIR).iterdir()
+        jumped = time.time() + hours * 3600
+        monkeypatch.setattr(time, "time", lambda: jumped)
+        then = mark.stat().st_mtime - hours * 3600
+        os.utime(mark, (then, then))
+        result = apply_retention(storage, plan_retention(storage, KeepLast(1)))
+        assert str(os.getpid()) in result.spared[1]
+        # And a lease that is not renewed expires, also with a time in the future.
+        content = json.loads(mark.read_bytes())
+        content["since_boot"] -= content["life_s"]
+        mark.write_bytes(json.dumps(content).encode())
+        os.utime(mark, (then, then))
+        assert not readers_of(storage, ONE)
 
 
 def test_many_may_read_and_a_mark_is_of_one_checkpoint(tmp_path: Path) -> None:

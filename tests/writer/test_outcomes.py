@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from bench.scale import HEADER
 from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups, Sharded
 from holdfast.errors import DeadlineError, ErrorRecord, StorageError
 from holdfast.storage import Sink
-from holdfast.storage.storage_protocol import UNKNOWN
+from holdfast.storage.posix import storage_error
 from holdfast.writer.job import run_job
 from holdfast.writer.outcomes import pause_s, publish_failure
 from holdfast.writer.records import DONE_DIR, SaveOutcome, WriteJob
@@ -26,6 +28,8 @@ JOB = WriteJob(
     directory=".saving-iter_0000001-abc", position=1, rank=1, header=HEADER, plan_digest="",
     block_nbytes=1 << 20, deadline_s=1.0,
 )  # fmt: skip
+
+MANIFEST_OF_JOB = b'{"save_id":"' + HEADER.save_id.encode() + b'"}'
 
 
 class Counting(PosixStorage):
@@ -99,8 +103,7 @@ def test_a_wait_ends_when_the_directory_has_its_final_name(
     if is_exchanged:
         storage.make_dir(FINAL)
         storage.write_file(f"{FINAL}/manifest.json", b'{"save_id":"another"}')
-    manifest = b'{"save_id":"' + HEADER.save_id.encode() + b'"}'
-    storage.write_file(f"{job.directory}/manifest.json", manifest)
+    storage.write_file(f"{job.directory}/manifest.json", MANIFEST_OF_JOB)
     thread.join(0.3)
     assert thread.is_alive(), "it has a manifest, but not its name"
     if is_exchanged:
@@ -151,25 +154,63 @@ def test_a_save_that_may_be_committed_is_not_discarded(tmp_path: Path) -> None:
     assert storage.list("") == [JOB.directory]
 
 
-class Denied(PosixStorage):
-    """A storage whose committed checkpoints may not be read."""
+class Refusing(PosixStorage):
+    """A network file system that refuses looks at some names, as long as it has an error."""
 
-    def exists(self, path: str) -> bool:
-        if path.startswith(FINAL):
-            raise StorageError(f"cannot examine: {path}: Permission denied", details=UNKNOWN)
-        return super().exists(path)
+    def __init__(self, root: Path, *, prefix: str, code: int) -> None:
+        super().__init__(root)
+        self.prefix = prefix
+        self.code: int | None = code
+        self.num_refused = 0
+
+    def _refuse(self, path: str) -> None:
+        if self.code is not None and path.startswith(self.prefix):
+            self.num_refused += 1
+            error = OSError(self.code, os.strerror(self.code))
+            raise storage_error(error, action="examine", place=Path(path)) from error
+
+    def list(self, path: str) -> list[str]:
+        self._refuse(path)
+        return super().list(path)
+
+    def size(self, path: str) -> int:
+        self._refuse(path)
+        return super().size(path)
 
 
-def test_a_save_whose_end_cannot_be_seen_is_not_called_discarded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("prefix", [".saving-", FINAL])
+def test_a_committed_save_is_committed_for_a_rank_whose_looks_are_refused_for_a_moment(
+    tmp_path: Path, prefix: str, code: int
+) -> None:
+    """P27: a look that fails is no answer; the next one is."""
+    storage = Refusing(tmp_path, prefix=prefix, code=code)
+    thread, outcomes = waiting(storage, msgspec.structs.replace(JOB, deadline_s=300.0))
+    storage.write_file(f"{JOB.directory}/manifest.json", MANIFEST_OF_JOB)
+    if prefix == FINAL:
+        storage.rename_dir(JOB.directory, FINAL)
+    wait_until(lambda: storage.num_refused > 2)
+    if prefix != FINAL:
+        storage.rename_dir(JOB.directory, FINAL)
+    storage.code = None
+    thread.join(60)
+    assert [outcome.error for outcome in outcomes] == [None]
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+def test_a_save_whose_end_cannot_be_seen_is_not_called_discarded(tmp_path: Path, code: int) -> None:
     """P27: its directory is gone, and it may have its final name."""
-    thread, outcomes = waiting(Denied(tmp_path), msgspec.structs.replace(JOB, deadline_s=30.0))
-    PosixStorage(tmp_path).rename_dir(JOB.directory, FINAL)
-    thread.join(10)
+    storage = Refusing(tmp_path, prefix=FINAL, code=code)
+    thread, outcomes = waiting(storage, JOB)
+    storage.write_file(f"{JOB.directory}/manifest.json", MANIFEST_OF_JOB)
+    storage.rename_dir(JOB.directory, FINAL)
+    thread.join(60)
     (outcome,) = outcomes
     assert outcome.error is not None
     message = str(outcome.error.to_error())
-    assert "cannot be known now" in message
-    assert "Permission denied" in message
+    assert "whether it is committed could not be seen within 1 s" in message
+    assert os.strerror(code) in message
+    assert storage.list("") == [FINAL], "a rank that waits makes no directory of its save again"
 
 
 class Unwritable(Full):

@@ -61,6 +61,8 @@ class _InCommon:
     """The last one of each kind, see `ProcessGroups.next_number`."""
     controls: list[Control] = field(default_factory=list)
     """Of open groups, as something was first built on them; in one order on all ranks."""
+    interrupts: dict[object, BaseException] = field(default_factory=dict)
+    """What has left a microbatch on this rank alone, by what knows how to tell the other ranks."""
 
 
 class ProcessGroups:
@@ -476,6 +478,15 @@ class ProcessGroups:
         """
         controls = self._in_common().controls
         return controls[0] if controls else self.control
+
+    @property
+    def untold_interrupts(self) -> dict[object, BaseException]:
+        """Interrupts of this rank that the others wait to hear of over `loop_control`.
+
+        By what lets them know; of microbatches within one another the inner one first, as the other
+        ranks leave them.
+        """
+        return self._in_common().interrupts
 
     def _in_common(self) -> _InCommon:
         """Return what all groups of these ranks on these communicators have in common."""
