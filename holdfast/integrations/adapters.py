@@ -1,7 +1,7 @@
 """What a PEFT model has besides its base model: adapters, and how AdaLoRA gives out their ranks.
 
-The base model is not in a checkpoint: the program loads it again. That it is the same one is told
-by digests.
+The base model is not in a checkpoint: the program loads it again. Digests tell whether it is the
+same one.
 """
 
 from __future__ import annotations

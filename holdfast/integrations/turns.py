@@ -5,7 +5,7 @@ is seen is in which passes steps are made. A pass with a loop of its own is one 
 while no other pass does. Where two loaders have such passes, the passes of neither are epochs, and
 a program that is started again begins with the first loop whichever of them was saved in.
 
-A shorter loader beside a longer one (`zip_longest`, `itertools.cycle`) has ended while the pass
+A shorter loader next to a longer one (`zip_longest`, `itertools.cycle`) has ended while the pass
 over the other one is in progress. A program that is started again would begin it again.
 """
 
@@ -59,9 +59,9 @@ class Turns:
         """Of loaders whose passes began together (a shorter one, a longer one): batches of the
         longer one when both were last seen in progress."""
         self._longer: dict[int, int] = {}
-        """Of loaders that have ended beside a longer one: that one."""
+        """Of loaders that have ended next to a longer one: that one."""
         self._ended: set[int] = set()
-        """Those of them beside which the pass over the longer one is still in progress."""
+        """Those of them next to which the pass over the longer one is still in progress."""
         self._loaded: set[int] = set()
         """Those of a load, until the program has made a step or asked for their passes."""
 
@@ -77,7 +77,7 @@ class Turns:
         self._ended, self._loaded = set(tree["ended"]), set(tree["ended"])
 
     def longer(self, number: int) -> int:
-        """Return the loader beside which one has ended, or this one."""
+        """Return the loader next to which one has ended, or this one."""
         return self._longer[number] if number in self._ended else number
 
     def note_step(self) -> None:
@@ -118,7 +118,7 @@ class Turns:
         self._refuse_epoch()
 
     def _note_ended(self, inside: Sequence[int], new: Sequence[int]) -> None:
-        """Note which loaders have ended beside a longer one.
+        """Note which loaders have ended next to a longer one.
 
         That is one whose pass began before the other's first step, and that is over while the loop
         takes further batches of the other. A loop within a loop begins again there.
@@ -132,7 +132,7 @@ class Turns:
             if longer not in inside or self._places[longer].is_rest:
                 raise ConfigError(
                     f"{self._name}: the checkpoint was saved when loader {n} (in the order in "
-                    f"which loaders were given) had ended beside loader {longer}, and the resumed "
+                    f"which loaders were given) had ended next to loader {longer}, and the resumed "
                     f"program has begun it again, which would train on its data twice. Let the "
                     f"program say that it stays ended: `zip_longest(longer, shorter if "
                     f"checkpoints.epoch_of(shorter) == epoch else ())`; or let the loader begin "

@@ -146,7 +146,7 @@ def check_refused_loops(server: ForkServer, root: Path, program: str, *, kill: s
 
 
 def beside_a_shorter_one(program: str, prepare: str) -> str:
-    """The program with a shorter loader, `other`, beside its own, which stays ended.
+    """The program with a shorter loader, `other`, next to its own, which stays ended.
 
     Args:
         program, prepare: as of `in_two_loops`.
@@ -163,7 +163,7 @@ def beside_a_shorter_one(program: str, prepare: str) -> str:
 
 
 def check_shorter_loader(server: ForkServer, root: Path, program: str, *, kill: str) -> None:
-    """A loader that had ended beside a longer one stays ended, or is refused by name.
+    """A loader that had ended next to a longer one stays ended, or is refused by name.
 
     Args:
         program: As `beside_a_shorter_one` returns it.
