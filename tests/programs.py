@@ -7,12 +7,19 @@ import os
 import random
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.harness import RankContext, run_ranks
 
 
-def launch(program: str, *words: object, num_ranks: int, directory: Path) -> list[str]:
+def launch(
+    program: str,
+    *words: object,
+    num_ranks: int,
+    directory: Path,
+    env: Mapping[str, str] | None = None,
+) -> list[str]:
     """Run the text of a program on so many ranks; what each rank printed.
 
     Args:
@@ -20,12 +27,12 @@ def launch(program: str, *words: object, num_ranks: int, directory: Path) -> lis
         words: its command line.
         num_ranks: processes.
         directory: the working directory.
+        env: variables that the server of ranks may be too old to have.
     """
     line = [str(word) for word in words]
     # A program leaves its process as it likes: with connections, and with torch's hooks.
-    return run_ranks(
-        num_ranks, run_program, program, line, str(directory), free_port(), init=False, fresh=True
-    ).outputs
+    arguments = program, line, str(directory), free_port()
+    return run_ranks(num_ranks, run_program, *arguments, init=False, fresh=True, env=env).outputs
 
 
 def free_port() -> int:

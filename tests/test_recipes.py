@@ -35,10 +35,7 @@ def test_the_page_has_the_recipes_that_people_ask_for() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("fsdp2", "two_modules") else pytest.mark.slow)
-        for name in PROGRAMS
-    ],
+    [pytest.param(name, marks=() if name == "fsdp2" else pytest.mark.slow) for name in PROGRAMS],
 )
 def test_a_recipe_goes_on_after_a_stop_as_if_there_had_been_none(name: str, tmp_path: Path) -> None:
     if name == "loader":

@@ -26,7 +26,7 @@ from holdfast.format.names import DATA_DIR, INDEX, MANIFEST, OTHER_FILES
 from holdfast.format.stored_copies import find_copies
 from holdfast.format.versions import join_path, read_index, read_manifest, save_id_of
 from holdfast.storage import Source, Storage
-from holdfast.storage.reading import is_unknown
+from holdfast.storage.reading import is_unknown, sizes_below
 
 _PIECE_NBYTES = 8 << 20
 _NUM_TRIES = 8
@@ -326,16 +326,25 @@ class _Verifier:
         others = (manifest.metadata or {}).get(OTHER_FILES)
         known.update(map(str, others) if isinstance(others, list) else ())
         try:
-            names = list(self._storage.list(self._directory))
-            data = join_path(self._directory, DATA_DIR)
-            if self._storage.is_dir(data):
-                names += [f"{DATA_DIR}/{name}" for name in self._storage.list(data)]
+            names = _names_in(self._storage, self._directory)
         except StorageError as error:
             self._report("", error)
             return
         for name in names:
             if name not in known:
                 self._report(name, "not part of the checkpoint: the manifest does not list it")
+
+
+def _names_in(storage: Storage, directory: str) -> list[str]:
+    """Return the names in a checkpoint's directory, and those in its directory of data."""
+    if (sizes := sizes_below(storage, directory)) is not None:
+        paths = [path.split("/") for path in sizes]
+        return sorted({"/".join(path[: 1 + (path[0] == DATA_DIR)]) for path in paths})
+    names = list(storage.list(directory))
+    data = join_path(directory, DATA_DIR)
+    if storage.is_dir(data):
+        names += [f"{DATA_DIR}/{name}" for name in storage.list(data)]
+    return names
 
 
 def _expected_entry(manifest: Manifest, index: ChunkIndex, row: int) -> HeaderEntry:

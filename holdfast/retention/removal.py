@@ -297,25 +297,38 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
             return "a link or a file: not followed"
         if _stamp(storage, directory) != removal.stamp:
             return "saved again since the plan was made"
-        tags = set(_tags_of_steps(storage).get(removal.step, ())) - set(removal.tags)
-        if tags:
-            return f"tagged {', '.join(sorted(tags))} since the plan was made"
+        if tags := _new_tags(storage, removal):
+            return _tagged(tags)
         if _stamp(storage, step_dir(newest)) != plan.newest_stamp:
             return f"step {newest}, from which a run would restart, has changed since"
 
         # Checked once more after it has lost its name: from here on no save can replace it and no
         # reader find it. A version saved between the check above and the renaming must not be
-        # removed, nor one that a reader has opened.
+        # removed, nor one that a reader has opened. Tags after readers: who sets one has a lease
+        # until the tag is there.
         def may_go(aside: str) -> bool:
             readers.extend(readers_of(storage, directory))
-            return not readers and _stamp(storage, aside) == removal.stamp
+            if not readers:
+                tags.extend(_new_tags(storage, removal))
+            return not (readers or tags) and _stamp(storage, aside) == removal.stamp
 
         storage.remove_tree(directory, only_if=may_go)
         if readers:
             return f"being read by {', '.join(readers)}"
+        if tags:
+            return _tagged(tags)
         if storage.exists(directory):
             return "saved again since the plan was made"
     return None
+
+
+def _new_tags(storage: Storage, removal: Removal) -> list[str]:
+    """Return the tags that a checkpoint has got since its removal was planned."""
+    return sorted(set(_tags_of_steps(storage).get(removal.step, ())) - set(removal.tags))
+
+
+def _tagged(tags: Sequence[str]) -> str:
+    return f"tagged {', '.join(tags)} since the plan was made"
 
 
 def _why_failed(storage: Storage, removal: Removal, error: Exception) -> str:

@@ -16,9 +16,9 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler
@@ -43,7 +43,7 @@ class Stored:
 
     data: bytes
     generation: int
-    changed: float = field(default_factory=time.time)
+    changed: float
 
     @property
     def headers(self) -> dict[str, str]:
@@ -74,11 +74,13 @@ class Server:
     Attributes:
         buckets: Objects by bucket and key.
         uploads: Unfinished uploads by id: bucket, key, and parts by number.
+        now: Its clock.
     """
 
     def __init__(self) -> None:
         self.buckets: dict[str, dict[str, Stored]] = {}
         self.uploads: dict[str, tuple[str, str, dict[int, bytes]]] = {}
+        self.now: Callable[[], float] = time.time
         self._generations = itertools.count(time.time_ns())
         self._lock = threading.Lock()
 
@@ -109,7 +111,7 @@ class Server:
         there = objects[key].generation if key in objects else 0
         if wanted is not None and int(wanted) != there:
             return refused(412, "PreconditionFailed")
-        stored = objects[key] = Stored(data, next(self._generations))
+        stored = objects[key] = Stored(data, next(self._generations), self.now())
         return Answered(200, headers=stored.headers)
 
     def _get(self, stored: Stored, headers: Any) -> Answered:
@@ -176,7 +178,7 @@ class Server:
             return refused(400, "InvalidPart")
         del self.uploads[query["uploadId"]]
         data = b"".join(part for _, part in sorted(parts.items()))
-        stored = self.buckets[bucket][key] = Stored(data, next(self._generations))
+        stored = self.buckets[bucket][key] = Stored(data, next(self._generations), self.now())
         tag = escape(stored.headers["ETag"])
         text = f"<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>"
         return Answered(200, text.encode(), stored.headers)

@@ -232,7 +232,8 @@ def serving(answer: Callable[[BaseHTTPRequestHandler], object]) -> Iterator[str]
             return
 
     http_server = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http_server.serve_forever, daemon=True)
+    # It looks so often whether it is to end.
+    thread = threading.Thread(target=http_server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{http_server.server_port}"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage, bucket
-from tests.buckets.proxy import FAULTS, Fault, at_random, fault_proxy
+from tests.buckets import gcs
+from tests.buckets.proxy import FAULTS, Fault, at_random, fault_proxy, serving
 from tests.buckets.server import environment, new_bucket, open_uploads
 from tests.buckets.test_saves import version_of, versions
 
@@ -301,52 +303,62 @@ def test_a_part_of_an_upload_is_sent_again_as_long_as_any_request(s3: str) -> No
 
 
 ANSWERS = [
-    (404, "NoSuchBucket", "does not exist: make the bucket"),
-    (403, "AccessDenied", "denies the request"),
-    (403, "InvalidAccessKeyId", "does not accept these credentials"),
-    (403, "SignatureDoesNotMatch", "does not accept these credentials"),
-    (400, "ExpiredToken", "have expired: renew them"),
-    (301, "PermanentRedirect", "is in another region: set AWS_REGION"),
-    (400, "AuthorizationHeaderMalformed", "is in another region: set AWS_REGION"),
-    (400, "InvalidRequest", "set AWS_CHECKSUM_ALGORITHM=SHA256"),
-    (503, "SlowDown", "asks for fewer requests"),
-    (501, "NotImplemented", "does not do conditional puts"),
+    ("s3", 404, "NoSuchBucket", "does not exist: make the bucket"),
+    ("s3", 403, "AccessDenied", "denies the request"),
+    ("s3", 403, "InvalidAccessKeyId", "does not accept these credentials"),
+    ("s3", 403, "SignatureDoesNotMatch", "does not accept these credentials"),
+    ("s3", 400, "ExpiredToken", "have expired: renew them"),
+    ("s3", 403, "RequestTimeTooSkewed", "the clock of this machine is too far from that of s3:"),
+    ("s3", 301, "PermanentRedirect", "is in another region: set AWS_REGION"),
+    ("s3", 400, "AuthorizationHeaderMalformed", "is in another region: set AWS_REGION"),
+    ("s3", 400, "InvalidRequest", "set AWS_CHECKSUM_ALGORITHM=SHA256"),
+    ("s3", 503, "SlowDown", "asks for fewer requests"),
+    ("s3", 501, "NotImplemented", "does not do conditional puts"),
+    ("az", 404, "ContainerNotFound", "does not exist: make the bucket"),
+    ("az", 409, "ContainerBeingDeleted", "is being deleted: make it again"),
+    ("az", 409, "PublicAccessNotPermitted", "no credentials for az://bucket: set AZURE_STORAGE_AC"),
+    ("az", 403, "AuthenticationFailed", "check AZURE_…, and this machine's clock"),
+    ("az", 403, "AuthorizationPermissionMismatch", "the role Storage Blob Data Contributor"),
+    ("az", 403, "AccountIsDisabled", "the account of az://bucket is disabled"),
+    ("az", 409, "BlobImmutableDueToPolicy", "use a place without one"),
+    ("az", 412, "LeaseIdMissing", "another program holds an Azure lease"),
+    ("az", 503, "ServerBusy", "asks for fewer requests"),
+    ("az", 301, "", "check the endpoint, and proxies"),
+    ("gs", 404, "NoSuchBucket", "does not exist: make the bucket"),
+    ("gs", 403, "AccessDenied", "storage.objects.create, and storage.objects.delete to write"),
+    ("gs", 401, "AuthenticationRequired", "no credentials for gs://bucket: set GOOGLE_SERVICE_AC"),
+    ("gs", 400, "UserProjectMissing", "name the project that pays"),
+    ("gs", 403, "RetentionPolicyNotMet", "use a place without one"),
+    ("gs", 429, "TooManyRequests", "asks for fewer requests"),
+    ("gs", 307, "", "check the endpoint, and proxies"),
 ]
 
 
-@pytest.mark.parametrize(("status", "code", "words"), ANSWERS)
-def test_each_refusal_says_what_to_do(status: int, code: str, words: str) -> None:
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-    from threading import Thread
-
+@pytest.mark.parametrize(("scheme", "status", "code", "words"), ANSWERS)
+def test_each_refusal_says_what_to_do(scheme: str, status: int, code: str, words: str) -> None:
+    """P27: in the words of each cloud, and nothing of the answer's own text."""
     text = "hf-secret"
     if code == "InvalidRequest":  # S3 says it only in words
         text += ": Content-MD5 OR x-amz-checksum- HTTP header is required"
     body = f"<Error><Code>{code}</Code><Message>{text}</Message></Error>".encode()
 
-    class Handler(BaseHTTPRequestHandler):
-        def _any(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        handler.send_response_only(status)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
 
-        def log_message(self, *args: object) -> None:
-            return
-
-        do_GET = do_PUT = do_POST = _any
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    storage = ObjectStorage(
-        "s3://bucket/run", endpoint=f"http://127.0.0.1:{server.server_port}", retry_s=0.3,
-        access_key_id="a", secret_access_key="b", region="us-east-1",
-    )  # fmt: skip
-    with pytest.raises(StorageError) as caught:
-        storage.make_dir("d")
-    server.shutdown()
-    server.server_close()
+    with serving(answer) as address:
+        options = {
+            "s3": {"endpoint": address, "access_key_id": "a", "secret_access_key": "b",
+                   "region": "us-east-1"},
+            "az": {"endpoint": f"{address}/a", "account_name": "a", "account_key": "d3Jvbmc="},
+            "gs": gcs.options(address),
+        }[scheme]  # fmt: skip
+        storage = ObjectStorage(f"{scheme}://bucket/run", retry_s=0.3, **options)
+        with pytest.raises(StorageError) as caught:
+            storage.make_dir("d")
     assert words in str(caught.value)
     assert "hf-secret" not in str(caught.value)
 

@@ -21,6 +21,7 @@ pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage
 from holdfast.storage.objects import storage as storage_module
+from tests.buckets.gcs import gcs_server, options
 from tests.buckets.proxy import Fault, fault_proxy
 from tests.buckets.server import new_bucket, open_uploads
 from tests.crash.common import state_of
@@ -65,6 +66,41 @@ def test_one_clock_rules_a_lease(
     time.sleep(0.1)
     assert readers_of(ObjectStorage(storage.url), DIRECTORY) == []
     assert not storage.exists(LEASE)
+
+
+@pytest.mark.parametrize("jump_s", [-30 * 3600.0, 30 * 3600.0])
+def test_a_clock_of_the_store_that_is_set_makes_nothing_old(
+    jump_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P22: a lease lives until it was not renewed for as long as it says, in whatever year."""
+    passed_s, off_s = 0.0, 0.0
+    monkeypatch.setattr(
+        storage_module, "_since_boot", lambda: time.clock_gettime(time.CLOCK_BOOTTIME) + passed_s
+    )
+    with gcs_server() as (server, address):
+        server.now = lambda: time.time() + off_s + passed_s
+        for year in (1901, 1960, 2026, 2100):
+            server.buckets[f"b{year}"] = {}
+            off_s = (year - 2026) * 365.25 * 86400
+            storage = ObjectStorage(f"gs://b{year}/run", **options(address))
+            lease = Lease(storage=storage, directory=DIRECTORY, path=LEASE, life_s=600.0)
+            lease.renew()
+            remover = ObjectStorage(storage.url, **options(address))
+            assert readers_of(remover, DIRECTORY) != []
+            # The lease is renewed just before the clock is set forward, and the remover reads it
+            # anew; or again after it was set back, and the remover goes by what it has read.
+            passed_s += 580.0
+            lease.renew()
+            off_s += jump_s
+            if jump_s < 0:
+                lease.renew()
+            passed_s += 30.0 if jump_s > 0 else 10.0
+            for _ in range(2):
+                assert readers_of(remover, DIRECTORY) != [], year
+                assert 0.0 <= remover.age_s(LEASE) < 600.0
+            lease.renew()
+            passed_s += 700.0
+            assert readers_of(remover, DIRECTORY) == [], year
 
 
 def test_while_the_clock_cannot_be_read_nothing_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +165,7 @@ def test_no_old_listing_makes_garbage_of_data(monkeypatch: pytest.MonkeyPatch) -
         assert storage.read(f"{DIRECTORY}/f") == b"second"
         assert storage.read(".replaced-iter_0000001-c/f") == b"first"
 
-    monkeypatch.setattr(ObjectStorage, "_now", lambda self: time.time() + 7200)
+    monkeypatch.setattr(ObjectStorage, "_now", lambda self, *_: time.time() + 7200)
     for listing in moments:
         look(listing)
         # A repair that sees it as it is takes back what another one thought of it.
@@ -144,7 +180,7 @@ def test_garbage_goes_when_it_has_had_no_name_for_long(monkeypatch: pytest.Monke
     storage._bucket.delete(["d.dir"])
     now = time.time()
     for later_s, is_there in ((0.0, True), (3700.0, True), (7500.0, False)):
-        monkeypatch.setattr(ObjectStorage, "_now", lambda self, s=later_s: now + s)
+        monkeypatch.setattr(ObjectStorage, "_now", lambda self, *_, s=later_s: now + s)
         monkeypatch.setattr(storage_module, "_GARBAGE_S", 3600.0)
         ObjectStorage(storage.url).collect_garbage()
         assert bool(storage._bucket.list_all(".store/data")) == is_there

@@ -20,6 +20,7 @@ import torch
 
 from holdfast import (
     Checkpointer,
+    ConfigError,
     DriftError,
     HoldfastError,
     KeepLast,
@@ -33,6 +34,7 @@ from holdfast.format.names import MANIFEST, list_steps, saving_dir, step_dir
 from holdfast.format.verifier import verify_snapshot
 from holdfast.format.versions import read_manifest
 from holdfast.retention.removal import apply_retention, plan_retention
+from holdfast.retention.tags import set_tag
 from holdfast.writer.leftovers import repair
 from holdfast.writer.outcomes import discard_save
 from tests.crash.common import ROWS, state_of, whole
@@ -203,6 +205,38 @@ def test_a_step_removed_between_any_two_requests_is_no_end_of_a_load() -> None:
         version = cast("dict[str, int]", loaded.values["v"])["version"]
         assert loaded.step == version, at
         assert loaded.fell_back == ()
+
+
+def test_a_tag_set_between_any_two_requests_of_a_removal_keeps_its_step() -> None:
+    """E14: or the step was gone, and the tag is refused. Nothing but requests is in common."""
+    outcomes, first = set[bool](), ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    with Checkpointer(first, settle_s=0.0) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"t": {"a": torch.zeros(2)}})
+    objects = {key: first._bucket.get(key) for key in first._bucket.list_all("")}
+    for at in itertools.count(1):
+        other = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+        number, is_tagged = itertools.count(1), list[bool]()
+        for key, answer in objects.items():
+            assert answer is not None
+            other._bucket.put(key, answer[0])
+
+        def tag_at(*request: object) -> None:
+            if next(number) == at:  # noqa: B023 (called within the same round)
+                is_tagged.append(False)  # noqa: B023
+                with suppress(ConfigError):
+                    set_tag(other, "dear", step=1)  # noqa: B023
+                    is_tagged[:] = [True]  # noqa: B023
+
+        plan = plan_retention(other, KeepLast(1))
+        result = apply_retention(ObjectStorage(other.url, observer=tag_at), plan)
+        if not is_tagged:
+            break
+        assert list_steps(other) == ([1, 2] if is_tagged[0] else [2]), at
+        assert result.failed == {}
+        assert ("tagged dear" in result.spared.get(1, "")) == is_tagged[0], at
+        outcomes |= {*is_tagged}
+    assert outcomes == {True, False}
 
 
 ROUNDS = [

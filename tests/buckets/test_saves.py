@@ -29,6 +29,7 @@ from holdfast.cli.main import main
 from holdfast.format.names import list_steps, step_dir
 from holdfast.format.verifier import verify_snapshot
 from holdfast.writer.leftovers import repair
+from tests import programs
 from tests.crash.common import state_of, whole
 from tests.harness import RankContext, run_ranks, wait_until
 
@@ -236,7 +237,7 @@ def test_a_list_calls_no_committed_save_one_in_progress(
 
 
 REQUESTS = {
-    ("ls",): 3, ("show",): 7, ("show", "--step", "5"): 7, ("verify", "--step", "5"): 13 + 1,
+    ("ls",): 3, ("show",): 7, ("show", "--step", "5"): 7, ("verify", "--step", "5"): 11 + 1,
     ("tag", "5", "best"): 9, ("tag",): 4 + 1, ("copy", "OUT", "--step", "5"): 7 + 2,
     ("prune", "--keep-last", "10", "--yes"): 9 + 10, ("repair",): 11 + 1,
 }  # fmt: skip
@@ -283,6 +284,35 @@ def test_the_requests_of_one_rank() -> None:
     with Checkpointer(reader) as checkpointer:
         assert checkpointer.load(state).step == 2
         assert reader.requests <= Counter(get=2, list=1)
+
+
+def test_a_small_plan_of_an_earlier_run_is_read_once() -> None:
+    """By the first save of a process, which proves all of it."""
+    url, state = f"memory://{secrets.token_hex(8)}/run", {"t": {"a": torch.zeros(9)}}
+    with Checkpointer(url, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state)
+    asked: list[str] = []
+
+    def note(kind: str, key: str, *rest: int) -> None:
+        asked.extend([kind] if key.startswith(".plans/") else [])
+
+    with Checkpointer(ObjectStorage(url, observer=note), settle_s=0.0) as checkpointer:
+        checkpointer.save(2, state)
+        assert checkpointer.stats.num_plans == 0
+    assert asked == ["head", "head", "get"]
+
+
+def test_what_is_not_part_of_a_checkpoint_is_named() -> None:
+    """By one list, in a bucket as in a directory."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, {"t": {"a": torch.zeros(9)}})
+    place = step_dir(1)
+    assert verify_snapshot(storage, place) == []
+    for name in ("more", "deep/in/it", "data/other"):
+        storage.write_file(f"{place}/{name}", b"")
+    damages = verify_snapshot(storage, place)
+    assert sorted(each.file for each in damages) == ["data/other", "deep", "more"]
 
 
 def test_a_name_without_a_checkpoint_is_passed_over() -> None:
@@ -362,25 +392,25 @@ def test_retention_removes_names_and_data(url: str) -> None:
     assert len(storage._bucket.list(".store/data").dirs) == 2
 
 
-TRAINER = """
-import os, signal, sys, torch
-from holdfast import Checkpointer
-checkpointer = Checkpointer(sys.argv[1], settle_s=0.0)
-state = {"t": {"a": torch.full((2_000_000,), 7.0)}}
-checkpointer.prepare(state)
-checkpointer.save_async(9, state)
-print(checkpointer.stats.writer_pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def save_and_be_killed(context: RankContext, url: str) -> None:
+    del context
+    checkpointer = Checkpointer(url, settle_s=0.0)
+    state = {"t": {"a": torch.full((2_000_000,), 7.0)}}
+    checkpointer.prepare(state)
+    checkpointer.save_async(9, state)
+    print(checkpointer.stats.writer_pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_save_is_committed_after_its_trainer_was_killed(url: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", TRAINER, url], capture_output=True, text=True, timeout=240
+def test_a_save_is_committed_after_its_trainer_was_killed(s3: str, url: str) -> None:
+    run = run_ranks(
+        1, save_and_be_killed, url, init=False, expect_failure=True, env=environment(s3)
     )
-    assert run.returncode == -signal.SIGKILL, run.stderr
+    (killed,) = run.errors
+    assert killed is not None
+    assert killed.signal == signal.SIGKILL, killed
     # No secret is in the command line of the writer, while it lives.
-    with_arguments = Path(f"/proc/{run.stdout.strip()}/cmdline")
+    with_arguments = Path(f"/proc/{run.outputs[0].strip()}/cmdline")
     if with_arguments.exists():
         words = with_arguments.read_bytes()
         assert SECRET_KEY.encode() not in words
@@ -431,7 +461,7 @@ def test_of_two_jobs_that_save_one_step_exactly_one_wins(url: str) -> None:
     assert versions(url)[5] == (10, 20)[lines.index("won")]
 
 
-def test_no_credential_is_in_any_output(url: str, tmp_path: Path) -> None:
+def test_no_credential_is_in_any_output(s3: str, url: str, tmp_path: Path) -> None:
     script = f"""
 import logging, sys, torch, traceback
 logging.basicConfig(level=logging.DEBUG)
@@ -478,10 +508,7 @@ for key_id in ("{ACCESS_KEY}", "other"):
     except Exception as error:
         show_variables(error)
 """
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, cwd=tmp_path
-    )
-    written = run.stdout + run.stderr
+    (written,) = programs.launch(script, num_ranks=1, directory=tmp_path, env=environment(s3))
     assert "refuses the options" in written
     assert "cannot be reached" in written
     assert written.count("variables [") > 4

@@ -112,12 +112,19 @@ def _save_trained(context: RankContext, path: str, kind: str, flat: bool) -> Non
     dcp.save(state, checkpoint_id=path)
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "fsdp and tp"])
+# In tensor parallelism, flat is as without it.
+@pytest.mark.parametrize(
+    ("kind", "flat"),
+    [
+        ("fsdp", False),
+        ("hsdp", True),
+        ("fsdp and tp", False),
+        pytest.param("fsdp", True, marks=pytest.mark.slow),
+        pytest.param("hsdp", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_trained_model_and_its_optimizer(tmp_path: Path, kind: str, flat: bool) -> None:
     """The one-process run is the oracle: weights, moments and steps."""
-    if kind == "fsdp and tp" and flat:
-        pytest.skip("as without tensor parallelism")
     path = tmp_path / "dcp"
     run_ranks(4, _save_trained, str(path), kind, flat)
     twin = make_model()

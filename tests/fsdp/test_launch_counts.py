@@ -88,7 +88,8 @@ def counted(
 @pytest.mark.parametrize(
     ("layouts", "microbatches"),
     [
-        (LAYOUTS[:3], [2]),
+        (LAYOUTS[1:3], [2]),
+        pytest.param(LAYOUTS[:1], [2], marks=pytest.mark.slow),
         pytest.param(LAYOUTS[:3], [1], marks=pytest.mark.slow),
         pytest.param(LAYOUTS[3:], [2, 8, 1], marks=pytest.mark.slow),
         pytest.param(LAYOUTS[:3], [2, 8, 1], marks=pytest.mark.nightly),

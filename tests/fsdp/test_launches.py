@@ -19,7 +19,6 @@ from tests.fsdp.common import build, difference, full, place, rows_of, sgd, shar
 from tests.harness import RankContext, run_ranks
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"dp": 4, "ranks": (1, 2, 3, 4)},
     {"dp": 4, "ep": 2, "ranks": (4, 1, 3, 2)},
     {"dp": 2, "cp": 2, "ep": 2, "order": "dp-cp-ep-tp-pp", "ranks": (2, 4, 1, 3)},
     {"dp": 4, "ep": 2, "replicas": 2, "ranks": (1, 2, 3, 4)},

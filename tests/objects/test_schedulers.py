@@ -121,7 +121,9 @@ def test_a_scheduler_is_kept(tmp_path: Path, name: str, kind: str) -> None:
     at_save = run.everything()[:3]
     run.go_on(range(4, 7))
     orders = list(itertools.permutations(("model", "optimizer", "scheduler")))
-    for number, order in enumerate(orders[::2]):
+    # The order is of parts, and not of the kind of a learning rate: one is enough for a tensor.
+    numbered = [*enumerate(orders[::2])] if kind == "sgd" else [(1, orders[3])]
+    for number, order in numbered:
         twin = Run(number + 1, name, kind)
         twin.go_on(range(30, 30 + 3 * (number % 2)))
         groups = list(twin.optimizer.param_groups)

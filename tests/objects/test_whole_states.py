@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -135,7 +136,14 @@ def hold_to_the_invariant(spec: dict[str, Any]) -> None:
         assert twin.train(2) == expected
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(spec=SPECS)
 def test_a_twin_goes_on_as_the_original(spec: dict[str, Any]) -> None:
+    hold_to_the_invariant(spec)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(spec=SPECS)
+def test_more_twins_go_on_as_the_original(spec: dict[str, Any]) -> None:
     hold_to_the_invariant(spec)

@@ -28,7 +28,6 @@ from tests.optim.common import adamw, build, sharded, train
 from tests.optim.experts import build_sparse, chain, rows_of
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"tp": 2, "dp": 2, "ranks": (1, 2, 3, 4)},
     {"tp": 2, "dp": 2, "order": "dp-tp-cp-ep-pp", "ranks": (4, 1, 3, 2)},
     {"dp": 4, "replicas": 2, "ranks": (2, 4, 1, 3)},
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -166,12 +168,28 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def terminated(context: RankContext, directory: str, words: list[str]) -> tuple[int, str]:
+    """Be sent SIGTERM with the first step that is printed; the exit code, and what was printed."""
+    del context
+    os.chdir(directory)
+
+    class Signalling(io.StringIO):
+        def write(self, text: str) -> int:
+            if "loss" in text and "loss" not in self.getvalue():
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().write(text)
+
+    with redirect_stdout(Signalling()) as out:
+        code = main(words)
+    return code, out.getvalue()
+
+
 def test_sigterm_saves_and_says_what_is_safe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = start([*ENDLESS, "--save", "ck", "--save-interval", "100000", "--async-save"])
-    process.send_signal(signal.SIGTERM)
-    code, out, err = end(process)
+    words = [*ENDLESS, "--save", "ck", "--save-interval", "100000", "--async-save"]
+    outcome = run_ranks(1, terminated, str(tmp_path), words, init=False, env=environment())
+    ((code, out),), (err,) = outcome.results, outcome.outputs
     assert code == 128 + signal.SIGTERM, err
     (step,) = list_steps(PosixStorage(tmp_path / "ck"))
     assert f"saved step {step}: " in out

@@ -46,12 +46,48 @@ _HAS_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefresh
 _IS_UNKNOWN = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed"}
 )
+_NOT_GIVEN = frozenset(
+    {"NoAuthenticationInformation", "PublicAccessNotPermitted", "AuthenticationRequired"}
+)
 _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "NoSuchContainer"})
 _OTHER_REGION = frozenset(
     {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 )
 _DENIED = frozenset({"AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch"})
 _ABSENT = frozenset({"NoSuchKey", "BlobNotFound"})
+_TAKEN = frozenset({"", "BlobAlreadyExists"})
+"""With these codes a status of 409 says that a name is taken. Azure has it for refusals, too."""
+_DISABLED = "the account of {place} is disabled: see its billing, or ask the provider"
+_HELD = (
+    "a retention policy, a legal hold or immutability of {place} keeps the object as it is: use a "
+    "place without one, since names and small files of a run are written again"
+)
+_REQUESTER_PAYS = (
+    "{place} charges who asks (requester pays): name the project that pays, by the option "
+    "client_options={{'default_headers': {{'x-goog-user-project': PROJECT}}}}"
+)
+_NO_NAME = "{place} is not a name that a bucket may have: correct the URL"
+_REFUSALS = {
+    "RequestTimeTooSkewed": "the clock of this machine is too far from that of {place}, which "
+    "accepts no request that is signed so: set it, or let NTP",
+    "ContainerBeingDeleted": "{place} is being deleted: make it again in some minutes, or correct "
+    "its name",
+    "KeyBasedAuthenticationNotPermitted": "{place} accepts no account keys: give a SAS token "
+    "(AZURE_STORAGE_SAS_TOKEN) or an identity (AZURE_CLIENT_ID, AZURE_TENANT_ID, "
+    "AZURE_CLIENT_SECRET)",
+    "AuthorizationSourceIPMismatch": "{place} accepts no requests from this machine's address: "
+    "let its firewall, or the SAS token, have it",
+    "LeaseIdMissing": "another program holds an Azure lease of the object: break it",
+    "UserProjectMissing": _REQUESTER_PAYS, "UserProjectAccessDenied": _REQUESTER_PAYS,
+    **dict.fromkeys(
+        ("AccountIsDisabled", "ContainerDisabled", "AllAccessDisabled", "AccountProblem"), _DISABLED
+    ),
+    **dict.fromkeys(
+        ("BlobImmutableDueToPolicy", "RetentionPolicyNotMet", "ObjectUnderActiveHold"), _HELD
+    ),
+    **dict.fromkeys(("InvalidBucketName", "InvalidResourceName"), _NO_NAME),
+}  # fmt: skip
+"""What else a store refuses for good, by its code, whatever the status: the words."""
 _SLOW_DOWN = frozenset({"SlowDown", "ServerBusy", "RequestLimitExceeded", "TooManyRequests"})
 
 
@@ -145,21 +181,36 @@ def make_store(
 
 
 _RIGHTS = {
-    "list": ("list", "s3:ListBucket"),
-    "get": ("read", "s3:GetObject; without s3:ListBucket, too, if nothing is stored there"),
-    "put": ("write", "s3:PutObject"),
-    "delete": ("delete", "s3:DeleteObject"),
-}
-"""By the kind of a request: the right to do it, and its name on S3."""
+    "list": ("list", {
+        "s3": "s3:ListBucket", "gs": "storage.objects.list",
+        "az": "the role Storage Blob Data Reader, or l in a SAS token",
+    }),
+    "get": ("read", {
+        "s3": "s3:GetObject; without s3:ListBucket, too, if nothing is stored there",
+        "gs": "storage.objects.get",
+        "az": "the role Storage Blob Data Reader, or r in a SAS token",
+    }),
+    "put": ("write", {
+        "s3": "s3:PutObject",
+        "gs": "storage.objects.create, and storage.objects.delete to write an object again",
+        "az": "the role Storage Blob Data Contributor, or c and w in a SAS token",
+    }),
+    "delete": ("delete", {
+        "s3": "s3:DeleteObject", "gs": "storage.objects.delete",
+        "az": "the role Storage Blob Data Contributor, or d in a SAS token",
+    }),
+}  # fmt: skip
+"""By the kind of a request: the right to do it, and what each cloud calls it."""
 
 
 def _denied(scheme: str, place: str, kind: str) -> str:
     """Return the words for a request that the store denies, with the right that it takes."""
-    right, of_s3 = _RIGHTS[{"head": "get", "upload": "put"}.get(kind, kind)]
-    name = f" ({of_s3})" if scheme == "s3" else ""
+    right, names = _RIGHTS[{"head": "get", "upload": "put"}.get(kind, kind)]
+    name = f" ({names[scheme]})" if scheme in names else ""
+    wall = "; or a firewall of the account does not let this machine in" if scheme == "az" else ""
     return (
         f"{place} denies the request to {right}: the credentials need the right to {right} below "
-        f"this place{name}"
+        f"this place{name}{wall}"
     )
 
 
@@ -206,6 +257,10 @@ def _provider(scheme: str, settings: Mapping[str, Any]) -> Any | None:
         return None
 
 
+def _no_credentials(scheme: str, place: str) -> str:
+    return f"no credentials for {place}: set {_CREDENTIALS.get(scheme, '')}"
+
+
 def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) -> Failure:
     """Say what a failed request means; the result has nothing of the error's own text.
 
@@ -227,10 +282,14 @@ def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) 
         return Failure("final", f"{place} does not exist: make the bucket, or correct its name")
     # Before any status: it is the one of the machine's metadata service, if that answered.
     if "169.254.169.254" in text or "metadata.google" in text or "token request" in text:
-        return Failure("final", f"no credentials for {place}: set {_CREDENTIALS.get(scheme, '')}")
+        return Failure("final", _no_credentials(scheme, place))
+    if code in _NOT_GIVEN:
+        return Failure("final", _no_credentials(scheme, place))
+    if code in _REFUSALS:
+        return Failure("final", _REFUSALS[code].format(place=place))
     if isinstance(error, FileNotFoundError) or code in _ABSENT:
         return Failure("absent", "nothing is stored there")
-    if isinstance(error, exceptions.AlreadyExistsError):
+    if isinstance(error, exceptions.AlreadyExistsError) and kind == "put" and code in _TAKEN:
         return Failure("exists", "an existing name is never overwritten")
     if isinstance(error, exceptions.PreconditionError | exceptions.NotModifiedError):
         return Failure("changed", "another process has changed it")
@@ -239,8 +298,18 @@ def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) 
     if code in _HAS_EXPIRED:
         return Failure("final", f"the credentials have expired: renew them ({variables})")
     if code in _IS_UNKNOWN or number == 401:
-        return Failure("final", f"{place} does not accept these credentials: check {variables}")
-    if number in (301, 307, 308) or code in _OTHER_REGION or "configured region" in text:
+        # Azure says the same of a request that a wrong clock has dated.
+        clock = ", and this machine's clock" if scheme == "az" else ""
+        words = f"{place} does not accept these credentials: check {variables}{clock}"
+        return Failure("final", words)
+    is_elsewhere = number in (301, 302, 307, 308) or "configured region" in text
+    if is_elsewhere and scheme != "s3":
+        return Failure(
+            "final",
+            f"{place} is not at this address, which leads to another one: check the endpoint, and "
+            f"proxies on the way",
+        )
+    if is_elsewhere or code in _OTHER_REGION:
         return Failure(
             "final", f"{place} is in another region: set AWS_REGION, or the option region, to it"
         )
@@ -254,7 +323,7 @@ def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) 
             "the store asks for fewer requests (SlowDown): save from fewer ranks at once, or ask "
             "the provider for a higher rate",
         )
-    if number == 409:
+    if number == 409 or isinstance(error, exceptions.AlreadyExistsError):
         return Failure("again", "another request for the same name was in progress")
     if code == "InvalidRequest" and "x-amz-checksum" in text:
         return Failure(

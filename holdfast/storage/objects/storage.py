@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import math
 import re
 import secrets
 import time
@@ -64,6 +65,8 @@ _CLOCK = f"{INNER}/clock"
 _PROBE = f"{INNER}/probe"
 _CLOCK_S = 600.0
 """Seconds for which a reading of the store's clock is used."""
+_SURE_S = 10.0
+"""Seconds for which a reading may call something older than that: the clock may be set back."""
 _RESOLVED_S = 10.0
 """Seconds for which the prefix of a directory with a dot is remembered: less than a save must be
 silent before a repair takes it for abandoned."""
@@ -168,7 +171,9 @@ class ObjectStorage:
         self._is_proven = False
         self._pinned: tuple[str, NameRecord] | None = None
         self._resolved: dict[str, tuple[NameRecord, float]] = {}
-        self._clock: tuple[float, float] | None = None
+        # Readings of the store's clock, the newest last: its time at the start of this machine's
+        # count of seconds, and when that was last thought to be so.
+        self._clock: tuple[tuple[float, float], ...] = ()
         self._updated: dict[str, tuple[bytes, Tag]] = {}
 
     @property
@@ -262,7 +267,7 @@ class ObjectStorage:
         changed = self._do("examine", path, lambda: self._examine(path))
         if changed is None:
             raise absent("examine", self.describe(path))
-        return max(self._do("examine", path, self._now) - changed, 0.0)
+        return self._do("examine", path, lambda: self._since(changed))
 
     def is_dir(self, path: str) -> bool:
         """See `Storage.is_dir`; a directory inside another is one if a file is in it."""
@@ -593,9 +598,8 @@ class ObjectStorage:
         for prefix in sorted(nameless):
             key, mark = f"{DATA}/{prefix}", f"{DATA}/{prefix}{_MARK}"
             objects = self._do("list", "", partial(self._bucket.list_all, key))
-            newest = max((meta.changed for meta in objects.values()), default=0.0)
-            now = self._do("list", "", self._now) if objects else 0.0
-            is_old = bool(objects) and now - newest >= _GARBAGE_S
+            changes = [meta.changed for meta in objects.values()]
+            is_old = bool(changes) and self._is_old(max(changes))
             of_it = {at: each for at, each in uploads.items() if at.startswith(f"{key}/")}
             if not (is_old or of_it) or not self._do(
                 "list", "", partial(self._names.nameless, {prefix})
@@ -612,7 +616,8 @@ class ObjectStorage:
             # listings were old. Only what has no name an hour later never gets one again.
             if is_old and mark not in marks and not dry_run:
                 self._do("write", "", partial(self._bucket.put, mark, b"without a name"))
-            if is_old and now - marks.get(mark, now) >= _GARBAGE_S:
+            # A mark of this look is new, whatever the clock says.
+            if is_old and self._is_old(marks.get(mark, math.inf)):
                 removed[key] = "data of an interrupted removal"
                 over += [*objects, mark]
         if over and not dry_run:
@@ -621,9 +626,10 @@ class ObjectStorage:
 
     def _used_names(self, listing: ObjectListing) -> builtins.list[str]:
         """Return the keys of free names that are used once, and were not changed for an hour."""
-        free = used_names(listing)
-        now = self._do("list", "", self._now) if free else 0.0
-        return [key for key in free if now - listing.objects[key].changed >= _GARBAGE_S]
+        return [key for key in used_names(listing) if self._is_old(listing.objects[key].changed)]
+
+    def _is_old(self, changed: float) -> bool:
+        return self._do("list", "", lambda: self._since(changed)) >= _GARBAGE_S
 
     def free_nbytes(self) -> int:
         """See `Storage.free_nbytes`: a bucket has no end."""
@@ -915,27 +921,50 @@ class ObjectStorage:
             f"and repairs here, use ObjectStorage(url, single_writer=True)"
         )
 
-    def _now(self) -> float:
-        """Return the time by the store's clock, which stamps the objects.
+    def _since(self, changed: float) -> float:
+        """Return the seconds since a moment by the store's clock, never less than none.
 
         Raises:
-            RequestFailed: It cannot be read now, and no earlier reading is at hand. A clock of this
-                machine's in its place might be hours off, and make what is alive look dead.
+            RequestFailed: The clock cannot be read now. A clock of this machine's in its place
+                might be hours off, and make what is alive look dead.
+        """
+        age_s = self._now() - changed
+        if age_s > _SURE_S:
+            age_s = self._now(_SURE_S) - changed
+        return max(age_s, 0.0)
+
+    def _now(self, within_s: float = _CLOCK_S) -> float:
+        """Return the time by the store's clock, which stamps the objects, as read not long ago.
+
+        A clock that is set back is noticed by a new reading. If it is set forward, the reading
+        before counts as long as a lease lives: until then each lease has been renewed.
         """
         here = _since_boot()
-        if self._clock is None or here - self._clock[1] > _CLOCK_S:
+        if not self._clock or here - self._clock[-1][1] > within_s:
             try:
-                self._bucket.put(_CLOCK, b"%d" % time.time_ns())
-                meta = self._bucket.head(_CLOCK)
-                if meta is None:
-                    raise RequestFailed(Failure("again", "the store does not show what was put"))
-                self._clock = (meta.changed - _since_boot(), here)
+                reading = self._read_clock()
             except RequestFailed as error:
-                if self._clock is None and error.failure.kind == "again":
+                if error.failure.kind == "again":
                     raise
-                if self._clock is None:
+                if not self._clock:
                     return time.time()  # it may write nothing, so it removes nothing either
-        return self._clock[0] + _since_boot()
+            else:
+                before = [*self._clock[:-1], *((start, here) for start, _ in self._clock[-1:])]
+                self._clock = (
+                    *((start, at) for start, at in before
+                      if start < reading[0] and here - at <= _CLOCK_S),
+                    reading,
+                )  # fmt: skip
+        return min(start for start, _ in self._clock) + _since_boot()
+
+    def _read_clock(self) -> tuple[float, float]:
+        """Return the store's time at the start of this machine's count of seconds, and when."""
+        self._bucket.put(_CLOCK, b"%d" % time.time_ns())
+        meta = self._bucket.head(_CLOCK)
+        if meta is None:
+            raise RequestFailed(Failure("again", "the store does not show what was put"))
+        here = _since_boot()
+        return meta.changed - here, here
 
 
 def _since_boot() -> float:

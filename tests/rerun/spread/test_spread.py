@@ -5,6 +5,7 @@ One seed again, with words: `python -m tests.rerun.spread SEED`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.rerun.spread.scenario import KINDS, OF_ONE_DEVICE, WITH_REPLICA
 _PERMANENT = KINDS[1:4]
 
 
-def _campaign(root: Path, seeds: range) -> None:
+def _campaign(root: Path, seeds: Sequence[int]) -> None:
     findings = play(root, seeds)
     print(summary(findings))
     assert not complaints(findings), complaints(findings)
@@ -50,7 +51,7 @@ def _second_opinions(root: Path, seeds: range) -> None:
 
 def test_a_sample_of_spreading_faults(fast_dir: Path) -> None:
     """D7, D8, D9, D19: no false blame, no false clearance, the same bits as without the fault."""
-    _campaign(fast_dir, range(10))
+    _campaign(fast_dir, (2, 3, 5, 7, 9))  # each verdict, and one that stays undecided
 
 
 @pytest.mark.timeout(900)
