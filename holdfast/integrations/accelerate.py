@@ -138,8 +138,9 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
             ConfigError: the loader was not prepared before this object was made.
         """
         self._turns.count_passes()
-        for place in self._places:
+        for number, place in enumerate(self._places):
             if place.loader is loader:
+                self._turns.count_passes(number)
                 return place.num_passes
         raise ConfigError(
             "AccelerateCheckpoints.epoch_of: the loader is not one that the accelerator had "
@@ -316,6 +317,11 @@ class _Place:
     def num_passes(self) -> int:
         """Passes that have ended, or were left early after a step."""
         return int(self.loader.iteration) + self._num_left
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the pass in progress that the loop has taken."""
+        return self._batches
 
     @property
     def is_inside(self) -> bool:

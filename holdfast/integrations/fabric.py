@@ -98,7 +98,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
                 each.
         """
         self._turns.count_epochs()
-        return self._epoch_of(0) if self._loaders else 0
+        return self._epoch_of(self._turns.longer(0)) if self._loaders else 0
 
     def epoch_of(self, loader: Any) -> int:
         """The pass over a loader of `loaders` that is in progress, or comes next.
@@ -117,6 +117,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
         self._turns.count_passes()
         for index, each in enumerate(self._loaders):
             if each is loader:
+                self._turns.count_passes(index)
                 return self._epoch_of(index)
         raise ConfigError("FabricCheckpoints.epoch_of: the loader is not one of loaders=[...]")
 

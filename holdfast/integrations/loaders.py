@@ -101,6 +101,11 @@ class LoaderPlace:
         self.began = 0
 
     @property
+    def num_batches(self) -> int:
+        """Batches of the pass in progress that the loop has taken."""
+        return self._batches
+
+    @property
     def is_inside(self) -> bool:
         """True while a pass is in progress, and before the rest of one that a load has moved to."""
         has_started = self._pass is not None and self._moved is None

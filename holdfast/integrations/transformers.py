@@ -26,6 +26,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.format.names import list_steps, parse_step_dir, step_dir
+from holdfast.integrations.adapters import Adapters
 from holdfast.integrations.fetches import Draws, Streams, set_epoch_of_samplers, set_streams
 from holdfast.integrations.world import (
     groups_of_world,
@@ -81,6 +82,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._continues = False
         """True once the newest checkpoint was asked for: a run without one is then a first run."""
         self._draws: Draws | None = None
+        self._adapters: Adapters | None = None
+        """Those of a PEFT model."""
+        self._loaded_adapters: Any = None
         self._epoch = self._batches = self._steps_in_epoch = self._total_batch_size = 0
         self._replay: dict[str, Any] | None = None
         self._begun = 0, 0
@@ -172,6 +176,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """Load everything into what the Trainer has prepared."""
         checkpointer = self._running()
         self._count_batches(args, named["train_dataloader"])
+        self._adapters = Adapters(self._model) if self._is_adapted else None
         if self._resumed is not None:
             self._load(checkpointer, self._resumed, args, state)
         elif not self._continues and checkpointer.latest() is not None:
@@ -243,6 +248,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         epoch, batches = (self._epoch + 1, 0) if is_whole else (self._epoch, self._batches)
         return {
             **self._trained(),
+            **({} if self._adapters is None else {"adapters": self._adapters.tree()}),
             "rng": RNG(),
             "trainer": {"state": own},
             "position": {
@@ -254,14 +260,24 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             },
         }
 
+    @property
+    def _model(self) -> Any:
+        """The model in its wrappers."""
+        trainer: Any = self._trainer
+        return trainer.accelerator.unwrap_model(trainer.model_wrapped)
+
+    @property
+    def _is_adapted(self) -> bool:
+        return hasattr(self._model, "peft_config")
+
     def _trained(self) -> dict[str, object]:
         """Return the parts that are objects of the Trainer."""
         trainer: Any = self._trainer
         model: Any = trainer.model_wrapped
-        is_adapted = hasattr(trainer.accelerator.unwrap_model(model), "peft_config")
+        adapters = self._adapters
         scaler = getattr(trainer.accelerator, "scaler", None)
         return {
-            "model": ModuleState(model, only="trainable") if is_adapted else model,
+            "model": model if adapters is None else ModuleState(model, only=adapters.has),
             "optimizer": OptimizerState(trainer.optimizer, model),
             "scheduler": trainer.lr_scheduler,
             **({} if scaler is None else {"scaler": scaler}),
@@ -285,6 +301,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         trainer: Any = self._trainer
         here = _Position(self._epoch, self._batches, self._total_batch_size)
         parts = {**self._trained(), "rng": RNG(), "position": _position_template()}
+        if self._adapters is not None:
+            self._adapters.compare(self._loaded_adapters["base"])
+            self._adapters.put(self._loaded_adapters["ranks"])
         values: Any = checkpointer.load(parts, step=step).values
         self._loads.close()
         loaded = values["position"]
@@ -351,7 +370,10 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         trainer: Any = self._trainer
         self._loads.enter_context(checkpointer.one_version())
         parts = {"trainer": {"state": Stored()}, "position": _position_template()}
+        if self._is_adapted:
+            parts["adapters"] = dict.fromkeys(("base", "ranks"), Stored())
         values: Any = checkpointer.load(parts, step=step).values
+        self._loaded_adapters = values.get("adapters")
         own, place = values["trainer"]["state"], values["position"]
 
         def begin(max_steps: int, per_epoch: int, num_epochs: int, *args: Any) -> tuple[int, int]:

@@ -145,6 +145,41 @@ def check_refused_loops(server: ForkServer, root: Path, program: str, *, kill: s
     assert "has taken a batch of its rest and left it" in ends[0].output
 
 
+def beside_a_shorter_one(program: str, prepare: str) -> str:
+    """The program with a shorter loader, `other`, next to its own, which stays ended.
+
+    Args:
+        program, prepare: as of `in_two_loops`.
+    """
+    made = "torch.utils.data.DataLoader(torch.utils.data.Subset(Samples(), range(6)), 2)"
+    stays = "other if checkpoints.epoch_of(other) == epoch else ()"
+    loop = f"    for more, batch in zip_longest({stays}, loader):\n"
+    both = "        batch = batch if more is None else batch + more.flip(0)\n"
+    assert "    for batch in loader:\n" in program
+    program = program.replace("    for batch in loader:\n", loop + both)
+    program = program.replace("checkpoints = ", f"other = {prepare}({made})\ncheckpoints = ")
+    program = program.replace("loaders=[loader]", "loaders=[other, loader]")
+    return "from itertools import cycle, zip_longest\n" + program
+
+
+def check_shorter_loader(server: ForkServer, root: Path, program: str, *, kill: str) -> None:
+    """A loader that had ended next to a longer one stays ended, or is refused by name.
+
+    Args:
+        program: As `beside_a_shorter_one` returns it.
+        kill: In the second epoch, when the shorter loader has ended.
+    """
+    check_variant(server, root, program, kill=kill, epochs=3)
+    again = program.replace("other if checkpoints.epoch_of(other) == epoch else ()", "other")
+    for name, each in {
+        "again": again,
+        "cycle": again.replace("zip_longest(other, ", "zip(cycle(other), "),
+    }.items():
+        assert server.run(each, root / name, 3, directory=root, prelude=kill)[0].code == -9
+        ends = server.run(each, root / name, 3, directory=root)
+        assert "has begun it again, which would train on its data twice" in ends[0].output
+
+
 def with_workers_that_stay(program: str) -> str:
     """The program with a loader's process that stays; its data draws nothing from it."""
     still = program.replace(" + torch.randn(8)\n", "\n")

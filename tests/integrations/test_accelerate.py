@@ -16,9 +16,11 @@ from holdfast.state.tensor_elements import equal_trees
 from tests.integrations.forks import ForkServer
 from tests.integrations.kills import (
     NUM_KILLS,
+    beside_a_shorter_one,
     check_four_ranks,
     check_kills,
     check_refused_loops,
+    check_shorter_loader,
     check_variant,
     in_two_loops,
     leaves_early,
@@ -122,6 +124,13 @@ def test_loops_that_would_train_again_or_not_at_all_are_refused(
 ) -> None:
     """X28."""
     check_refused_loops(server, tmp_path, TWO_LOOPS, kill=KILL.format(at=9, rank=0))
+
+
+@pytest.mark.slow
+def test_a_loader_that_has_ended_beside_a_longer_one(server: ForkServer, tmp_path: Path) -> None:
+    """X28."""
+    program = beside_a_shorter_one(PROGRAM, "accelerator.prepare")
+    check_shorter_loader(server, tmp_path, program, kill=KILL.format(at=12, rank=0))
 
 
 BETWEEN = """

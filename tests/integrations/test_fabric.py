@@ -11,9 +11,11 @@ import pytest
 from tests.integrations.forks import ForkServer
 from tests.integrations.kills import (
     NUM_KILLS,
+    beside_a_shorter_one,
     check_four_ranks,
     check_kills,
     check_refused_loops,
+    check_shorter_loader,
     check_variant,
     in_two_loops,
     kill_at_step_of,
@@ -90,6 +92,14 @@ def test_loops_of_fabric_that_would_train_again_are_refused(
 ) -> None:
     """X28. Or that would pass over what is left of the saved one."""
     check_refused_loops(server, tmp_path, TWO_LOOPS, kill=KILL.format(at=13, rank=0))
+
+
+def test_a_loader_of_fabric_that_has_ended_beside_a_longer_one(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """X28."""
+    program = beside_a_shorter_one(PROGRAM, "fabric.setup_dataloaders")
+    check_shorter_loader(server, tmp_path, program, kill=KILL.format(at=18, rank=0))
 
 
 SHARDED = """

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.format.names import step_dir
+from holdfast.format.reader import Snapshot
+from holdfast.storage import PosixStorage
 from tests.integrations.forks import ForkServer
 from tests.integrations.kills import NUM_KILLS, check_four_ranks, check_kills
 from tests.integrations.pages import program_of
@@ -193,6 +196,58 @@ def test_adapters_callbacks_and_the_trainers_own_files(server: ForkServer, tmp_p
     assert (tmp_path / "b" / folders[-1] / "adapter_model.safetensors").is_file()
     kept = [path.name for path in (tmp_path / "b" / "holdfast").glob("iter_*")]
     assert kept == ["iter_0000006"]
+
+
+_FROZEN = "model = peft.get_peft_model(model, lora)"
+_HALF = "\n    [p.requires_grad_(False) for n, p in model.named_parameters() if 'lora_A' in n]"
+_RANKED = """
+from transformers import TrainerCallback
+class Ranks(TrainerCallback):
+    def on_optimizer_step(self, args, state, control, model=None, **named):
+        model.base_model.update_and_allocate(state.global_step)
+trainer.add_callback(Ranks())
+if "native" """
+
+
+@pytest.mark.parametrize(
+    "last_ranks",
+    [
+        None,
+        pytest.param(2, marks=pytest.mark.slow, id="averages"),
+        pytest.param(3, marks=pytest.mark.slow, id="pattern"),
+    ],
+)
+def test_adapters_with_more_than_what_is_trained(
+    server: ForkServer, tmp_path: Path, last_ranks: int | None
+) -> None:
+    """X20. Half of each adapter is random and frozen; AdaLoRA masks ranks by averages.
+
+    The resumed run begins with other adapters.
+    """
+    program = ADAPTED.replace("1e-9", "1e-2")
+    if last_ranks is None:
+        program = program.replace(_FROZEN, _FROZEN + _HALF)
+    else:
+        config = f"AdaLoraConfig(init_r=4, target_r=2, tinit=1, tfinal={last_ranks}, total_step=7, "
+        program = program.replace("LoraConfig(r=4, lora_dropout=0.1, ", config)
+        program = program.replace('if "native" ', _RANKED.lstrip("\n"))
+    straight = server.lines(program, tmp_path / "a", "new", directory=tmp_path)
+    server.lines(program, tmp_path / "b", "stop", directory=tmp_path)
+    other = program.replace("    lora = ", "    set_seed(2)\n    lora = ")
+    assert server.lines(other, tmp_path / "b", "resume", directory=tmp_path) == straight
+    with Snapshot.open(PosixStorage(tmp_path / "b" / "holdfast"), step_dir(6)) as saved:
+        assert not any("base_layer" in key for key in saved.keys)
+
+
+@pytest.mark.slow
+def test_adapters_of_another_base_model_are_refused(server: ForkServer, tmp_path: Path) -> None:
+    """X20. PiSSA takes what it gives to an adapter, some of it drawn, from the base model."""
+    program = ADAPTED.replace("r=4, ", 'r=4, init_lora_weights="pissa_niter_1", ')
+    server.lines(program, tmp_path / "a", "stop", directory=tmp_path)
+    other = program.replace("    lora = ", "    set_seed(2)\n    lora = ")
+    ends = server.run(other, tmp_path / "a", "resume", directory=tmp_path)
+    assert "other weights than the one that the saved adapters were" in ends[0].output
+    assert "q_proj.base_layer.weight" in ends[0].output
 
 
 @pytest.mark.parametrize("last", [pytest.param(5, marks=pytest.mark.slow), 6])
