@@ -297,20 +297,24 @@ def _add_entry(
             key = f"{_OPTIMIZER}.state.{name}.{entry}"
             state.setdefault(name, {})[entry] = made.add_runs(key, parameter, flats)
         return
-    first = values[0]
-    is_number = isinstance(first, PickledTensor) and first.nbytes and not first.shape
-    if type(first) in (int, float) and all(value == first for value in values):
+    storage, first = made.location.storage, values[0]
+    numbers = {file.number(value, storage) for file, value in zip(files, values, strict=True)}
+    if len(numbers) > 1 and entry == "step":
+        raise CorruptionError(f"{place}: it differs between the files of the ranks: of two saves?")
+    if len(numbers) > 1 or None in numbers:
+        made.left_out.append(
+            f"{place}: it has neither an element for each of the parameter nor one value for all"
+        )
+    elif isinstance(first, PickledTensor):
+        for name in group.parameters:
+            path = f"{_OPTIMIZER}.state.{name}.{entry}"
+            state.setdefault(name, {})[entry] = made.add(path, first, files[0], FileMemory())
+    else:
         for name in group.parameters:
             tensor = step_tensor(f"{_OPTIMIZER}.state.{name}.{entry}", first, {}, files[0].name)
             if tensor is not None:
                 made.tensors[tensor.key] = tensor
                 state.setdefault(name, {})[entry] = tensor_node(tensor.key)
-    elif is_number:
-        for name in group.parameters:
-            path = f"{_OPTIMIZER}.state.{name}.{entry}"
-            state.setdefault(name, {})[entry] = made.add(path, first, files[0], FileMemory())
-    else:
-        made.left_out.append(f"{place}: it does not have an element for each of the parameter")
 
 
 def _is_flat(values: Sequence[Any], group: ZeroGroup) -> bool:

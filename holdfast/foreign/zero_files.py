@@ -24,6 +24,7 @@ from holdfast.foreign.zero_partitions import (
     parameters_of_group,
 )
 from holdfast.format.digest import digest128
+from holdfast.storage import Storage
 
 OPTIMIZER_FILE = re.compile(
     r"(bf16_|fp16_)?zero_pp_rank_([0-9]{1,7})_mp_rank_([0-9]{1,7})_optim_states\.pt"
@@ -66,6 +67,18 @@ class ZeroFile:
             raise CorruptionError(f"{self.file.place}: {what} is not a flat tensor")
         start, _ = self.file.range_of(value)
         return FlatTensor(file=self.name, start=start, numel=value.shape[0], dtype=value.dtype)
+
+    def number(self, value: object, storage: Storage) -> object:
+        """Return what tells one number from another, a tensor of one element included; else None.
+
+        Cost: a read, for a tensor.
+        """
+        if type(value) in (int, float):
+            return value
+        if not isinstance(value, PickledTensor) or value.shape or not value.nbytes:
+            return None
+        start, nbytes = self.file.range_of(value)
+        return value.dtype, storage.read(self.name, start=start, nbytes=nbytes)
 
 
 def open_file(location: Location, name: str) -> ZeroFile:

@@ -316,6 +316,13 @@ LIES: dict[str, tuple[int, Edit, str]] = {
         in_model(lambda m: m["module"].update(frozen=torch.zeros(0))),
         "the values of frozen are in no file",
     ),
+    "another step on a rank": (
+        2,
+        in_optimizer(
+            2, lambda s: s["base_optimizer_state"]["state"][0].update(step=torch.tensor(10.0))
+        ),
+        "step of w, v: it differs between the files of the ranks",
+    ),
     "groups of others": (
         2,
         in_optimizer(0, lambda s: s["base_optimizer_state"]["param_groups"][0].update(params=[4])),
@@ -347,16 +354,17 @@ def test_state_that_has_no_element_for_each_of_the_parameter_is_named(tmp_path: 
         for rank in range(2):
             entries = files[OPTIM.format(rank)]["optimizer_state_dict"]["base_optimizer_state"]
             entries["state"][0] |= {"row": torch.ones(3), "count": rank, "step": 9}
+            entries["state"][0] |= {"scale": torch.tensor(float(rank)), "beta": torch.tensor(0.5)}
 
     tensors = {"w": torch.rand(5), "v": torch.rand(4, 6)}
     folder = write(tmp_path / "step", tensors, stage=2, num_ranks=2, edit=edit)
     report = Checkpointer(tmp_path / "none").load_all(source=folder)
     state = report.values["optimizer"]["state"]
     assert {name: sorted(each) for name, each in state.items()} == {
-        name: ["exp_avg", "step"] for name in tensors
+        name: ["beta", "exp_avg", "step"] for name in tensors
     }
     assert state["w"]["step"] == 9
-    for entry in ("row", "count"):
+    for entry in ("row", "count", "scale"):
         assert any(each.startswith(f"optimizer: {entry} of w, v: ") for each in report.left_out)
     assert math.prod(state["v"]["exp_avg"].shape) == 24
 
