@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -19,13 +21,14 @@ from holdfast.cli.support.keys import select_keys
 from holdfast.cli.support.messages import print_removed
 from holdfast.cli.support.steps import open_checkpoint
 from holdfast.cli.support.tables import make_console, progress_bar
-from holdfast.errors import ConfigError, counted, in_bytes
+from holdfast.errors import ConfigError, counted, in_bytes, some_of
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.elements import decode_elements
 from holdfast.format.index import ImageEntry, layout_image
 from holdfast.format.manifest import TensorInfo
 from holdfast.format.reader import Snapshot
+from holdfast.format.values import tensor_keys
 from holdfast.storage import PosixStorage, Sink
 from holdfast.storage.unnamed import remove_unnamed, unnamed
 
@@ -96,8 +99,23 @@ def run(args: Args) -> int:
             write(snapshot, outputs, args.to, advance)
     nbytes = sum(output.nbytes for output in outputs)
     what = counted(len(outputs), "tensor")
-    make_console().print(f"{what}, {in_bytes(nbytes)}, written to {args.to}", soft_wrap=True)
+    console = make_console()
+    console.print(f"{what}, {in_bytes(nbytes)}, written to {args.to}", soft_wrap=True)
+    tied = _tied(snapshot, keys)
+    if tied:
+        console.print(
+            f"tied: {some_of(tied)} {'is' if len(tied) == 1 else 'are'} in the checkpoint under "
+            f"other names, too, and written once",
+            soft_wrap=True,
+            markup=False,
+        )
     return 0
+
+
+def _tied(snapshot: Snapshot, keys: Iterable[str]) -> list[str]:
+    """Return those of some tensors that several names of the tree stand for."""
+    num_names = Counter(chain.from_iterable(map(tensor_keys, snapshot.manifest.parts.values())))
+    return [key for key in keys if num_names[key] > 1]
 
 
 def _refuse_unknown_kind(to: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -65,6 +66,16 @@ def test_a_pattern_keeps_types_that_numpy_lacks(
     assert kinds["optimizer.moment"] == "F8_E4M3"
     assert shapes["model.none"] == [0, 3]
     assert to.read_bytes().count(TENSORS["model.norm"].data) == 1
+
+
+def test_a_tensor_of_several_names_is_named(holdfast: Holdfast, tmp_path: Path) -> None:
+    tied = torch.ones(3)
+    torch.save({"head": tied, "embedding": tied, "bias": torch.ones(2)}, tmp_path / "model.pt")
+    to = tmp_path / "out.safetensors"
+    result = holdfast("export", tmp_path / "model.pt", "--tensor", "*", "--to", to)
+    assert result.code == 0
+    assert "tied: model.head is in the checkpoint under other names, too" in result.out
+    assert len(load_file(to)) == 2
 
 
 def test_npy_files(holdfast: Holdfast, root: Path, tmp_path: Path) -> None:
