@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,10 +18,34 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable, check_tilings
 from holdfast.arrays.boxes import Box, contiguous_start, cover, flat_range_boxes, span_in
 from holdfast.arrays.types import AnyArray
-from holdfast.errors import CorruptionError, MismatchError, PlacementError, some_of
+from holdfast.errors import (
+    CorruptionError,
+    HoldfastError,
+    MismatchError,
+    PlacementError,
+    some_of,
+)
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import Node, join_path
 from holdfast.storage import Source, Storage
+
+
+@contextmanager
+def describing(place: str, what: str) -> Iterator[None]:
+    """Raise CorruptionError for what a reader of a file stumbles over that is not what it says.
+
+    Args:
+        place: Of the file or folder, for messages.
+        what: It claims to be.
+    """
+    try:
+        yield
+    except HoldfastError as error:
+        if not isinstance(error, PlacementError):
+            raise
+        raise CorruptionError(f"{place}: {error}") from error  # a box outside of its tensor
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CorruptionError(f"{place}: this is not {what}: {error}") from error
 
 
 class OpenFiles:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.arrays.boxes import Box
-from holdfast.errors import CorruptionError, HoldfastError, PlacementError
+from holdfast.errors import CorruptionError
 from holdfast.foreign.catalog import (
     Catalog,
     CatalogTensor,
@@ -26,6 +26,7 @@ from holdfast.foreign.catalog import (
     OpenFiles,
     TensorReader,
     chunks_of_view,
+    describing,
     no_checksums,
     read_flat,
 )
@@ -180,12 +181,8 @@ def read_items(location: Location) -> Items:
     place = location.storage.describe(METADATA)
     data = location.storage.read(METADATA)
     metadata = read_pickle(data, place=place)
-    try:
+    with describing(place, "the metadata of DCP"):
         return _read_items(location, metadata, digest128(data).encode())
-    except HoldfastError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError, PlacementError) as error:
-        raise CorruptionError(f"{place}: this is not the metadata of DCP: {error}") from error
 
 
 def _read_items(location: Location, metadata: object, identity: bytes) -> Items:

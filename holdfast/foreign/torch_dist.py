@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from holdfast.errors import CorruptionError, HoldfastError, PlacementError
+from holdfast.errors import CorruptionError
 from holdfast.foreign import dcp
-from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles
+from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles, describing
 from holdfast.foreign.location import Location
 from holdfast.foreign.shared_opening import behind, found_once
 from holdfast.foreign.torch_dist_optimizer import OBJECTS_PART, is_of_optimizer, map_optimizer
@@ -85,16 +85,8 @@ def open_catalog(location: Location) -> Catalog:
     Cost: reads the metadata and all values, and every tensor of which there are copies.
     """
     location = _checkpoint_at(location) or location
-    try:
+    with describing(location.label, "a checkpoint of Megatron"):
         return _open(location)
-    except HoldfastError as error:
-        if not isinstance(error, PlacementError):
-            raise
-        raise CorruptionError(f"{location.label}: {error}") from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise CorruptionError(
-            f"{location.label}: this is not a checkpoint of Megatron: {error}"
-        ) from error
 
 
 def _open(location: Location) -> Catalog:

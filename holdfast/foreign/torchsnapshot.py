@@ -23,8 +23,15 @@ from urllib.parse import unquote
 import msgspec
 
 from holdfast.arrays.boxes import Box
-from holdfast.errors import CorruptionError, HoldfastError, PlacementError
-from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes, chunks_of_view
+from holdfast.errors import CorruptionError, PlacementError
+from holdfast.foreign.catalog import (
+    Catalog,
+    CatalogTensor,
+    Chunk,
+    FileBytes,
+    chunks_of_view,
+    describing,
+)
 from holdfast.foreign.location import Location
 from holdfast.foreign.pickle_nodes import to_node
 from holdfast.foreign.pickled_values import PickledStorage, PickledTensor
@@ -70,7 +77,7 @@ def open_catalog(location: Location) -> Catalog:
             f"{place}: this is not JSON. Releases of torchsnapshot before 0.1 wrote YAML: read the "
             f"snapshot with 0.1, and take it again"
         )
-    try:
+    with describing(place, "the metadata of a snapshot"):
         snapshot = _Snapshot(location, _by_path(data))
         trees = {unquote(path): snapshot.value(path) for path in snapshot.roots()}
         tensors: dict[str, CatalogTensor] = {}
@@ -83,14 +90,6 @@ def open_catalog(location: Location) -> Catalog:
             snapshot.left_out += tree.left_out
             for leaf in tree.leaves:
                 tensors[leaf.key] = snapshot.tensor(leaf)
-    except HoldfastError as error:
-        if not isinstance(error, PlacementError):
-            raise
-        raise CorruptionError(f"{place}: {error}") from error
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise CorruptionError(
-            f"{place}: this is not the metadata of a snapshot: {error}"
-        ) from error
     return Catalog(
         format=FORMAT,
         storage=location.storage,

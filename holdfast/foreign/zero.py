@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.errors import CorruptionError, HoldfastError, PlacementError, some_of
-from holdfast.foreign.catalog import Catalog, CatalogTensor, Checksum
+from holdfast.errors import CorruptionError, some_of
+from holdfast.foreign.catalog import Catalog, CatalogTensor, Checksum, describing
 from holdfast.foreign.location import Location
 from holdfast.foreign.other_formats import unread_files
 from holdfast.foreign.pickle_nodes import module_versions
@@ -104,16 +104,8 @@ def open_catalog(location: Location) -> Catalog:
     Cost: reads the pickles of all files, not the tensors.
     """
     location = _checkpoint_at(location) or location
-    try:
+    with describing(location.label, "a checkpoint of ZeRO"):
         return _open(location)
-    except HoldfastError as error:
-        if not isinstance(error, PlacementError):
-            raise
-        raise CorruptionError(f"{location.label}: {error}") from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise CorruptionError(
-            f"{location.label}: this is not a checkpoint of ZeRO: {error}"
-        ) from error
 
 
 def _open(location: Location) -> Catalog:
