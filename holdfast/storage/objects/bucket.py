@@ -204,7 +204,9 @@ class BucketClient:
             answer = self._obstore.get(self._store, self._key(key), options=options)
             return memoryview(answer.bytes()), _meta(answer.meta)
 
-        return self._if_present("get", key, ask, start=start, nbytes=nbytes or 0, until=until)
+        return _or_absent(
+            lambda: self._send("get", key, ask, start=start, nbytes=nbytes or 0, until=until)
+        )
 
     def get_into(self, key: str, view: memoryview, *, start: int = 0) -> int | None:
         """Fill a byte view from an object; how many bytes it had there. None if it is absent.
@@ -225,13 +227,15 @@ class BucketClient:
                 at += len(chunk)
             return at
 
-        return self._if_present("get", key, ask, start=start, nbytes=len(view))
+        return _or_absent(lambda: self._send("get", key, ask, start=start, nbytes=len(view)))
 
     def head(self, key: str) -> Meta | None:
         """Return what an object is; None if it is absent."""
-        return self._if_present(
-            "head", key, lambda: _meta(self._obstore.head(self._store, self._key(key)))
-        )
+
+        def ask() -> Meta:
+            return _meta(self._obstore.head(self._store, self._key(key)))
+
+        return _or_absent(lambda: self._send("head", key, ask))
 
     def put(self, key: str, data: bytes | memoryview) -> Tag:
         """Write an object as a whole, whatever is there."""
@@ -409,24 +413,6 @@ class BucketClient:
         with self._lock:
             self.requests["list"] += max(num_names - 1, 0) // _PAGE
 
-    def _if_present(
-        self,
-        kind: str,
-        key: str,
-        ask: Callable[[], T],
-        *,
-        start: int = 0,
-        nbytes: int = 0,
-        until: float = math.inf,
-    ) -> T | None:
-        """Send a request for an object; None if it is absent."""
-        try:
-            return self._send(kind, key, ask, start=start, nbytes=nbytes, until=until)
-        except RequestFailed as error:
-            if error.failure.kind == "absent":
-                return None
-            raise
-
     def _send(
         self,
         kind: str,
@@ -483,6 +469,16 @@ class BucketClient:
         if not isinstance(answer, Failure) or answer.kind != "again":
             self._gave_up_at = -math.inf
         return answer
+
+
+def _or_absent(send: Callable[[], T]) -> T | None:
+    """Send a request for an object; None if it is absent."""
+    try:
+        return send()
+    except RequestFailed as error:
+        if error.failure.kind == "absent":
+            return None
+        raise
 
 
 def unsettled(error: RequestFailed, *, action: str, place: str) -> StorageError:
