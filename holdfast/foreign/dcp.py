@@ -10,7 +10,7 @@ tensors is the part `model`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,7 @@ from holdfast.foreign.torch_save import TorchFile, open_torch_save
 from holdfast.foreign.weights import with_optimizers
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.envelopes.dcp_metadata import EMPTY_DICTS
 from holdfast.format.envelopes.torch_types import TORCH_DTYPES
 from holdfast.format.values import Node, is_plain_dict, is_tensor, tensor_node
 
@@ -188,7 +189,9 @@ def read_items(location: Location) -> Items:
 def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
     names = _dict(_get(metadata, "state_dict_metadata"))
     ranges = _ranges(location, _dict(_get(metadata, "storage_data")))
-    items = Items(identity=identity, paths=_paths(metadata, names), checksums=ranges.checksums)
+    empty = _empty_dicts(metadata, names)
+    known = names.keys() | empty
+    items = Items(identity=identity, paths=_paths(metadata, known), checksums=ranges.checksums)
     items.left_out += _unused(location, ranges)
     mcore_data = _optional(metadata, "mcore_data")
     if isinstance(mcore_data, dict):
@@ -217,7 +220,17 @@ def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
         items.left_out += left_out
     # In the order in which they were saved.
     items.values = {name: items.values[name] for name in names if name in items.values}
+    items.values |= {name: {} for name in empty}
     return items
+
+
+def _empty_dicts(metadata: object, names: Collection[str]) -> list[str]:
+    """Return the flat names of empty dicts, which a conversion of ours has noted."""
+    stored = _optional(metadata, EMPTY_DICTS)
+    empty = [] if stored is None else [_text(name) for name in _list(stored)]
+    if again := sorted(set(names).intersection(empty)):
+        raise CorruptionError(f"{again[0]!r} is an empty dict, and something else")
+    return empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +450,7 @@ class ArchiveBytes:
         return payload if isinstance(payload, FileBytes) else None
 
 
-def _paths(metadata: object, names: dict[str, Any]) -> dict[str, tuple[str | int, ...]]:
+def _paths(metadata: object, names: Collection[str]) -> dict[str, tuple[str | int, ...]]:
     """Return by flat name the path in the saved dict; a name without one is its own path."""
     stored = _optional(metadata, "planner_data")
     if not isinstance(stored, dict):
