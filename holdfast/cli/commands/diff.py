@@ -16,7 +16,7 @@ from holdfast.cli.support.compare import (
     value_differences,
 )
 from holdfast.cli.support.elements import refuse_damage, refuse_drift
-from holdfast.cli.support.keys import select_keys
+from holdfast.cli.support.keys import other_names, select_keys
 from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, shape_in_words
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.cli.support.tables import (
@@ -146,7 +146,9 @@ def _compare_tensors(a: Snapshot, b: Snapshot, args: Args, result: Differences) 
     """Add what differs in structure, then in bytes; reads only what has to be read."""
     common = []
     keys = list(dict.fromkeys([*a.keys, *b.keys]))
-    chosen = keys if args.tensor is None else select_keys(args.tensor, keys)
+    chosen = keys
+    if args.tensor is not None:
+        chosen = select_keys(args.tensor, keys, {**other_names(b), **other_names(a)})
     for side in (a, b):
         refuse_drift(side, [key for key in chosen if side.has(key)])
     for key in chosen:

@@ -194,6 +194,25 @@ def tensor_keys(node: Any) -> Iterator[str]:
     return (str(each["k"]) for each in walk(node) if is_tensor(each) and "k" in each)
 
 
+def tensor_paths(node: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield path and key of each tensor in a tree, one pair for each reference.
+
+    A tied tensor has one key and several paths. What is below the key of a mapping that is not a
+    plain value, such as a tuple, has no path.
+    """
+    waiting = [(path, node)]
+    while waiting:
+        path, node = waiting.pop()
+        node = wrapped(node)
+        if is_tensor(node) and _KEY in node:
+            yield path, str(node[_KEY])
+        waiting += [
+            (join_path(path, key_name(name)), member)
+            for name, member in reversed(members(node))
+            if not isinstance(name, dict | list)
+        ]
+
+
 def count_values(node: Any) -> int:
     """Count the plain values of a tree: stored leaves that are not tensors."""
     return sum(
