@@ -32,7 +32,7 @@ from holdfast.foreign.catalog import (
 )
 from holdfast.foreign.location import Location
 from holdfast.foreign.pickled_values import Constructor, PickledTensor, Record, TorchSize
-from holdfast.foreign.pickles import read_pickle
+from holdfast.foreign.pickles import MAX_PICKLE_NBYTES, read_pickle
 from holdfast.foreign.torch_files import tensors_of
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
 from holdfast.foreign.weights import with_optimizers
@@ -180,6 +180,11 @@ class Items:
 def read_items(location: Location) -> Items:
     """Read the metadata and the values. Errors and cost: `open_catalog`."""
     place = location.storage.describe(METADATA)
+    nbytes = location.storage.size(METADATA)
+    if nbytes > MAX_PICKLE_NBYTES:
+        raise CorruptionError(
+            f"{place}: {nbytes} bytes are more than what is read of a pickle, {MAX_PICKLE_NBYTES}"
+        )
     data = location.storage.read(METADATA)
     metadata = read_pickle(data, place=place)
     with describing(place, "the metadata of DCP"):
@@ -187,10 +192,11 @@ def read_items(location: Location) -> Items:
 
 
 def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
-    names = _dict(_get(metadata, "state_dict_metadata"))
+    entries = _dict(_get(metadata, "state_dict_metadata"))
+    names = list(entries)
     ranges = _ranges(location, _dict(_get(metadata, "storage_data")))
     empty = _empty_dicts(metadata, names)
-    known = names.keys() | empty
+    known = {*names, *empty}
     items = Items(identity=identity, paths=_paths(metadata, known), checksums=ranges.checksums)
     items.left_out += _unused(location, ranges)
     mcore_data = _optional(metadata, "mcore_data")
@@ -198,7 +204,7 @@ def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
         items.mcore_data = mcore_data
     archives = _Archives(location)
     values = []
-    for name, entry in names.items():
+    for name, entry in _consumed(entries):
         kind = entry.name if isinstance(entry, Record) else ""
         if kind == _TENSOR:
             items.tensors[name] = _tensor(name, entry, ranges, archives)
@@ -290,7 +296,7 @@ def _ranges(location: Location, storage_data: dict[Any, Any]) -> _Ranges:
     """Return the table of items; every file is a name in the directory."""
     present = set(location.names())
     table: dict[tuple[str, tuple[int, ...] | None], _Range] = {}
-    for index, info in storage_data.items():
+    for index, info in _consumed(storage_data):
         offset = index.state.get("offset") if type(index.state) is dict else None
         file = _get(info, "relative_path")
         if file not in present:
@@ -462,6 +468,12 @@ def _paths(metadata: object, names: Collection[str]) -> dict[str, tuple[str | in
                 raise CorruptionError(f"{name!r} has an impossible path")
             paths[name] = tuple(path)
     return paths
+
+
+def _consumed(table: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a table, and remove each: what is made of it takes its memory."""
+    for key in list(table):
+        yield key, table.pop(key)
 
 
 def _get(record: object, name: str) -> Any:
