@@ -74,7 +74,13 @@ _COPIES_PER_BYTE = 4
 _MAX_MEMO = 1 << 32
 _MAX_ODD_KEYS = 1 << 14
 _SMALL_KEY = 2**61 - 1
-_OLD_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_OLD_NAMES = {
+    "builtins.long": "builtins.int",
+    "builtins.unicode": "builtins.str",
+    "builtins.xrange": "builtins.range",
+}
+"""Names of Python 2, under which protocols 0 to 2, and so `torch.save`, have those of Python 3."""
 _PLAIN_KEYS = (str, bytes, bool, float, type(None), Record, Constructor, PickledTensor)
 _ODD_KEYS = (int, complex, EnumValue)
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
@@ -571,7 +577,8 @@ class _Machine:
         self._stack.append(self._look_up(module, name))
 
     def _look_up(self, module: str, name: str) -> Constructor:
-        whole = f"{_OLD_NAMES.get(module, module)}.{name}"
+        whole = f"{_OLD_MODULES.get(module, module)}.{name}"
+        whole = _OLD_NAMES.get(whole, whole)
         constructor = self._types.get(whole)
         if constructor is None:
             hint = _HINTS.get(whole, "")
