@@ -687,10 +687,10 @@ class Colour(Enum):
 
 NODES = [
     {"a": 1, 2: (3, None), (4, "b"): {"c": [1.5]}}, OrderedDict(b=1, a=[2]), Counter("aab"),
-    defaultdict(int, {3: 4}), defaultdict(str, a=""), deque([1, 2], maxlen=9), {1, (2, 3)}, frozenset({"x"}),
-    range(1, 5), slice(None, 3), 1 + 2j, b"\x00", bytearray(b"\x01"), 2**70, float("inf"),
-    np.float32(1.5), np.str_("x"), np.datetime64("2020-01-01", "s"), "\ud800", {"$": 1, "$$": 2},
-    [[], {}, (), set()],
+    defaultdict(int, {3: 4}), defaultdict(str, a=""), deque([1, 2], maxlen=9), {1, (2, 3)},
+    frozenset({"x"}), range(1, 5), slice(None, 3), 1 + 2j, b"\x00", bytearray(b"\x01"), 2**70,
+    float("inf"), np.float32(1.5), np.str_("x"), np.datetime64("2020-01-01", "s"), "\ud800",
+    {"$": 1, "$$": 2}, [[], {}, (), set()],
 ]  # fmt: skip
 
 
