@@ -66,8 +66,8 @@ NOT_READ: Mapping[str, object] = {"not_read": True}
 MAX_PICKLE_NBYTES = 1 << 30
 """A longer pickle is refused before it is read."""
 
-_OPCODES_AT_ONCE = 1 << 20
-_RESERVE_NBYTES = 512 << 20
+_OPCODES_AT_ONCE = 1 << 19
+_RESERVE_NBYTES = 256 << 20
 """More than so many opcodes take, and what is made of the values of a metadata after them."""
 _HIGHEST_PROTOCOL = 5
 _COPIES_PER_BYTE = 4
