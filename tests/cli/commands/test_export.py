@@ -89,6 +89,11 @@ def test_a_tensor_has_all_its_names(holdfast: Holdfast, tmp_path: Path) -> None:
     assert [row["key"] for row in result.json["tensors"]] == ["model.head"]
     both = [tmp_path / "model.pt"] * 2
     assert "equal: 1 tensor" in holdfast("diff", *both, "--tensor", "*embedding").out
+    model["deep"][0]["embedding"] = torch.ones(3)
+    torch.save(model, tmp_path / "untied.pt")
+    result = holdfast("diff", tmp_path / "model.pt", tmp_path / "untied.pt")
+    assert (result.code, "tied to model.head" in result.out) == (1, True)
+    assert "not there" not in result.out
     result = holdfast("export", tmp_path / "model.pt", "--tensor", "embedding", "--to", to / "x")
     assert "matches model.deep.0.embedding" in result.err
 
