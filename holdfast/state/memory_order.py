@@ -28,6 +28,8 @@ def unusual_orders(entries: object, parameter: torch.Tensor) -> dict[str, list[i
         Path inside of the entries -> dims, outermost first. Tensors with gaps, sparse ones and
         DTensors are left out.
     """
+    if _are_contiguous(entries, parameter):
+        return {}
     orders: dict[str, list[int]] = {}
 
     def visit(path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,9 +83,14 @@ def map_tensors(
 
 
 def _are_contiguous(entries: Any, parameter: torch.Tensor) -> bool:
-    """Return True for a dict of contiguous tensors, as the parameter is: nearly every one."""
-    tensors = (*entries.values(), parameter) if type(entries) is dict else ()
-    return bool(tensors) and all(
+    """Return True for a dict of contiguous tensors, as the parameter is: nearly every one.
+
+    DTensors are left out on both sides of a checkpoint, so they may be among them.
+    """
+    if type(entries) is not dict:
+        return False
+    tensors = [each for each in (*entries.values(), parameter) if type(each) is not DTensor]
+    return all(
         type(each) in PLAIN and each.layout is torch.strided and each.is_contiguous()
         for each in tensors
     )

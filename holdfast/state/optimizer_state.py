@@ -222,10 +222,11 @@ class OptimizerState:
                     parameters[name] |= {"order": orders} if orders else {}
                     followed = {} if param.over else followed_dims(entries, param.parameter)
                     parameters[name] |= {"follows": followed} if followed else {}
-                    entries = {
-                        entry: with_padding(stored_form(param, entry, value), param, padding)
-                        for entry, value in entries.items()
-                    }
+                    if param.over is not None or padding is not None:
+                        entries = {
+                            entry: with_padding(stored_form(param, entry, value), param, padding)
+                            for entry, value in entries.items()
+                        }
                 state[name] = entries
             if param.is_main:
                 value = stored_form(param, "main", param.updated)
@@ -751,5 +752,5 @@ def _parameter_facts(
     param: OptimizerParameter, padding: tuple[int, ...] | None
 ) -> dict[str, object]:
     """Return what a load must know of a parameter: its real shape, and whether it was frozen."""
-    shape = [int(n) for n in (param.parameter.shape if padding is None else padding)]
+    shape = list(map(int, param.parameter.shape if padding is None else padding))
     return {"shape": shape} if param.parameter.requires_grad else {"shape": shape, "frozen": True}

@@ -34,6 +34,7 @@ _KEY = "k"
 _TABLES = ("per_rank", "dataclass")
 _WRAPPERS = ("codec", UNION)
 _CONTAINERS = frozenset((*MAPPINGS, *SEQUENCES, *SETS, *_TABLES))
+_TEXT = frozenset((str,))
 _PLAIN_KINDS = frozenset((bool, int, float, str, type(None)))
 
 
@@ -51,6 +52,13 @@ def is_plain_dict(node: Any) -> TypeGuard[dict[str, Any]]:
 def is_like_a_tag(key: str) -> bool:
     """Return True if a key would be read as a tag in a plain dict."""
     return key.startswith(TAG)
+
+
+def are_plain_keys(keys: Collection[Any]) -> bool:
+    """Return True if all keys are text that a plain dict can have."""
+    if not set(map(type, keys)) <= _TEXT or any(map(is_like_a_tag, keys)):
+        return False
+    return all(map(str.isascii, keys)) or all(map(is_unicode, keys))
 
 
 def is_tensor(node: Any) -> TypeGuard[dict[str, Any]]:
