@@ -320,9 +320,9 @@ class _Flattener:
             )
 
     def _on_leaf(self, path: str, obj: object) -> Node | None:
+        if type(obj) is dict:
+            return self._dict_node(path, obj)
         kind = type(obj)
-        if kind is dict:
-            return self._dict_node(path, cast(dict[Any, Any], obj))
         if kind in _PLAIN_KINDS:
             return None
         if isinstance(obj, _TENSORS):

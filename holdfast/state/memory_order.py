@@ -89,11 +89,13 @@ def _are_contiguous(entries: Any, parameter: torch.Tensor) -> bool:
     """
     if type(entries) is not dict:
         return False
-    tensors = [each for each in (*entries.values(), parameter) if type(each) is not DTensor]
-    return all(
-        type(each) in PLAIN and each.layout is torch.strided and each.is_contiguous()
-        for each in tensors
-    )
+    for each in (*entries.values(), parameter):
+        kind = type(each)
+        if kind is DTensor:
+            continue
+        if kind not in PLAIN or each.layout is not torch.strided or not each.is_contiguous():
+            return False
+    return True
 
 
 def _order(tensor: torch.Tensor) -> list[int] | None:

@@ -159,9 +159,9 @@ def walk(module: nn.Module) -> list[tuple[str, str, nn.Module]]:
 
 def walk_all(module: nn.Module) -> list[tuple[str, str, nn.Module, bool]]:
     """As `walk`, wrappers included: (logical prefix, torch prefix, module, whether it wraps)."""
-    found: list[tuple[str, str, nn.Module, bool]] = []
-    _walk_below(module, "", "", {}, found)
-    return found
+    result: list[tuple[str, str, nn.Module, bool]] = []
+    _walk_below(module, "", "", {}, result)
+    return result
 
 
 def _walk_below(
@@ -169,19 +169,23 @@ def _walk_below(
     logical: str,
     actual: str,
     known: dict[type, str | None],
-    found: list[tuple[str, str, nn.Module, bool]],
+    result: list[tuple[str, str, nn.Module, bool]],
 ) -> None:
     """Append what `walk_all` returns of a part of the tree; `known` as in `wrapped`."""
+    table = module_table(module)
+    if not table and known.get(type(module), "") is None:  # as most modules are
+        result.append((logical, actual, module, False))
+        return
     inside = wrapped(module, known)
-    found.append((logical, actual, module, inside is not None))
+    result.append((logical, actual, module, inside is not None))
     if inside is not None:
         name, inner = inside
         _refuse_own(module, name, inner, actual)
-        _walk_below(inner, logical, f"{actual}{name}.", known, found)
+        _walk_below(inner, logical, f"{actual}{name}.", known, result)
         return
-    for name, child in module_table(module).items():
+    for name, child in table.items():
         if child is not None:
-            _walk_below(child, f"{logical}{name}.", f"{actual}{name}.", known, found)
+            _walk_below(child, f"{logical}{name}.", f"{actual}{name}.", known, result)
 
 
 def _refuse_own(module: nn.Module, name: str, inner: nn.Module, actual: str) -> None:

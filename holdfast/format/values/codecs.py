@@ -542,9 +542,9 @@ class _Decoder:
                 raise
             except (KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
                 raise _malformed(node, path, error) from None
-        for key in node:
-            if is_like_a_tag(key):
-                raise _malformed(node, path, f"unknown member {key!r}")
+        if any(map(is_like_a_tag, node)):
+            key = next(filter(is_like_a_tag, node))
+            raise _malformed(node, path, f"unknown member {key!r}")
         if are_plain(node.values()):
             return node.copy()
         return {key: self.decode(v, join_path(path, key), depth + 1) for key, v in node.items()}
