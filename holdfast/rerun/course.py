@@ -15,12 +15,12 @@ alone knows. Otherwise one rank would wait in a collective that the others never
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from holdfast.errors import ConfigError, FaultError, HoldfastError, some_of
+from holdfast.errors import ConfigError, FaultError, HoldfastError, shorten_ranks, some_of
 from holdfast.format.values import Codecs
 from holdfast.rerun.attempt import Attempt, Call, Suspect, trial_of
 from holdfast.rerun.attribution import ValueRun
@@ -36,6 +36,7 @@ from holdfast.rerun.judging import (
     judge_second_opinion,
 )
 from holdfast.rerun.observations import Observations
+from holdfast.rerun.places import Place
 from holdfast.rerun.reactions import Reactions
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.rerun.replayed import Replayed
@@ -74,8 +75,12 @@ _WORDS = {
     Verdict.CORRECT_RESULT: "the correct result: look at the data, the code and the settings",
     Verdict.UNDECIDED: "undecided",
     Verdict.PERSISTENT_ERROR: "a persistent error",
-    Verdict.SPOILED_STATE: "the state was not finite before the step",
+    Verdict.SPOILED_STATE: "the state was bad before the step",
 }
+
+
+def _ranks_of(places: Sequence[Place]) -> str:
+    return f"ranks {shorten_ranks([each.rank for each in places])}"
 
 
 class Course:
@@ -143,6 +148,10 @@ class Course:
         """True once a first step has shown that buffers can be kept."""
         self._was_watched = False
         """True once a step has shown which attributes a run changes."""
+        self._were_alike = False
+        """True if data replicas held equal parameters before the first step."""
+        self._differing: list[Place] = []
+        """Those that held other parameters than their replicas at the last look."""
 
         # Of the step that runs.
         self.step = -1
@@ -691,7 +700,9 @@ class Course:
         if self._asks_replicas and self._opinion.can_tell(evidence.bad_again()):
             if isinstance(self.batches, ReplayableBatches):
                 self.batches.rewind()
-            others, why = self._opinion.exchange(self.step, self.batches, suspects)
+            others, why = None, f"{_ranks_of(self._differing)} hold other parameters"
+            if not self._differing:
+                others, why = self._opinion.exchange(self.step, self.batches, suspects)
             if others is not None:
                 self.team.say(
                     f"step {self.step}: {evidence.describe_rechecked()}: another data replica runs "
@@ -746,24 +757,49 @@ class Course:
         return self._run_again({})
 
     def _is_spoiled(self, *, is_first: bool = False) -> bool:
-        """Return True, with a decision, if the state is not finite on some rank. Collective."""
-        values = self.team.gather_spoiled(
-            self._training_state.not_finite(), step=self.step, is_first=is_first
+        """Return True, with a decision, if the state was bad before the step. Collective.
+
+        It is not finite on some rank, or a data replica has other parameters than the others. That
+        replicas are meant to be equal has to be known: they were, before the first step.
+        """
+        is_compared = self._asks_replicas and bool(self.team.partners)
+        state = self._training_state
+        values, self._differing = self.team.gather_spoiled(
+            state.not_finite(),
+            digest=state.digest(is_sample=is_first) if is_compared and state.is_known else "",
+            step=self.step,
+            is_first=is_first,
         )
-        if not values:
+        if is_first:
+            self._were_alike = not self._differing
+        has_drifted = bool(self._differing) and not is_first and self._were_alike
+        if not values and not has_drifted:
             return False
         self._fault_id = self._fault_id or self.team.name_fault()
+        if values:
+            first = values[0]
+            names = ", ".join(repr(name) for name in first["tensors"])
+            why = (
+                f"{first['num_tensors']} tensors of rank {first['rank']} have a NaN or an infinity "
+                f"({names}); an update, a reduction or a gather before it has done that"
+            )
+        else:
+            values = [msgspec.structs.asdict(each) for each in self._differing]
+            why = (
+                f"the parameters of {_ranks_of(self._differing)} are not those of their data "
+                f"replicas any more, as they were before the first step; an update, a message or "
+                f"the memory of a device has changed them (if they are meant to differ: "
+                f"RerunMachine(second_opinion=False))"
+            )
+            self.record("drift", message=f"step {self.step}: {why}", values=values)
         self._record_verdict(Verdict.SPOILED_STATE, exit_code=ExitCode.SPOILED_STATE, values=values)
         if self.is_running or self.state is State.WILL_RERUN_FROM_CHECKPOINT:
             self.enter(Event.JUDGED)
         self.fault = None
-        first = values[0]
-        names = ", ".join(repr(name) for name in first["tensors"])
         self._decide(
             ExitCode.SPOILED_STATE,
-            f"step {self.step}: {_WORDS[Verdict.SPOILED_STATE]}: {first['num_tensors']} tensors of "
-            f"rank {first['rank']} have a NaN or an infinity ({names}); an update, a reduction or "
-            f"a gather before it has done that. Continue from a checkpoint of an earlier step",
+            f"step {self.step}: {_WORDS[Verdict.SPOILED_STATE]}: {why}. Continue from a checkpoint "
+            f"of an earlier step",
             verdict=Verdict.SPOILED_STATE,
         )
         return True

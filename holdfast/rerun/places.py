@@ -8,7 +8,8 @@ and a verdict is about the devices of that set.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
 
 import msgspec
@@ -158,6 +159,12 @@ def partner_ranks(layout: Layout) -> dict[int, int]:
         for number, replica in enumerate(replicas)
         for rank, other in zip(replica, replicas[(number + 1) % len(replicas)], strict=True)
     }
+
+
+def odd_ones(values: Sequence[Hashable]) -> list[int]:
+    """Return the positions of those that differ from most others; none without a majority."""
+    (most, count), *_ = Counter(values).most_common(1)
+    return [i for i, each in enumerate(values) if each != most] if 2 * count > len(values) else []
 
 
 def _part_of_model(layout: Layout, rank: int) -> tuple[object, ...]:

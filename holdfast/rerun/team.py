@@ -24,7 +24,7 @@ from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.entry import PendingFault
 from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.journal import FaultHistory, Journal, Past
-from holdfast.rerun.places import FedBy, Feeders, Place, partner_ranks, replicas_of
+from holdfast.rerun.places import FedBy, Feeders, Place, odd_ones, partner_ranks, replicas_of
 from holdfast.rerun.states import ExitCode, Verdict
 from holdfast.rerun.training_state import MAX_NAMED
 from holdfast.state.coordinates import coordinate_label
@@ -59,13 +59,15 @@ class _Settlement(msgspec.Struct, frozen=True, array_like=True):
     """Why its entry cannot be read; empty if it can."""
 
 
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """The message of a rank to the others before a second opinion."""
+class _StateReport(msgspec.Struct, frozen=True, array_like=True):
+    """The message of a rank to the others about the state that a step starts with."""
 
-    why: str
-    """It cannot take part; empty if it can."""
+    num_tensors: int
+    """That are not finite."""
+    tensors: list[str]
+    """Some of their names."""
     digest: str
-    """Of its parameters: only replicas with equal ones can tell anything."""
+    """Of its parameters; empty if they are not compared."""
 
 
 class Team:
@@ -194,12 +196,16 @@ class Team:
         return met[0].past
 
     def gather_spoiled(
-        self, names: Sequence[str], *, step: int, is_first: bool
-    ) -> list[dict[str, Any]]:
-        """Return places with tensors of the state that are not finite. Collective.
+        self, names: Sequence[str], *, digest: str, step: int, is_first: bool
+    ) -> tuple[list[dict[str, Any]], list[Place]]:
+        """Return places with tensors that are not finite, and those that differ. Collective.
+
+        A place differs if it holds other parameters than most data replicas; if there is no
+        majority all do.
 
         Args:
-            names: of those of this rank.
+            names: of the tensors of this rank that are not finite.
+            digest: of its parameters; empty if they are not to be compared.
             step: its number.
             is_first: True before the first step: another machine may have the directory.
 
@@ -212,15 +218,31 @@ class Team:
                 self._journal.check_owner()
         except HoldfastError as reason:
             error = reason
-        payload = msgspec.json.encode([len(names), *names[:MAX_NAMED]]) if names else b""
+        mine = _StateReport(len(names), [*names[:MAX_NAMED]], digest)
         phase = f"{self._name}: step {step}: state"
-        rows = self._control.agree(error, phase=phase, payload=payload)
-        return [
-            {**msgspec.structs.asdict(place), "num_tensors": number, "tensors": listed}
-            for place, row in zip(self.places, rows, strict=True)
-            if row
-            for number, *listed in [msgspec.json.decode(row)]
+        rows = self._control.agree(error, phase=phase, payload=msgspec.msgpack.encode(mine))
+        reports = [msgspec.msgpack.decode(row, type=_StateReport) for row in rows]
+        spoiled = [
+            {
+                **msgspec.structs.asdict(place),
+                "num_tensors": each.num_tensors,
+                "tensors": each.tensors,
+            }
+            for place, each in zip(self.places, reports, strict=True)
+            if each.num_tensors
         ]
+        digests = {p.rank: each.digest for p, each in zip(self.places, reports, strict=True)}
+        return spoiled, self._differing(digests)
+
+    def _differing(self, digests: Mapping[int, str]) -> list[Place]:
+        """Return the places whose parameters are not those of the other data replicas."""
+        odd: set[int] = set()
+        if all(digests.values()):
+            for ranks in zip(*self.replicas, strict=True):  # with the same part of the model
+                held = [digests[rank] for rank in ranks]
+                if len(set(held)) > 1:
+                    odd.update(ranks[i] for i in odd_ones(held) or range(len(ranks)))
+        return [each for each in self.places if each.rank in odd]
 
     def gather(
         self,
@@ -244,31 +266,21 @@ class Team:
         payload = b"" if is_empty else msgspec.msgpack.encode(report)
         return Evidence(self.places, self.exchange(payload, phase=f"step {step}"))
 
-    def send_to_partners(
-        self, payload: bytes, *, why: str, digest: str, step: int
-    ) -> tuple[bytes, str]:
+    def send_to_partners(self, payload: bytes, *, why: str, step: int) -> tuple[bytes, str]:
         """Send this rank's step to its partner; return that of the rank before. Collective.
 
         Args:
             payload: of this rank.
             why: it cannot take part; empty if it can.
-            digest: of this rank's parameters.
             step: its number.
 
         Returns:
             What this rank is to run, and why there is no second opinion; one of the two is empty.
         """
-        offer = _Offer(why, digest)
-        rows = self.exchange(msgspec.msgpack.encode(offer), phase=f"step {step}: second opinion")
-        offers = {
-            place.rank: msgspec.msgpack.decode(row, type=_Offer)
-            for place, row in zip(self.places, rows, strict=True)
-        }
-        for rank, each in offers.items():
-            if each.why:
-                return b"", f"rank {rank} cannot send its step: {each.why}"
-            if offers[self.partners[rank]].digest != each.digest:
-                return b"", f"rank {rank} and rank {self.partners[rank]} hold other parameters"
+        rows = self.exchange(why.encode(), phase=f"step {step}: second opinion")
+        for place, row in zip(self.places, rows, strict=True):
+            if row:
+                return b"", f"rank {place.rank} cannot send its step: {row.decode()}"
         received = self.transfer(
             {self.partners[self.here.rank]: payload},
             self.served_rank,

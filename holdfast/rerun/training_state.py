@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast._torch import write_counter
 from holdfast.errors import ConfigError
+from holdfast.rerun.kept_trees import is_strided
 from holdfast.state.optimizer_protocol import OptimizersByModule
 from holdfast.state.tensor_elements import local_of, tensor_digest
 from holdfast.state.unfinished import unfinished_on, workers_on
@@ -136,11 +137,20 @@ class TrainingState:
             bad += [i for i, is_finite in zip(indices, are_finite, strict=True) if not is_finite]
         return [names[i] for i in sorted(bad)]
 
-    def digest(self) -> str:
-        """Return a digest of the bytes of all parameters; equal replicas have equal ones."""
+    def digest(self, *, is_sample: bool = False) -> str:
+        """Return a digest of the bytes of all parameters; equal replicas have equal ones.
+
+        Args:
+            is_sample: True to read the first row of each parameter only.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for name, parameter in self._named_parameters():
             local = local_of(parameter.detach())
+            if is_sample:
+                if type(local) not in (torch.Tensor, nn.Parameter) or not is_strided(local):
+                    continue  # of a kind that may have no rows
+                while local.dim() > 1 and local.numel():
+                    local = local[0]
             text = f"{name} {local.dtype} {tuple(local.shape)} {tensor_digest(local)} "
             digest.update(text.encode())
         return digest.hexdigest()

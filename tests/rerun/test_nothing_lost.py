@@ -27,6 +27,7 @@ from holdfast.rerun import (
 )
 from tests.harness import RankContext, run_ranks
 from tests.rerun.job import SavedLoop
+from tests.rerun.threads import ThreadGroups, run_threads
 
 
 class Loop(SavedLoop):
@@ -130,6 +131,40 @@ def test_a_state_that_was_bad_before_the_step_has_its_own_verdict(
     after.run(4, after.machine.replayable(after.source(3)))
     assert after.machine.decision.exit_code == 21
     assert after.taken == []
+
+
+@pytest.mark.parametrize(
+    ("size", "bit", "odd"), [(2, 22, [0, 1]), (3, 22, [1]), (3, 0, [1]), (3, 29, [1])]
+)
+def test_a_parameter_that_has_changed_on_one_replica_blames_no_data_and_no_device(
+    tmp_path: Path, size: int, bit: int, odd: list[int]
+) -> None:
+    """D20: one bit of it, before the step. A checkpoint of the step would hold one of the copies,
+
+    so that what a restart shows says nothing of the data or of the devices.
+    """
+
+    def run(groups: ThreadGroups) -> Loop:
+        loop = Loop(groups, tmp_path, device=f"GPU {groups.rank}")  # type: ignore[arg-type]
+        with torch.no_grad():  # threads draw from one random stream
+            for each in loop.model.parameters():
+                each.copy_(torch.linspace(-1, 1, each.numel()).view_as(each))
+        batches = loop.machine.replayable(loop.source())
+        loop.run(2, batches)
+        if groups.rank == 1:
+            loop.model.get_parameter("1.weight").data.view(torch.int32)[0, 1] ^= 1 << bit
+        loop.run(3, batches, {2: 2} if groups.rank == 1 else None)
+        return loop
+
+    for loop in run_threads(size, run):
+        decision = loop.machine.decision
+        assert (decision.exit_code, decision.save, decision.verdict) == (21, False, "spoiled_state")
+        assert "second_opinion=False" in decision.message
+        assert loop.machine.fault is None
+    events = read_report(tmp_path / "rerun")
+    (drift,) = [each for each in events if each["event"] == "drift"]
+    assert [each["rank"] for each in drift["values"]] == odd
+    assert [each["verdict"] for each in events if each["event"] == "verdict"] == ["spoiled_state"]
 
 
 def test_masks_of_infinities_are_no_fault(groups: ProcessGroups, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ _ADVICE = {
     ExitCode.CORRECT_RESULT: "a bad value is the correct result; look at the data, the code and "
     "the settings",
     ExitCode.UNDECIDED: "a bad value could not be explained; the report has what is known",
-    ExitCode.SPOILED_STATE: "the state was not finite before the step; start again from a "
+    ExitCode.SPOILED_STATE: "the state was bad before the step; start again from a "
     "checkpoint of an earlier step",
 }
 
