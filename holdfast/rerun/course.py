@@ -248,6 +248,8 @@ class Course:
             self._replayed.watch()
             self._was_watched = True
         self._training_state.note()
+        if was_left:  # with what its runs have added
+            self._training_state.watch_gradients()
         self.enter(Event.BEGIN)
         self._start_run(suspects)
         return True
@@ -269,6 +271,7 @@ class Course:
             is_repeated: True if the same step starts again: everything is what it was before.
         """
         self._reactions.run_ends()
+        self._training_state.added()
         if self.state is State.RUNNING_FOR_ANOTHER_REPLICA:
             self._opinion.end(self.batches)
         elif is_repeated:
@@ -367,6 +370,7 @@ class Course:
         is_rerun = self.state is not State.INITIAL_RUN
         if is_rerun:
             self._training_state.drop_gradients()
+            self._training_state.watch_gradients()
         looks = is_rerun and self._training_state.has_hidden_gradients()
         self.attempt = Attempt(
             suspects=suspects,
@@ -392,7 +396,7 @@ class Course:
         self.enter(Event.REJECTED)
         self.learned.discard()
         self._num_reruns += 1
-        self.team.together(self._replayed.restore, step=self.step)
+        self.team.together(self._bring_back, step=self.step)
         if self._mode is Mode.VALIDATE_RESULTS or not self._was_watched:  # others rerun every step
             self._replayed.watch()
             self._was_watched = True
@@ -400,6 +404,13 @@ class Course:
             self.batches.rewind()
         self._start_run(suspects)
         return True
+
+    def _bring_back(self) -> None:
+        """Restore what the step has started with; ConfigError if it cannot be brought back."""
+        self._replayed.restore()
+        refusal = self._refusal_of_settings()
+        if refusal is not None:
+            raise refusal
 
     def vetoes(self) -> bool:
         """Return True if this rank does not want the step to be updated, as things are now."""
@@ -511,6 +522,19 @@ class Course:
                 f"when the step ran again, which has added its own to them; drop gradients at the "
                 f"start of each run, or pass RerunMachine(optimizers=[optimizer])"
             )
+        added = self._training_state.added()
+        if added:
+            return ConfigError(
+                f"step {self.step}: gradients that were there before the step "
+                f"({some_of(added, most=MAX_NAMED)}), with those of the run before, were still "
+                f"there when the step ran again, which has added its own to them; drop gradients "
+                f"at the start of each run, and let one step be all microbatches of an update"
+            )
+        if not self._replayed.has_hooks and not self.has_voted:
+            # At the first step, and not at the first fault. Hooks may bring them back.
+            refusal = self._refusal_of_settings()
+            if refusal is not None:
+                return refusal
         changed = self._training_state.changed()
         if not changed:
             return None
@@ -519,6 +543,17 @@ class Course:
             f"step {self.step}: parameters have changed inside the loop over attempts ({names}"
             f"{', …' if len(changed) > MAX_NAMED else ''}), so the step cannot run again as it "
             f"was; step the optimizer after the loop, or pass veto=machine to its step"
+        )
+
+    def _refusal_of_settings(self) -> ConfigError | None:
+        """Return an error if hyperparameters are not those that the step has started with."""
+        changed = self._training_state.changed_settings()
+        if not changed:
+            return None
+        return ConfigError(
+            f"step {self.step}: hyperparameters have changed inside the loop over attempts "
+            f"({some_of(changed, most=MAX_NAMED)}), and a rerun would change them once more; step "
+            f"a schedule after the loop, or only if the step of the optimizer had no veto"
         )
 
     def _accept(self) -> None:
@@ -605,7 +640,7 @@ class Course:
             return self._look_closer(judgement, evidence)
         message = f"step {self.step}: {evidence.describe_rechecked()}"
         if judgement.event is Event.NOTHING_LEARNED:
-            self.team.together(self._replayed.restore, step=self.step)
+            self.team.together(self._bring_back, step=self.step)
             self.enter(judgement.event)
             self._decide(
                 judgement.exit_code,
@@ -689,7 +724,7 @@ class Course:
             Whether the step is run again.
         """
         # The state has to be that of the start of the step, for every look at it.
-        self.team.together(self._replayed.restore, step=self.step)
+        self.team.together(self._bring_back, step=self.step)
         self.learned.discard()
         suspects = self._bad_suspects()
         if self._is_spoiled():

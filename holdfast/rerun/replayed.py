@@ -92,6 +92,11 @@ class Replayed:
         return self._modules
 
     @property
+    def has_hooks(self) -> bool:
+        """True if functions of the caller bring more back."""
+        return bool(self._hooks)
+
+    @property
     def streams(self) -> tuple[RNG, ...]:
         """The random streams that are restored."""
         return self._streams

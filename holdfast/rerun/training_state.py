@@ -8,12 +8,14 @@ state between two runs of a step, so that they cannot be compared.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from holdfast._torch import write_counter
 from holdfast.errors import ConfigError
@@ -25,6 +27,7 @@ from holdfast.state.unfinished import unfinished_on, workers_on
 _GRADIENT: Any = torch.Tensor.grad
 """What `.grad` is of a parameter whose gradient is there. A class with a `.grad` of its own, as a
 parameter has for a while whose gradient is in a bucket, must not be asked."""
+_SETTINGS = (bool, int, float, str, tuple, torch.Tensor)
 MAX_NAMED = 4
 """Tensors that a message names."""
 
@@ -56,9 +59,14 @@ class TrainingState:
         self._parameters: list[tuple[str, nn.Parameter]] | None = None
         self._versions: list[int] = []
         self._without_gradient: list[nn.Parameter] = []
+        self._with_gradient: list[tuple[str, nn.Parameter]] = []
         self._droppable: list[_DropsGradients] = []
         """What keeps gradients elsewhere than in `.grad`: optimizers, fully sharded models."""
         self._idle: list[_DropsGradients] = []
+        self._settings: dict[str, Any] = {}
+        self._added: set[str] = set()
+        """Parameters to whose old gradients a rerun has added."""
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def is_known(self) -> bool:
@@ -74,21 +82,23 @@ class TrainingState:
             self._parameters = [*self._named_parameters()]
             self._droppable = [*_droppable(self._given, self._modules)]
         self._versions = [write_counter(each) for _, each in self._parameters]
-        self._without_gradient = [
-            each
-            for _, each in self._parameters
-            if type(each).grad is _GRADIENT and each.grad is None
-        ]
+        plain = [pair for pair in self._parameters if type(pair[1]).grad is _GRADIENT]
+        self._without_gradient = [each for _, each in plain if each.grad is None]
+        self._with_gradient = [pair for pair in plain if pair[1].grad is not None]
         self._idle = [each for each in self._droppable if unfinished_on(*_parts(each)) is None]
         self._num_updates = [each.num_updates for each in self._counted]
+        self._settings = self._settings_now()
 
     def drop_gradients(self) -> None:
         """Drop the gradients that were not there at `note`: of the run before.
 
         A loop that has dropped gradients before its attempts would add those of the rerun to them.
         """
+        before = [(each, each.grad) for _, each in self._with_gradient]
         for idle in self._idle:
             idle.drop_gradients()
+        for each, gradient in before:
+            each.grad = gradient
         for each in self._without_gradient:
             if type(each).grad is _GRADIENT:
                 each.grad = None
@@ -99,6 +109,47 @@ class TrainingState:
         They were not there at `note`; only the loop can drop them.
         """
         return any(type(each).grad is not _GRADIENT for each in self._without_gradient)
+
+    def watch_gradients(self) -> None:
+        """Watch a rerun for gradients that were there at `note` and that the loop does not drop.
+
+        A loop that accumulates over several steps would have the step in them twice.
+        """
+        self.added()
+        for name, each in self._with_gradient:
+            if each.grad is not None and each.is_leaf and each.requires_grad:
+                watch = _OldGradient(each, self._added.add, name)
+                self._hooks.append(each.register_hook(watch.before))
+                self._hooks.append(each.register_post_accumulate_grad_hook(watch.after))
+
+    def added(self) -> list[str]:
+        """Return the parameters that `watch_gradients` has found, and end the watch."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        added = sorted(self._added)
+        self._added.clear()
+        return added
+
+    def changed_settings(self) -> list[str]:
+        """Return the hyperparameters of optimizers that have changed since `note`."""
+        now = self._settings_now()
+        return [name for name, value in self._settings.items() if now.get(name) != value]
+
+    def _settings_now(self) -> dict[str, Any]:
+        """Return numbers and the like by name; a tensor as an object and how often it was written.
+
+        Cost: some 2 µs for each group of parameters.
+        """
+        return {
+            f"{name} of group {number} of optimizer {index}": (
+                (id(value), write_counter(value)) if isinstance(value, torch.Tensor) else value
+            )
+            for index, optimizer in enumerate(self._optimizers)
+            for number, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if isinstance(value, _SETTINGS)
+        }
 
     def changed(self) -> list[str]:
         """Return the names of parameters that were written to since `note`, and of optimizers."""
@@ -172,6 +223,41 @@ class TrainingState:
                     for key, value in entries.items():
                         if isinstance(value, torch.Tensor):
                             yield f"{name} ({key})", value
+
+
+class _OldGradient:
+    """Tells whether a backward adds to the gradient that a parameter has now.
+
+    Not if it was dropped, or zeroed, in whatever way, or if the backward returns it to the caller.
+
+    Args:
+        parameter: with a gradient.
+        report: is called with the name if it does.
+        name: of the parameter.
+    """
+
+    def __init__(self, parameter: nn.Parameter, report: Callable[[str], object], name: str) -> None:
+        assert parameter.grad is not None
+        self._parameter, self._report, self._name = parameter, report, name
+        self._gradient = weakref.ref(parameter.grad)
+        self._version = write_counter(parameter.grad)
+        self._is_there = False
+
+    def before(self, _: torch.Tensor) -> None:
+        """Take note before anything is added."""
+        now = self._parameter.grad
+        self._is_there = (
+            now is not None
+            and now is self._gradient()
+            and write_counter(now) == self._version
+            and bool(local_of(now).any())
+        )
+
+    def after(self, _: torch.Tensor) -> None:
+        """Report what was added to."""
+        if self._is_there:
+            self._is_there = False
+            self._report(self._name)
 
 
 def _droppable(

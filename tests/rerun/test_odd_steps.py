@@ -81,6 +81,10 @@ def sharded(
     )  # fmt: skip
 
 
+def reduced(model: nn.Module, groups: ProcessGroups) -> ReducedOptimizer:
+    return ReducedOptimizer(adam(model, groups), groups, name="all")
+
+
 def chained(model: nn.Module, groups: ProcessGroups) -> ChainedOptimizer:
     *rest, last = model.parameters()
     whole = ReducedOptimizer(torch.optim.Adam([last], lr=0.01), groups, name="last")
@@ -124,6 +128,8 @@ class Loop(SavedLoop):
         self.optimizer = (make or adam)(self.model, groups)
         self.at_end: Callable[[], object] = lambda: None
         """Called at the end of each run."""
+        self.update: Callable[[], object] = lambda: self.optimizer.step()
+        """Called after the runs of a step."""
         if is_given:
             options["optimizers"] = [self.optimizer]
         self.lines: list[str] = []
@@ -135,6 +141,8 @@ class Loop(SavedLoop):
             note=self.lines.append,
             **options,
         )
+        optimizer: Any = self.optimizer
+        self.drop_gradients = getattr(optimizer, "drop_gradients", None) or optimizer.zero_grad
         self.step = 0
         self.taken: list[torch.Tensor] = []
 
@@ -151,6 +159,7 @@ class Loop(SavedLoop):
         num_bad: int = 1,
         left_in: int | None = None,
         drops_before: bool = False,
+        drop: Callable[[], object] | None = None,
     ) -> None:
         """Run to a step.
 
@@ -161,15 +170,16 @@ class Loop(SavedLoop):
             num_bad: in how many runs.
             left_in: a run of the first step that an exception leaves, which is caught.
             drops_before: gradients, before the attempts and not in each.
+            drop: how gradients are dropped; default: by the optimizer.
         """
         was_left = False
         while self.step < until:
             if drops_before and not was_left:
-                self.optimizer.zero_grad()
+                self.drop_gradients()
             try:
                 for number in self.machine.attempts(self.step, batches):
                     if not drops_before:
-                        self.optimizer.zero_grad()
+                        (drop or self.drop_gradients)()
                     taken = []
                     for microbatch in range(2):
                         batch = next(batches)
@@ -190,7 +200,7 @@ class Loop(SavedLoop):
             if self.machine.decision.exit_code is not None:
                 return
             self.taken += taken
-            self.optimizer.step()
+            self.update()
             self.step += 1
 
     def save(self, root: Path) -> None:
@@ -331,6 +341,94 @@ def test_gradients_of_the_run_before_are_not_added_to(
     loop = Loop(groups, tmp_path / "loop", make=make, is_given=True)
     batches = loop.machine.replayable(numbered())
     loop.run(3, batches, bad=(0, 1), drops_before=True, left_in=left_in)
+    assert same(good, loop)
+
+
+@pytest.mark.parametrize("left_in", [None, 1])
+@pytest.mark.parametrize("make", [adam, reduced])
+@pytest.mark.parametrize("drops", ["no", "to zero", "past autograd"])
+def test_gradients_of_the_steps_before_are_not_in_an_update_twice(
+    groups: ProcessGroups, tmp_path: Path, drops: str, make: Any, left_in: int | None
+) -> None:
+    """D7: a loop that accumulates over steps is refused, and one that zeroes them is not."""
+    good = Loop(groups, tmp_path / "good", make=make)
+    good.run(3, good.machine.replayable(numbered()))
+    loop = Loop(groups, tmp_path / "loop", make=make, is_given=True)
+    batches = loop.machine.replayable(numbered())
+
+    def drop() -> None:
+        for each in loop.model.parameters():
+            if each.grad is not None and drops == "to zero":
+                each.grad.zero_()
+            if each.grad is not None and drops == "past autograd":
+                each.grad.data.zero_()
+
+    loop.run(1, batches)
+    for each in loop.model.parameters():
+        each.grad = torch.ones_like(each)
+    if drops == "no":
+        with pytest.raises(ConfigError, match=r"were there before the step \(0.bias, .*were still"):
+            loop.run(3, batches, bad=(1, 0), left_in=left_in, drop=drop)
+    else:
+        loop.run(3, batches, bad=(1, 0), left_in=left_in, drop=drop)
+        assert same(good, loop)
+
+
+class Scheduled(Loop):
+    """A loop that steps a schedule inside of its attempts.
+
+    Args:
+        how: what brings it back, or that it is stepped after an update only.
+    """
+
+    def __init__(self, groups: ProcessGroups, root: Path, *, how: str) -> None:
+        group: dict[str, Any] = {}
+        counts = [0]
+        hook: Any = (lambda: dict(group, params=[]), lambda saved: group.update(lr=saved["lr"]))
+        other: Any = (counts.copy, lambda saved: None)
+        hooks = {"a hook": [hook], "another hook": [other]}.get(how, [])
+        make = reduced if "veto" in how else adam
+        super().__init__(groups, root, make=make, is_given=True, hooks=hooks)
+        inner: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        group.update(inner.param_groups[0])
+        inner.param_groups[0] = group
+
+        def schedule() -> None:
+            group["lr"] *= 0.5
+
+        def step() -> None:
+            if not self.optimizer.step(veto=self.machine).vetoed or how == "after a veto":
+                schedule()
+
+        self.at_end = schedule
+        if "veto" in how:
+            self.at_end, self.update = step, lambda: None
+
+
+@pytest.mark.parametrize(
+    ("how", "refused_at"),
+    [
+        ("in any step", 0),
+        ("another hook", 1),
+        ("after a veto", 1),
+        ("a hook", None),
+        ("unless there was a veto", None),
+    ],
+)
+def test_a_schedule_is_not_stepped_twice(
+    groups: ProcessGroups, tmp_path: Path, how: str, refused_at: int | None
+) -> None:
+    """D7: hyperparameters that a run has changed are those of the start again, or it is refused."""
+    loop = Scheduled(groups, tmp_path / "loop", how=how)
+    batches = loop.machine.replayable(numbered())
+    if refused_at is not None:
+        with pytest.raises(ConfigError, match=r"hyperparameters have changed.*lr of group 0"):
+            loop.run(3, batches, bad=(1, 0))
+        assert loop.step == refused_at
+        return
+    loop.run(3, batches, bad=(1, 0))
+    good = Scheduled(groups, tmp_path / "good", how=how)
+    good.run(3, good.machine.replayable(numbered()))
     assert same(good, loop)
 
 
