@@ -94,9 +94,10 @@ class Team:
     ) -> None:
         """No rank has met another one yet."""
         self._control = groups.control
-        self._layout = groups.layout
+        is_real = isinstance(groups, ProcessGroups)
+        self._model = (groups.module_layouts if is_real else None) or groups.layout
         # A rank that is not a member of real groups has `control` alone.
-        self._sum = LayoutSum(groups) if isinstance(groups, ProcessGroups) else None
+        self._sum = LayoutSum(groups) if is_real else None
         self._name = name
         self._journal = journal
         self.note = note
@@ -109,13 +110,13 @@ class Team:
         )
         self.places = [self.here]
         self.job = ""
-        self.feeders = Feeders(groups.layout, groups.rank, modules)
+        self.feeders = Feeders(self._model, groups.rank, modules)
         """The ranks that feed values on this rank."""
 
     @cached_property
     def partners(self) -> dict[int, int]:
         """For each rank the one with its part of the model in the next data replica, if any."""
-        return partner_ranks(self._layout)
+        return partner_ranks(self._model)
 
     @property
     def served_rank(self) -> int:
@@ -125,7 +126,7 @@ class Team:
     @cached_property
     def replicas(self) -> list[tuple[int, ...]]:
         """The ranks of each data replica, in the order of their parts of the model."""
-        return replicas_of(self._layout)
+        return replicas_of(self._model)
 
     def fed_by(self, fed_by: FedBy) -> tuple[Place, ...]:
         """Return the places of the ranks that feed a value on this rank."""
