@@ -371,7 +371,8 @@ class Course:
         if is_rerun:
             self._training_state.drop_gradients()
             self._training_state.watch_gradients()
-        looks = is_rerun and self._training_state.has_hidden_gradients()
+        is_hidden = is_rerun and self._training_state.has_hidden_gradients()
+        looks = is_hidden or self._training_state.waits_for_forward
         self.attempt = Attempt(
             suspects=suspects,
             confirmed=self._confirmed,
@@ -389,7 +390,9 @@ class Course:
         """See at the first forward of a rerun whether the loop has dropped gradients."""
         if not self._has_looked:
             self._has_looked = True
-            self._has_added = self._training_state.has_hidden_gradients()
+            is_rerun = self.state is not State.INITIAL_RUN
+            self._has_added = is_rerun and self._training_state.has_hidden_gradients()
+            self._training_state.look_at_forward()
 
     def _run_again(self, suspects: dict[Call, Suspect]) -> bool:
         """Restore everything to the start of the step, for another run in place."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
@@ -67,6 +68,7 @@ class TrainingState:
         self._added: set[str] = set()
         """Parameters to whose old gradients a rerun has added."""
         self._hooks: list[RemovableHandle] = []
+        self._at_forward: list[_OldGradient] = []
 
     @property
     def is_known(self) -> bool:
@@ -117,16 +119,34 @@ class TrainingState:
         """
         self.added()
         for name, each in self._with_gradient:
-            if each.grad is not None and each.is_leaf and each.requires_grad:
-                watch = _OldGradient(each, self._added.add, name)
-                self._hooks.append(each.register_hook(watch.before))
-                self._hooks.append(each.register_post_accumulate_grad_hook(watch.after))
+            if each.grad is None or not (each.is_leaf and each.requires_grad):
+                continue
+            watch = _OldGradient(each, self._added.add, name)
+            if isinstance(each, DTensor):  # fully sharded, it may have no backward of its own
+                self._at_forward.append(watch)
+            else:
+                parameter: Any = each  # torch has no types for what follows
+                self._hooks.append(parameter.register_hook(watch.before))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(watch.after))
+
+    @property
+    def waits_for_forward(self) -> bool:
+        """True if `look_at_forward` has something to look at."""
+        return bool(self._at_forward)
+
+    def look_at_forward(self) -> None:
+        """See before the first forward which gradients of DTensors the loop has not dropped."""
+        watches, self._at_forward = self._at_forward, []
+        for watch in watches:
+            watch.before(None)
+            watch.after(None)
 
     def added(self) -> list[str]:
         """Return the parameters that `watch_gradients` has found, and end the watch."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._at_forward = []
         added = sorted(self._added)
         self._added.clear()
         return added
@@ -243,7 +263,7 @@ class _OldGradient:
         self._version = write_counter(parameter.grad)
         self._is_there = False
 
-    def before(self, _: torch.Tensor) -> None:
+    def before(self, _: object) -> None:
         """Take note before anything is added."""
         now = self._parameter.grad
         self._is_there = (
@@ -253,7 +273,7 @@ class _OldGradient:
             and bool(local_of(now).any())
         )
 
-    def after(self, _: torch.Tensor) -> None:
+    def after(self, _: object) -> None:
         """Report what was added to."""
         if self._is_there:
             self._is_there = False

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from holdfast import (
     RNG,
@@ -469,3 +470,37 @@ def test_a_module_that_feeds_another_feeds_its_values(
     """D19, D23: the language model's devices alone are neither convicted nor proof for the data."""
     results = run_ranks(4, of_modules, str(tmp_path / "rerun"), kind).results
     assert results == [expected] * 4
+
+
+def fully_sharded(context: RankContext, directory: str) -> list[str]:
+    """Errors of loops over a model of torch's FSDP2 with one step that runs again."""
+    errors = []
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for drops in (True, False):
+            model = nn.Linear(4, 4)
+            fully_shard(model, mesh=groups.mesh("dp_cp"))
+            root = Path(directory) / str(drops)
+            machine = RerunMachine(groups, directory=root, replayed=Replayed(modules=[model]))
+            error = ""
+            try:
+                for step in range(2):
+                    for number in machine.attempts(step, None):
+                        if drops:
+                            model.zero_grad()
+                        loss = model(torch.ones(2, 4)).square().mean()
+                        loss.backward()
+                        is_bad = (step, number) == (1, 0)
+                        machine.validate(
+                            "loss", math.nan if is_bad else loss, NotFinite(), fatal=False
+                        )
+            except ConfigError as reason:
+                error = str(reason)
+            errors.append(error)
+    return errors
+
+
+def test_gradients_of_a_fully_sharded_model_are_not_in_an_update_twice(tmp_path: Path) -> None:
+    """D7: autograd calls no hook at a shard, so the loop has to drop them before the forward."""
+    for dropped, kept in run_ranks(2, fully_sharded, str(tmp_path)).results:
+        assert not dropped
+        assert "were there before the step (bias, weight)" in kept
