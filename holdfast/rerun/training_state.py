@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +68,8 @@ class TrainingState:
         self._settings: dict[str, Any] = {}
         self._added: set[str] = set()
         """Parameters to whose old gradients a rerun has added."""
+        self._has_dropped = False
+        """True if the loop has dropped the old gradient of some parameter."""
         self._hooks: list[RemovableHandle] = []
         self._at_forward: list[_OldGradient] = []
 
@@ -115,19 +118,35 @@ class TrainingState:
     def watch_gradients(self) -> None:
         """Watch a rerun for gradients that were there at `note` and that the loop does not drop.
 
-        A loop that accumulates over several steps would have the step in them twice.
+        A loop that accumulates over several steps would have the step in them twice. Parameters
+        that no optimizer has are often left alone, and count for nothing; if optimizers are not
+        known, a loop that drops any gradient is one that drops those of its optimizer.
         """
         self.added()
+        updated = {
+            id(each)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
         for name, each in self._with_gradient:
             if each.grad is None or not (each.is_leaf and each.requires_grad):
                 continue
-            watch = _OldGradient(each, self._added.add, name)
+            if self._given and id(each) not in updated:
+                continue
+            watch = _OldGradient(each, partial(self._take_sum, name))
             if isinstance(each, DTensor):  # fully sharded, it may have no backward of its own
                 self._at_forward.append(watch)
             else:
                 parameter: Any = each  # torch has no types for what follows
                 self._hooks.append(parameter.register_hook(watch.before))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(watch.after))
+
+    def _take_sum(self, name: str, is_added: bool) -> None:
+        if is_added:
+            self._added.add(name)
+        else:
+            self._has_dropped = True
 
     @property
     def waits_for_forward(self) -> bool:
@@ -147,8 +166,10 @@ class TrainingState:
             hook.remove()
         self._hooks.clear()
         self._at_forward = []
-        added = sorted(self._added)
+        is_stray = self._has_dropped and not self._given
+        added = [] if is_stray else sorted(self._added)
         self._added.clear()
+        self._has_dropped = False
         return added
 
     def changed_settings(self) -> list[str]:
@@ -252,16 +273,15 @@ class _OldGradient:
 
     Args:
         parameter: with a gradient.
-        report: is called with the name if it does.
-        name: of the parameter.
+        report: is called after the first backward, with the answer.
     """
 
-    def __init__(self, parameter: nn.Parameter, report: Callable[[str], object], name: str) -> None:
+    def __init__(self, parameter: nn.Parameter, report: Callable[[bool], object]) -> None:
         assert parameter.grad is not None
-        self._parameter, self._report, self._name = parameter, report, name
+        self._parameter, self._report = parameter, report
         self._gradient = weakref.ref(parameter.grad)
         self._version = write_counter(parameter.grad)
-        self._is_there = False
+        self._is_there = self._is_done = False
 
     def before(self, _: object) -> None:
         """Take note before anything is added."""
@@ -274,10 +294,10 @@ class _OldGradient:
         )
 
     def after(self, _: object) -> None:
-        """Report what was added to."""
-        if self._is_there:
-            self._is_there = False
-            self._report(self._name)
+        """Report whether it was added to."""
+        if not self._is_done:
+            self._is_done = True
+            self._report(self._is_there)
 
 
 def _droppable(
