@@ -803,7 +803,7 @@ class Course:
         is_compared = self._asks_replicas and bool(self.team.partners)
         state = self._training_state
         values, self._differing = self.team.gather_spoiled(
-            state.not_finite(),
+            state.not_finite(is_first=is_first and self.step not in self.spoiled),
             digest=state.digest(is_sample=is_first) if is_compared and state.is_known else "",
             step=self.step,
             is_first=is_first,

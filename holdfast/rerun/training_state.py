@@ -65,6 +65,8 @@ class TrainingState:
         self._droppable: list[_DropsGradients] = []
         """What keeps gradients elsewhere than in `.grad`: optimizers, fully sharded models."""
         self._idle: list[_DropsGradients] = []
+        self._with_nan: set[str] = set()
+        """Buffers that had a NaN at the first look."""
         self._settings: dict[str, Any] = {}
         self._added: set[str] = set()
         """Parameters to whose old gradients a rerun has added."""
@@ -202,23 +204,35 @@ class TrainingState:
         pairs = zip(self._parameters, self._versions, strict=True)
         return [name for (name, each), version in pairs if write_counter(each) != version]
 
-    def not_finite(self) -> list[str]:
+    def not_finite(self, *, is_first: bool = False) -> list[str]:
         """Return the names of parameters and optimizer states with a NaN or an infinity.
 
-        Buffers are left out: a mask of -inf is an ordinary one. Cost: one pass over all of them.
+        And of buffers with a NaN that they did not have at the first look: a mask of -inf is an
+        ordinary one, and so may be a NaN for what was not observed yet.
+
+        Args:
+            is_first: True if what buffers have now is what they are to have.
+
+        Cost: one pass over all of them.
         """
+        if is_first:
+            self._with_nan.clear()
         flags: list[torch.Tensor] = []
         names: list[str] = []
+        buffers: set[str] = set()
         with torch.no_grad():
-            for name, tensor in self._tensors():
+            for name, tensor, is_buffer in self._tensors():
                 local = local_of(tensor)
                 if local.is_meta or not (local.is_floating_point() or local.is_complex()):
                     continue
                 if local.element_size() == 1:
                     local = local.float()
+                if is_buffer and (name in self._with_nan or not is_strided(local)):
+                    continue
                 if local.numel():
                     names.append(name)
-                    flags.append(local.isfinite().all())
+                    flags.append(~local.isnan().any() if is_buffer else local.isfinite().all())
+                    buffers.update([name] if is_buffer else [])
         # One read for each device, however many tensors there are.
         by_device: dict[torch.device, list[int]] = {}
         for i, flag in enumerate(flags):
@@ -227,7 +241,10 @@ class TrainingState:
         for indices in by_device.values():
             are_finite = torch.stack([flags[i] for i in indices]).tolist()
             bad += [i for i, is_finite in zip(indices, are_finite, strict=True) if not is_finite]
-        return [names[i] for i in sorted(bad)]
+        result = [names[i] for i in sorted(bad)]
+        if is_first:
+            self._with_nan.update(buffers.intersection(result))
+        return [name for name in result if name not in self._with_nan]
 
     def digest(self, *, is_sample: bool = False) -> str:
         """Return a digest of the bytes of all parameters; equal replicas have equal ones.
@@ -254,8 +271,14 @@ class TrainingState:
                 if not is_lazy(parameter):
                     yield start + name, parameter
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._named_parameters()
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Yield tensors of the state with names, and whether they are buffers."""
+        yield from ((name, each, False) for name, each in self._named_parameters())
+        for number, module in enumerate(self._modules):
+            start = f"{number}." if len(self._modules) > 1 else ""
+            for name, buffer in module.named_buffers():
+                if not is_lazy(buffer):
+                    yield f"buffer {start}{name}", buffer, True
         names = {id(parameter): name for name, parameter in self._named_parameters()}
         for number, optimizer in enumerate(self._optimizers):
             for index, (parameter, entries) in enumerate(optimizer.state.items()):
@@ -263,7 +286,7 @@ class TrainingState:
                 if isinstance(entries, Mapping):
                     for key, value in entries.items():
                         if isinstance(value, torch.Tensor):
-                            yield f"{name} ({key})", value
+                            yield f"{name} ({key})", value, False
 
 
 class _OldGradient:

@@ -91,22 +91,32 @@ def with_fault(groups: ProcessGroups, root: Path, **options: Any) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize("what", ["parameter", "optimizer"])
+@pytest.mark.parametrize("what", ["parameter", "optimizer", "buffer"])
 def test_a_state_that_was_bad_before_the_step_has_its_own_verdict(
     groups: ProcessGroups, tmp_path: Path, what: str
 ) -> None:
     """D20: no device is blamed, no checkpoint of it is kept or preferred; the one before is."""
-    loop = Loop(groups, tmp_path)
+
+    def make() -> Loop:
+        loop = Loop(groups, tmp_path)
+        if what == "buffer":
+            loop.model.append(nn.BatchNorm1d(1).eval())
+            loop.model.register_buffer("unset", torch.full((2,), math.nan))
+        return loop
+
+    loop = make()
     batches = loop.machine.replayable(loop.source())
     good = tmp_path / "good"
     loop.run(2, batches)
     loop.save(good)
     loop.run(3, batches)
     # The update of step 2 has spoiled one element: each run of step 3 is bad, on any device.
-    name = "1.weight"
-    parameter = loop.model.get_parameter(name)
+    name = "2.running_var" if what == "buffer" else "1.weight"
+    parameter = loop.model.get_parameter("1.weight")
     with torch.no_grad():
-        if what == "parameter":
+        if what == "buffer":
+            loop.model.get_buffer(name)[0] = math.nan
+        elif what == "parameter":
             parameter[0, 1] = math.inf
         else:
             loop.optimizer.state[parameter]["exp_avg"][0, 1] = math.nan
@@ -120,7 +130,7 @@ def test_a_state_that_was_bad_before_the_step_has_its_own_verdict(
     (verdict,) = [each for each in read_report(tmp_path / "rerun") if each["event"] == "verdict"]
     assert (verdict["convicted"], verdict["values"][0]["num_tensors"]) == ([], 1)
     # The next start leaves the step out; one that loads it all the same ends before it runs.
-    after = Loop(groups, tmp_path)
+    after = make()
     with (
         Checkpointer(good, groups=groups) as checkpoints,
         Checkpointer(after.machine.checkpoints, groups=groups) as faults,
