@@ -496,7 +496,7 @@ class Course:
                 f"modules ({some_of(names, most=MAX_NAMED)}), which a rerun does not bring "
                 f"back: it would start with what the run before has left there. If a run reads "
                 f"them (a counter, a queue), pass Replayed(hooks=[(save, restore)]), or keep them "
-                f"in buffers"
+                f"in buffers; a random generator: Replayed(streams=[RNG(generators=…)])"
             )
         names = self._replayed.changed_others()
         if names and self._vetoed is not False:  # an accepted step is not run again

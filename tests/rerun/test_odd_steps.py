@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
 from holdfast import (
+    RNG,
     ChainedOptimizer,
     Checkpointer,
     ProcessGroups,
@@ -40,6 +41,7 @@ from holdfast.rerun import (
     State,
     read_report,
 )
+from holdfast.state.rng import accessors
 from tests.rerun.job import SavedLoop, load_entry, save_entry
 from tests.rerun.threads import ThreadGroups, run_threads
 
@@ -112,6 +114,7 @@ class Loop(SavedLoop):
         device: str = "A",
         layer: nn.Module | None = None,
         hooks: Sequence[Any] = (),
+        streams: Sequence[RNG] = (),
         make: Callable[[nn.Module, ProcessGroups], Any] | None = None,
         is_given: bool = False,
         **options: Any,
@@ -136,7 +139,7 @@ class Loop(SavedLoop):
         self.machine = RerunMachine(
             groups,
             directory=root / "rerun",
-            replayed=Replayed(modules=[self.model], hooks=hooks),
+            replayed=Replayed(modules=[self.model], hooks=hooks, streams=streams),
             device=DeviceIdentity(host="h", uuid=device),
             note=self.lines.append,
             **options,
@@ -295,6 +298,49 @@ def test_attributes_that_a_rerun_does_not_bring_back_are_named(
     assert same(good, transient) == (not missing)
 
 
+class Noise(nn.Module):
+    """Adds noise of a generator of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        make: dict[str, Callable[[], Any]] = {
+            "torch": lambda: torch.Generator().manual_seed(1),
+            "numpy": lambda: np.random.default_rng(1),
+            "python": lambda: random.Random(1),
+        }
+        self.draws = {kind: make[kind]()}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.draws.values():
+            is_torch = isinstance(each, torch.Generator)
+            x = x + (torch.rand((), generator=each) if is_torch else each.random())
+        return x
+
+
+@pytest.mark.parametrize("given", ["", "streams", "hooks"])
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+def test_a_generator_that_a_rerun_does_not_bring_back_is_named(
+    groups: ProcessGroups, tmp_path: Path, kind: str, given: str
+) -> None:
+    """D7: a module's own, which is neither in streams nor in hooks, in one line."""
+
+    def run(name: str, **fault: Any) -> Loop:
+        layer = Noise(kind)
+        (each,) = layer.draws.values()
+        one = accessors(each)
+        hooks = [(one.get, one.put)] if given == "hooks" else []
+        streams = [RNG(generators=layer.draws)] if given == "streams" else []
+        loop = Loop(groups, tmp_path / name, layer=layer, hooks=hooks, streams=streams)
+        loop.run(4, loop.machine.replayable(numbered()), **fault)
+        return loop
+
+    good, transient = run("good"), run("transient", bad=(2, 1))
+    for loop in (good, transient):
+        named = [line for line in loop.lines if f"4.draws.{kind}" in line and "step 1" in line]
+        assert len(named) == (not given)
+    assert same(good, transient) == bool(given)
+
+
 def test_data_that_is_bad_is_told_from_a_device_under_random_draws(
     groups: ProcessGroups, tmp_path: Path
 ) -> None:
@@ -355,10 +401,10 @@ def test_gradients_of_the_steps_before_are_not_in_an_update_twice(
     A parameter that no optimizer has does not count.
     """
     is_stray = drops == "but one"
+    is_known = make is not adam or left_in is None
     make = partial(without_first, make) if is_stray else make
     good = Loop(groups, tmp_path / "good", make=make)
     good.run(3, good.machine.replayable(numbered()))
-    is_known = make is not adam or left_in is None
     loop = Loop(groups, tmp_path / "loop", make=make, is_given=is_known)
     batches = loop.machine.replayable(numbered())
 
