@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -29,7 +30,7 @@ from holdfast.state.unfinished import unfinished_on, workers_on
 _GRADIENT: Any = torch.Tensor.grad
 """What `.grad` is of a parameter whose gradient is there. A class with a `.grad` of its own, as a
 parameter has for a while whose gradient is in a bucket, must not be asked."""
-_SETTINGS = (bool, int, float, str, tuple, torch.Tensor)
+_SETTINGS = frozenset((bool, int, float, str, tuple, torch.Tensor, np.float32, np.float64))
 MAX_NAMED = 4
 """Tensors that a message names."""
 
@@ -61,13 +62,12 @@ class TrainingState:
         self._parameters: list[tuple[str, nn.Parameter]] | None = None
         self._versions: list[int] = []
         self._without_gradient: list[nn.Parameter] = []
-        self._with_gradient: list[tuple[str, nn.Parameter]] = []
         self._droppable: list[_DropsGradients] = []
         """What keeps gradients elsewhere than in `.grad`: optimizers, fully sharded models."""
         self._idle: list[_DropsGradients] = []
         self._with_nan: set[str] = set()
         """Buffers that had a NaN at the first look."""
-        self._settings: dict[str, Any] = {}
+        self._settings: list[list[dict[str, Any]]] = []
         self._added: set[str] = set()
         """Parameters to whose old gradients a rerun has added."""
         self._has_dropped = False
@@ -89,9 +89,11 @@ class TrainingState:
             self._parameters = [*self._named_parameters()]
             self._droppable = [*_droppable(self._given, self._modules)]
         self._versions = [write_counter(each) for _, each in self._parameters]
-        plain = [pair for pair in self._parameters if type(pair[1]).grad is _GRADIENT]
-        self._without_gradient = [each for _, each in plain if each.grad is None]
-        self._with_gradient = [pair for pair in plain if pair[1].grad is not None]
+        self._without_gradient = [
+            each
+            for _, each in self._parameters
+            if type(each).grad is _GRADIENT and each.grad is None
+        ]
         self._idle = [each for each in self._droppable if unfinished_on(*_parts(each)) is None]
         self._num_updates = [each.num_updates for each in self._counted]
         self._settings = self._settings_now()
@@ -101,7 +103,7 @@ class TrainingState:
 
         A loop that has dropped gradients before its attempts would add those of the rerun to them.
         """
-        before = [(each, each.grad) for _, each in self._with_gradient]
+        before = [(each, each.grad) for _, each in self._with_gradient()]
         for idle in self._idle:
             idle.drop_gradients()
         for each, gradient in before:
@@ -109,6 +111,15 @@ class TrainingState:
         for each in self._without_gradient:
             if type(each).grad is _GRADIENT:
                 each.grad = None
+
+    def _with_gradient(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that had a gradient in `.grad` at `note`."""
+        without = set(map(id, self._without_gradient))
+        return [
+            (name, each)
+            for name, each in self._parameters or ()
+            if id(each) not in without and type(each).grad is _GRADIENT
+        ]
 
     def has_hidden_gradients(self) -> bool:
         """Return True if there are gradients in buckets of an optimizer that is not known.
@@ -131,7 +142,7 @@ class TrainingState:
             for group in optimizer.param_groups
             for each in group["params"]
         }
-        for name, each in self._with_gradient:
+        for name, each in self._with_gradient():
             if each.grad is None or not (each.is_leaf and each.requires_grad):
                 continue
             if self._given and id(each) not in updated:
@@ -177,22 +188,36 @@ class TrainingState:
     def changed_settings(self) -> list[str]:
         """Return the hyperparameters of optimizers that have changed since `note`."""
         now = self._settings_now()
-        return [name for name, value in self._settings.items() if now.get(name) != value]
-
-    def _settings_now(self) -> dict[str, Any]:
-        """Return numbers and the like by name; a tensor as an object and how often it was written.
-
-        Cost: some 2 µs for each group of parameters.
-        """
-        return {
-            f"{name} of group {number} of optimizer {index}": (
-                (id(value), write_counter(value)) if isinstance(value, torch.Tensor) else value
-            )
-            for index, optimizer in enumerate(self._optimizers)
-            for number, group in enumerate(optimizer.param_groups)
+        if now == self._settings:
+            return []
+        return [
+            f"{name} of group {number} of optimizer {index}"
+            for index, optimizer in enumerate(self._settings)
+            for number, group in enumerate(optimizer)
             for name, value in group.items()
-            if isinstance(value, _SETTINGS)
-        }
+            if index >= len(now)
+            or number >= len(now[index])
+            or now[index][number].get(name) != value
+        ]
+
+    def _settings_now(self) -> list[list[dict[str, Any]]]:
+        """Return numbers and the like, by optimizer and group of parameters.
+
+        A tensor is shown as an object and how often it was written. Cost: some 3 µs for each group.
+        """
+        return [
+            [
+                {
+                    name: (id(value), write_counter(value))
+                    if type(value) is torch.Tensor
+                    else value
+                    for name, value in group.items()
+                    if type(value) in _SETTINGS
+                }
+                for group in optimizer.param_groups
+            ]
+            for optimizer in self._optimizers
+        ]
 
     def changed(self) -> list[str]:
         """Return the names of parameters that were written to since `note`, and of optimizers."""
