@@ -182,6 +182,36 @@ def in_other_orders(context: RankContext) -> None:
                 assert all(torch.equal(now[name], values[name]) for name in values), kind
                 assert not each.step(2).skipped
             ask_before_the_step(both, order, kind=kind)
+    ask_of_small_models(order)
+
+
+def ask_of_small_models(order: tuple[int, int]) -> None:
+    """All parameters of each are in one bucket, which no microbatch reduces, but the norm does."""
+    with ProcessGroups.create(Layout(**SIZES), data_timeout_s=20) as groups:
+        nets = [torch.nn.Linear(3, 3) for _ in range(2)]
+        both = [
+            ShardedOptimizer(
+                net, net.parameters(), make=momentum, groups=groups, over="dp_cp", divisor=2
+            )
+            for net in nets
+        ]
+        for places, is_refused in (((), False), ((1, 0), False), (order, True)):
+            before = [[p.detach().clone() for p in net.parameters()] for net in nets]
+            for net, each in zip(nets, both, strict=True):
+                with each.microbatch(is_last=True):
+                    net(torch.ones(3)).sum().backward()
+            for place in places:
+                for _ in range(1 + (place == order[0])):  # the second time nothing is left to do
+                    both[place].share_norm()
+            for net, each, values in zip(nets, both, before, strict=True):
+                if is_refused:
+                    with pytest.raises(ConfigError, match=r"before the step: \[\d.*added to"):
+                        each.step()
+                    each.synchronize()
+                else:
+                    assert not each.step().skipped
+                for p, value in zip(net.parameters(), values, strict=True):
+                    assert torch.equal(p, value) == is_refused
 
 
 def in_other_orders_on_adopted_groups(context: RankContext) -> None:
@@ -222,18 +252,24 @@ def adopted(groups: ProcessGroups, name: str) -> ProcessGroups:
 
 
 def ask_before_the_step(both: list[Alone], order: tuple[int, int], *, kind: str) -> None:
-    """Norms that each rank asks in an order of its own, and then in one order."""
-    before = [each.values() for each in both]
-    for number in (3, 4):
+    """Norms that each rank asks in an order of its own, and then in one order.
+
+    After a microbatch in which gradients are reduced any order is right.
+    """
+    for number, is_around, has_order in ((3, False, False), (4, False, True), (5, True, False)):
         for each in both:
-            train_module(each.trained, rows_of(number, "one"))  # no microbatch, which reduces
+            if is_around:
+                each.backward(number)
+            else:
+                train_module(each.trained, rows_of(number, "one"))
         steppers = [each.trained.stepper for each in both]
-        for place in order if number == 3 else (1, 0):
+        for place in (1, 0) if has_order else order:
             stepper = steppers[place]
             assert stepper is not None
             stepper.share_norm()
+        before = [each.values() for each in both]
         for each, values in zip(both, before, strict=True):
-            if number == 3 and kind in ASKED:
+            if not has_order and kind in ASKED and (not is_around or kind == "reduced"):
                 with pytest.raises(
                     ConfigError, match=r"before the step: \[\d.* on rank 1; .*added to"
                 ):

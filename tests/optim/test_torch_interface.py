@@ -268,6 +268,7 @@ def test_reading_gradients_before_the_step_says_where_they_are() -> None:
         lambda: clip(shares, 1.0),  # what a loop over param_groups gets
         lambda: scaler.unscale_(optimizer),
         net.zero_grad,
+        lambda: net.zero_grad(set_to_none=False),
     ):
         with pytest.raises(
             ConfigError, match=r"0\.weight: its gradient is in the sharded.*max_norm"
