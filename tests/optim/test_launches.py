@@ -188,6 +188,51 @@ def test_full_buckets_are_reduced_beside_the_backward() -> None:
         assert seen == [0, 0, 0, 0, 0, 1, 2, 3]  # layers come last to first
 
 
+def beside_each_other(context: RankContext) -> list[list[int]]:
+    """How many buckets were on their way after the backward within two microbatches."""
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        found: list[list[int]] = []
+        for others in ("dp_cp", "expt_dp"):
+            net = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+            outer, inner = [
+                ShardedOptimizer(
+                    net,
+                    part.parameters(),
+                    make=adamw,
+                    groups=groups,
+                    over=over,
+                    divisor=2,
+                    bucket_nbytes=256,
+                    name=name,
+                )
+                for name, over, part in (("outer", "dp_cp", net[:2]), ("inner", others, net[2:]))
+            ]
+            with called(groups) as calls:
+                first, second = outer.microbatch(is_last=True), inner.microbatch(is_last=True)
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(first)
+                    second.__enter__()
+                    torch.stack([layer(torch.ones(8)) for layer in net]).sum().backward()
+                    counts = [len(calls)]
+                    if others == "dp_cp":
+                        second.__exit__(None, None, None)
+                    counts.append(len(calls))
+                if others != "dp_cp":
+                    second.__exit__(None, None, None)
+                found.append([*counts, len(calls)])
+            outer.step()
+            inner.step()
+            outer.close()
+            inner.close()
+        return found
+
+
+def test_a_microbatch_within_another_one_reduces_beside_the_backward() -> None:
+    """The outer one waits until it is left, but not for one on another communicator."""
+    for found in run_ranks(2, beside_each_other).results:
+        assert found == [[2, 2, 4], [4, 4, 4]]
+
+
 def small(context: RankContext, nbytes: int) -> list[list[Tensor]]:
     """Three steps, with and without gradients for all; in buckets of so many bytes."""
     with ProcessGroups.create(Layout(dp=2)) as groups:
