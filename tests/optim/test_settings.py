@@ -22,6 +22,7 @@ from tests.optim.multi_module.common import (
     layouts_of,
     momentum,
     rows_of,
+    sgd,
     train_module,
     whole_values,
 )
@@ -326,6 +327,36 @@ def boom(*_: object) -> None:
 def test_what_fails_on_one_rank_of_any_kind_is_raised_on_all(kind: str) -> None:
     """M15, for optimizers that step alone, too."""
     first, second = run_ranks(2, failing, kind).results
+    assert first == second
+
+
+def replaced(context: RankContext) -> str:
+    """Slices that hold one whole each: gradients are summed between them alone."""
+    layout = Layout(dp=2, replicas=2)
+    with ProcessGroups.create(layout, timeout_s=20, data_timeout_s=20) as groups:
+        net = torch.nn.Linear(3, 3)
+        optimizer = ShardedOptimizer(
+            net, net.parameters(), make=sgd, groups=groups, over="dp_cp_intra", divisor=2
+        )
+        own = net.weight.data
+        for is_good in (True, False, True):
+            net.weight.data = own if is_good or context.rank == 0 else own.clone()
+            before = net.weight.detach().clone()
+            with optimizer.microbatch(is_last=True):
+                net(torch.full((3,), 1.0 + context.rank)).sum().backward()
+            if is_good:
+                optimizer.step()
+                torch.testing.assert_close(net.weight.detach(), before - 0.1 * 1.5)
+                continue
+            with pytest.raises(HoldfastError, match=r"weight: its memory was replaced") as raised:
+                optimizer.step()
+            assert torch.equal(net.weight, before)
+        return str(raised.value)
+
+
+def test_a_rank_that_cannot_use_its_gradients_adds_them_to_those_of_other_slices() -> None:
+    """M15: the others would wait for its part of the sum between slices."""
+    first, second = run_ranks(2, replaced).results
     assert first == second
 
 

@@ -373,6 +373,12 @@ def test_contexts_do_not_nest_and_steps_are_outside() -> None:
     optimizer.drop_gradients()
     backward(net, optimizer)
     assert optimizer.step().norm > 0
+    # Alone nothing is reduced, so there is no order in which others are left.
+    outer, inner = optimizer.microbatch(is_last=True), sharded(net_of()).microbatch(is_last=True)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize(
