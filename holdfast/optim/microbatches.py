@@ -499,7 +499,9 @@ class Microbatches:
                 error.add_note(f"This rank could not join the others' collectives: {second!r}")
         shared = self._fail(failure, is_known=is_known)
         if isinstance(shared, DeadlineError) or control.is_broken:
-            if shared is not failure and failure is error and not isinstance(error, HoldfastError):
+            # An interrupt has left long ago, with nobody to read a note of it.
+            is_leaving = isinstance(error, Exception) and not isinstance(error, HoldfastError)
+            if shared is not failure and failure is error and is_leaving:
                 error.add_note(f"Not all other ranks received it: {shared}")
                 return
             raise shared from error
