@@ -51,7 +51,8 @@ straight = straight_of(PROGRAM, EPOCHS, f"step {STEPS}, loss ")
 killed_and_resumed = killed_once(PROGRAM, EPOCHS, KILL)
 
 
-@pytest.mark.parametrize("at", [5, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [5, 13])
 def test_killed_and_resumed_bitwise(
     server: ForkServer, straight: list[str], tmp_path: Path, at: int
 ) -> None:

@@ -35,7 +35,8 @@ straight = straight_of(PROGRAM, EPOCHS, f"step {STEPS}, loss ")
 killed_and_resumed = killed_once(PROGRAM, EPOCHS, KILL)
 
 
-@pytest.mark.parametrize("at", [6, pytest.param(11, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [6, 11])
 def test_killed_and_resumed_bitwise(
     server: ForkServer, straight: list[str], tmp_path: Path, at: int
 ) -> None:
