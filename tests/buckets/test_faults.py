@@ -30,7 +30,6 @@ from tests.crash.common import state_of
 from tests.harness import RankContext, run_ranks
 
 pytest.importorskip("obstore")
-pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage, bucket
 from tests.buckets import gcs

@@ -34,7 +34,6 @@ from holdfast.writer.copying import copy_checkpoint
 from holdfast.writer.leftovers import repair
 
 pytest.importorskip("obstore")
-pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage, bucket
 from holdfast.storage.objects import storage as storage_module

@@ -34,7 +34,6 @@ from tests.crash.common import state_of, whole
 from tests.harness import RankContext, run_ranks, wait_until
 
 pytest.importorskip("obstore")
-pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage
 from holdfast.storage.objects import storage as object_storage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,43 @@ DistributedDataParallel.__init__ = make
 It orders them by how gradients arrived in the first backward of a process, and so sums those of a
 resumed run's first step in another order: of more than two ranks, with another rounding.
 """
+
+
+def served_by(*modules: str) -> Any:
+    """Return a fixture: for a file's tests, a server of programs that has imported these."""
+
+    @pytest.fixture(scope="module")
+    def server() -> Iterator[ForkServer]:
+        server = ForkServer(*modules)
+        yield server
+        server.close()
+
+    return server
+
+
+def straight_of(program: str, epochs: int, prefix: str) -> Any:
+    """Return a fixture: what a program prints that is not killed; `prefix` is how that starts."""
+
+    @pytest.fixture(scope="module")
+    def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+        root = tmp_path_factory.mktemp("program") / "straight"
+        lines = server.lines(program, root, epochs, directory=root.parent)
+        assert lines[0].startswith(prefix)
+        return lines
+
+    return straight
+
+
+def killed_once(
+    program: str, epochs: int, kill: str
+) -> Callable[[ForkServer, Path, int], list[str]]:
+    """Return a function: what a program prints that is killed once, and started again."""
+
+    def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
+        named: dict[str, Any] = {"kill": kill.format(at=at, rank=0), "num_ranks": 1}
+        return server.lines_after_kill(program, root, epochs, **named)
+
+    return killed_and_resumed
 
 
 NUM_KILLS = pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,10 @@ from tests.integrations.kills import (
     check_shorter_loader,
     check_variant,
     in_two_loops,
+    killed_once,
     leaves_early,
+    served_by,
+    straight_of,
 )
 from tests.integrations.pages import program_of
 
@@ -42,31 +44,15 @@ def kill(self, *args, **named):
 AcceleratedScheduler.step = kill
 """
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer(
-        "accelerate", "torchdata.stateful_dataloader", "holdfast.integrations.accelerate"
-    )
-    yield server
-    server.close()
+server = served_by(
+    "accelerate", "torchdata.stateful_dataloader", "holdfast.integrations.accelerate"
+)
+straight = straight_of(PROGRAM, EPOCHS, f"step {STEPS}, loss ")
+killed_and_resumed = killed_once(PROGRAM, EPOCHS, KILL)
 
 
-def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
-    """What a run prints that is killed once, and started again."""
-    kill = KILL.format(at=at, rank=0)
-    return server.lines_after_kill(PROGRAM, root, EPOCHS, kill=kill, num_ranks=1)
-
-
-@pytest.fixture(scope="module")
-def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    root = tmp_path_factory.mktemp("accelerate") / "straight"
-    lines = server.lines(PROGRAM, root, EPOCHS, directory=root.parent)
-    assert lines[0].startswith(f"step {STEPS}, loss ")
-    return lines
-
-
-@pytest.mark.parametrize("at", [5, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [5, 13])
 def test_killed_and_resumed_bitwise(
     server: ForkServer, straight: list[str], tmp_path: Path, at: int
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,13 @@ from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import NUM_KILLS, check_four_ranks, check_kills
+from tests.integrations.kills import (
+    NUM_KILLS,
+    check_four_ranks,
+    check_kills,
+    served_by,
+    straight_of,
+)
 from tests.integrations.pages import program_of
 
 PROGRAM = program_of("transformers", "trainer")
@@ -29,7 +34,6 @@ def kill(self, args, state, control, **named):
 DefaultFlowCallback.on_step_end = kill
 """
 
-
 _SHARDS = """
 from accelerate.state import AcceleratorState, DistributedType
 # Accelerate itself shards on accelerators only; its classes do so on CPUs as well.
@@ -42,6 +46,15 @@ def make_sharded(self, *args, fsdp_plugin=None, **named):
 AcceleratorState.__init__ = make_sharded
 """
 
+server = served_by(
+    "transformers.trainer",
+    "transformers.models.llama",
+    "peft",
+    "torchdata.stateful_dataloader",
+    "holdfast.integrations.transformers",
+)
+straight = straight_of(PROGRAM, 3, f"step {STEPS}, losses [")
+
 
 def sharded(program: str) -> str:
     """The program with FSDP of the Trainer: `fsdp=True`."""
@@ -52,19 +65,6 @@ def sharded(program: str) -> str:
     return _SHARDS + program.replace("p.double()", whole)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer(
-        "transformers.trainer",
-        "transformers.models.llama",
-        "peft",
-        "torchdata.stateful_dataloader",
-        "holdfast.integrations.transformers",
-    )
-    yield server
-    server.close()
-
-
 def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
     """What a run prints that is killed once, and started again: with another seed of its data."""
     kill, other = KILL.format(at=at, rank=0), PROGRAM.replace("use_cpu=", "data_seed=7, use_cpu=")
@@ -72,14 +72,6 @@ def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
     ends = server.run(PROGRAM, root, 3, prelude=kill, **named)
     assert ends[0].code == -9, ends[0].output[-2000:]
     return server.lines(other, root, 3, **named)
-
-
-@pytest.fixture(scope="module")
-def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    root = tmp_path_factory.mktemp("trainer") / "straight"
-    lines = server.lines(PROGRAM, root, 3, directory=root.parent)
-    assert lines[0].startswith(f"step {STEPS}, losses [")
-    return lines
 
 
 @pytest.mark.parametrize("at", [7, pytest.param(22, marks=pytest.mark.slow)])

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
@@ -30,6 +29,7 @@ from holdfast.checkpoint.load.requests import find_dropped, taken_of
 from holdfast.format.values import Codecs
 from holdfast.state.flatten import flatten_state
 from holdfast.state.matcher import Matcher
+from tests.drawn import drawn
 from tests.harness import RankContext, run_ranks
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -59,8 +59,9 @@ sizes = st.fixed_dictionaries({axis: st.sampled_from([1, 2, 3]) for axis in ("tp
 some_axes = st.sets(st.sampled_from(AXES), min_size=1).map(lambda found: tuple(sorted(found)))
 
 
-@settings(deadline=None, max_examples=200)
-@given(
+@drawn(
+    quick=70,
+    slow=200,
     saved=sizes,
     loaded=sizes,
     stored_axes=some_axes,
