@@ -350,6 +350,8 @@ class Lease:
     save_id: str | None = None
     may_be_there: bool = False
     """A write of its file was tried: one that failed may have happened."""
+    view: Storage | None = None
+    """Of `lease_chosen`: the storage, with the version pinned that had the name under the lease."""
     _origin: str | None = field(default=None, init=False)
 
     def set_version(self, save_id: str) -> None:
@@ -469,7 +471,11 @@ def lease_chosen(choose: Callable[[], F], *, first: F | None = None) -> Iterator
                 if not left:
                     raise
                 continue
-            if left and save_id_of(chosen.storage, chosen.directory) is None:
+            lease.view = chosen.storage
+            if lease.problem is None:
+                with suppress(StorageError):  # it is gone, or cannot be read: as the look will say
+                    lease.view = stack.enter_context(chosen.storage.pin(chosen.directory))
+            if left and save_id_of(lease.view, chosen.directory) is None:
                 continue
             yield chosen, lease
             return
