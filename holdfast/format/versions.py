@@ -60,12 +60,12 @@ LEASES_DIR = ".reading"
 DEFAULT_LEASE_S = 600.0
 """Seconds after which a lease that is not renewed has expired."""
 
-_LEASE_NAME = re.compile(r"(iter_[0-9]{7,18})\.(read|remove)-[0-9a-f]{16}", re.ASCII)
+_LEASE_NAME = re.compile(r"(iter_[0-9]{7,18})\.(read|remove|copy)-[0-9a-f]{16}", re.ASCII)
 _MAX_LEASE_NBYTES = 4096
 _RENEWALS_PER_LEASE = 8
 _POLL_S = 0.05
 
-Kind = Literal["read", "remove"]
+Kind = Literal["read", "remove", "copy"]
 _PEEK_NBYTES = 512
 _TAIL_NBYTES = 48  # of a manifest: its last member is the digest of all others
 _NUM_LOOKS = 5
@@ -526,6 +526,33 @@ def announce_removal(
         _remove_lease(storage, path)
 
 
+@contextmanager
+def announce_copy(
+    storage: Storage, directory: str, *, save_id: str, life_s: float = DEFAULT_LEASE_S
+) -> Iterator[None]:
+    """State in the body that this process copies a version to `directory`; see `copiers_of`.
+
+    StorageError if that cannot be written.
+    """
+    path = _new_path(directory, "copy")
+    lease = Lease(storage=storage, directory=directory, path=path, life_s=life_s, save_id=save_id)
+    try:
+        lease.renew()
+        with repeated(lease.renew, every_s=life_s / _RENEWALS_PER_LEASE, name="holdfast-lease"):
+            yield
+    finally:
+        _give_back(lease)
+
+
+def copiers_of(storage: Storage, directory: str, *, save_id: str) -> list[str]:
+    """Describe the processes that copy this version to `directory`, or did and may be dead.
+
+    None of them is known to be: by its process id on this host, or by the time since its lease was
+    renewed.
+    """
+    return _owners(storage, directory, "copy", save_id)
+
+
 def readers_of(storage: Storage, directory: str, *, save_id: str | None = None) -> list[str]:
     """Describe the processes that read a checkpoint now; expired leases are removed.
 
@@ -654,8 +681,8 @@ def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
         is_expired = _lease_age_s(storage, path, content) >= content.life_s
     except StorageError:
         is_expired = not storage.exists(path)
-    # A killed remover is not waited for. A reader is: other ranks of its job may still read.
-    if is_expired or (".remove-" in path and _is_dead(content)):
+    # What is killed is not waited for, but a reader: other ranks of its job may still read.
+    if is_expired or (".read-" not in path and _is_dead(content)):
         _remove_lease(storage, path)
         return None
     if None not in (save_id, content.save_id) and content.save_id != save_id:
