@@ -331,8 +331,9 @@ def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) 
         )
     if 400 <= number < 500 and number not in (408, 425):
         return Failure("final", f"{place} refuses the request (status {number} {code})")
-    if number:
-        return Failure("again", f"the store failed (status {number} {code})".replace(" )", ")"))
+    if number or code:  # an upload that cannot be completed is answered with 200, and with a code
+        words = f"status {number} {code}" if number else code
+        return Failure("again", f"the store failed ({words.strip()})")
     names = _ENDPOINTS.get(scheme, ())
     is_set = any(os.environ.get(name) for name in names)
     own = "" if is_set or not names else f"; for another store than the cloud's set {names[-2]}"
