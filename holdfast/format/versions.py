@@ -20,6 +20,7 @@ not survive the machine either. A save that replaces a checkpoint takes no lease
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import secrets
@@ -64,6 +65,8 @@ _LEASE_NAME = re.compile(r"(iter_[0-9]{7,18})\.(read|remove|copy)-[0-9a-f]{16}",
 _MAX_LEASE_NBYTES = 4096
 _RENEWALS_PER_LEASE = 8
 _POLL_S = 0.05
+_LEAVE_S = 5.0
+"""Seconds to wait at the end for the last renewal, and for the removal of what was renewed."""
 
 Kind = Literal["read", "remove", "copy"]
 _PEEK_NBYTES = 512
@@ -434,17 +437,18 @@ def read_lease(
             lease.problem = str(error)
     with ExitStack() as stack:
         if lease.problem is None:
-            stack.callback(_give_back, lease)
+            every_s = life_s / _RENEWALS_PER_LEASE
+            stack.enter_context(
+                repeated(
+                    lease.renew, every_s=every_s, first_s=after_s, name="holdfast-lease",
+                    at_end=lambda: _give_back(lease),
+                )
+            )  # fmt: skip
         # After its own lease is written: a remover that comes now sees it. Where a look is a
         # request, the next one shows as much: that the checkpoint has its name. A remover takes the
         # name first, looks for leases once more, and gives it back if there is one.
         if not pause_of(storage) or lease.problem is not None:
             _await_removers(storage, directory, wait_s)
-        if lease.problem is None:
-            every_s = life_s / _RENEWALS_PER_LEASE
-            stack.enter_context(
-                repeated(lease.renew, every_s=every_s, first_s=after_s, name="holdfast-lease")
-            )
         yield lease
 
 
@@ -483,13 +487,21 @@ def lease_chosen(choose: Callable[[], F], *, first: F | None = None) -> Iterator
 
 @contextmanager
 def repeated(
-    action: Callable[[], object], *, every_s: float, name: str, first_s: float = 0.0
+    action: Callable[[], object],
+    *,
+    every_s: float,
+    name: str,
+    first_s: float = 0.0,
+    at_end: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
     """In the body, call `action` every `every_s` seconds in a thread; a StorageError is ignored.
 
-    The first time after `first_s` seconds, if given.
+    The first time after `first_s` seconds, if given. After the last one the thread calls `at_end`,
+    whose error is raised here: what it removes is not written again. If the storage keeps both
+    waiting for longer than five seconds, the caller goes on meanwhile.
     """
     stop = threading.Event()
+    problem: list[BaseException] = []
 
     def repeat() -> None:
         pause_s = first_s or every_s
@@ -497,15 +509,22 @@ def repeated(
             pause_s = every_s
             with suppress(StorageError):
                 action()
+        try:
+            at_end()
+        except BaseException as error:
+            problem.append(error)
 
     thread = threading.Thread(target=repeat, name=name, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        # Joined, so that no file is written again after the caller has removed it.
         stop.set()
-        thread.join()
+        thread.join(_LEAVE_S)
+        if thread.is_alive():
+            atexit.register(thread.join)  # a request must not outlive the interpreter
+        elif problem:
+            raise problem[0]
 
 
 @contextmanager
@@ -536,12 +555,12 @@ def announce_copy(
     """
     path = _new_path(directory, "copy")
     lease = Lease(storage=storage, directory=directory, path=path, life_s=life_s, save_id=save_id)
-    try:
-        lease.renew()
-        with repeated(lease.renew, every_s=life_s / _RENEWALS_PER_LEASE, name="holdfast-lease"):
-            yield
-    finally:
-        _give_back(lease)
+    lease.renew()
+    with repeated(
+        lease.renew, every_s=life_s / _RENEWALS_PER_LEASE, name="holdfast-lease",
+        at_end=lambda: _give_back(lease),
+    ):  # fmt: skip
+        yield
 
 
 def copiers_of(storage: Storage, directory: str, *, save_id: str) -> list[str]:

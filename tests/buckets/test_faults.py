@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -20,12 +21,14 @@ import torch
 
 from holdfast import Checkpointer, HoldfastError, Layout, ProcessGroups, Sharded, StorageError
 from holdfast.cli.main import main
+from holdfast.format import versions as versions_of_steps
 from holdfast.format.names import LATEST, list_steps, step_dir
+from holdfast.format.versions import read_lease
 from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.retention.tags import list_tags, set_tag
 from holdfast.storage import Storage
-from holdfast.writer import leftovers
+from holdfast.writer import job, leftovers
 from holdfast.writer.copying import copy_checkpoint
 from holdfast.writer.leftovers import repair
 from tests.crash.common import state_of
@@ -283,6 +286,40 @@ def test_after_a_request_in_vain_the_next_ones_are_sent_once(
         with pytest.raises(StorageError):
             storage.write_file("f", b"1")
         assert len(asked) > 1
+
+
+def test_a_heartbeat_or_lease_without_an_answer_holds_up_no_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """P2: a save that is committed, and a load that has all bytes, do not wait for it to fail."""
+    monkeypatch.setattr(versions_of_steps, "_LEAVE_S", 0.01)
+    monkeypatch.setattr(job, "HEARTBEAT_S", 0.001)
+    names = ("holdfast-heartbeat", "holdfast-lease")
+    is_asked, is_answered = threading.Event(), threading.Event()
+
+    def watch(kind: str, key: str, *_: int) -> None:
+        if kind == "put" and key.startswith(".reading/"):
+            is_asked.set()
+            assert is_answered.wait(60)
+        elif kind == "put" and "/data/0" in key:
+            assert is_asked.wait(60)
+
+    def waiting() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each.name in names]
+
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run", observer=watch)
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, _small(1))
+    assert [each.name for each in waiting()] == ["holdfast-heartbeat"]
+    is_asked.clear()
+    with read_lease(storage, step_dir(1), after_s=0.001):
+        assert is_asked.wait(60)
+    assert len(waiting()) == 2
+    assert storage.list(".reading") == []
+    is_answered.set()
+    for thread in waiting():
+        thread.join(60)
+    assert storage.list(".reading") == []
 
 
 @pytest.mark.slow
@@ -680,7 +717,7 @@ def test_killed_at_every_request_nothing_is_lost_or_mixed(
 def test_a_repair_that_is_killed_leaves_it_to_the_next_one(
     action: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P18: at each of its requests, after a process that was killed at one of its last."""
+    """P19: at each of its requests, after a process that was killed at one of its last."""
     monkeypatch.setattr(leftovers, "ALIVE_S", 0.0)
     act = ACTIONS[action][0]
     num_requests = _killed_at(_two_steps(), act, NEVER)
