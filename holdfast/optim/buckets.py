@@ -87,6 +87,7 @@ class Bucket:
         self._reducing: Pending | None = None
         self._partial: Tensor | None = None
         self._gathering: Pending | None = None
+        """A gather that was started and has not been waited for."""
         self._failure: Exception | None = None
         self._is_finishing = False
         """True while parameters are shown, which tools that trace may read then: nothing waits."""
@@ -96,11 +97,6 @@ class Bucket:
         as_bytes = self.values.view(torch.uint8)
         self._for_gather = torch.utils.dlpack.from_dlpack(as_bytes).view(self.values.dtype)
         self._share_for_gather = self._for_gather[start:end]
-
-    @property
-    def is_in_flight(self) -> bool:
-        """True if a gather was started that has not been waited for."""
-        return self._gathering is not None
 
     @property
     def has_main(self) -> bool:
