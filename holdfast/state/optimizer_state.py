@@ -45,7 +45,7 @@ from holdfast.state.optimizer_targets import (
     main_target,
     on_device_of,
     placed_like,
-    refuse_other_shape,
+    refuse_other_shapes,
     why_fresh,
 )
 from holdfast.state.stored import StoredPart, StoredTensor, follow_stored
@@ -358,6 +358,7 @@ class OptimizerState:
         made: dict[str, object] = {}
         filled: set[int] = set()
         paddings, named = self._paddings(), list(self._named())
+        refuse_other_shapes(named, stored, paddings)
         for name, param in named:
             padding = paddings.get(id(param.parameter))
             why = why_fresh(name, param.parameter, stored)
@@ -366,7 +367,6 @@ class OptimizerState:
             if param.updated is None:
                 continue
             if stored.has("state", name):
-                refuse_other_shape(name, param, stored, padding)
                 have = form.entries.get(id(param.updated)) if form.is_live else None
                 state[name] = entry_targets(
                     name, param, stored, padding, have=have, made=made, filled=filled

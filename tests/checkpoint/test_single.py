@@ -269,6 +269,8 @@ def test_strict_matching_names_every_difference(tmp_path: Path) -> None:
     refused({"tree": {"x": torch.zeros(2), "y": torch.zeros(1), "v": 1}}, "tree.y")
     refused({"tree": {"v": torch.zeros(1)}}, "tree.v")
     refused({"tree": {"x": 3}}, "tree.x")
+    everything = {"model": Other(rows=4), "tree": {"x": 3, "y": 1}, "more": {"a": 1}}
+    refused(everything, "model.weight", "model.bias", "tree.x", "tree.y", "more")
     assert torch.equal(target.weight, torch.full((2, 3), 9.0))
 
     report = checkpointer.load({"model": target}, ignore_unexpected=True)
