@@ -6,6 +6,7 @@ import collections
 import copy
 import enum
 import math
+import pickle
 import random
 import re
 import secrets
@@ -243,6 +244,18 @@ def test_two_entries_under_one_key_are_refused(tmp_path: Path) -> None:
         checkpointer.save(1, {"o": torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1)})
     with pytest.raises(ConfigError, match="part"):
         checkpointer.save(1, {"": 1})
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_of_a_checkpointer_is_refused(tmp_path: Path, make: Any) -> None:
+    """R9: also inside of what is copied, as a trainer that has one."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_async(1, {"model": nn.Linear(3, 2)}).result()
+        for each in (checkpointer, {"trainer": [checkpointer]}):
+            if each is checkpointer or make is not copy.copy:
+                with pytest.raises(ConfigError, match="cannot be copied or pickled; make another"):
+                    make(each)
+        checkpointer.save(2, {"model": nn.Linear(3, 2)})
 
 
 def test_strict_matching_names_every_difference(tmp_path: Path) -> None:
