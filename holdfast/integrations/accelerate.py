@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accelerate import Accelerator
@@ -298,6 +298,7 @@ class _Place:
         """Passes that a loop has left early: the loader itself counts those that ended."""
         self.is_rest = self.has_steps = self.was_left = False
         self.began = 0
+        self.takes: Callable[[], None] = lambda: None
 
     @classmethod
     def of(cls, loader: Any) -> _Place:
@@ -357,6 +358,7 @@ class _Place:
                 self._batches += 1
                 if self.is_rest:
                     self._put_in_order()
+                self.takes()
                 yield batch
             self._draws.watch.finish()
             has_ended = True

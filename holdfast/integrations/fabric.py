@@ -122,7 +122,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
         raise ConfigError("FabricCheckpoints.epoch_of: the loader is not one of loaders=[...]")
 
     def after_step(self, *, every: int) -> PendingSave | None:
-        """Count a step, and save in the background at each `every`-th.
+        """Count a step, and save in the background at each `every`-th; 0 for none.
 
         Raises:
             ConfigError: a resumed loop is not where the saved one was.
@@ -130,7 +130,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
         """
         self._turns.note_step()
         self.step += 1
-        return self.save() if self.step % every == 0 else None
+        return self.save() if every and self.step % every == 0 else None
 
     def save(self, **options: Any) -> PendingSave:
         """Save everything now, as checkpoint `step`, in the background.
