@@ -1,20 +1,26 @@
 """What a PEFT model has besides its base model: adapters, and how AdaLoRA gives out their ranks.
 
 The base model is not in a checkpoint: the program loads it again. Digests tell whether it is the
-same one.
+same one. A weight of it that changes as the run goes on (ReLoRA merges adapters into it again and
+again) is saved from then on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from holdfast._torch import write_counter
 from holdfast.errors import MismatchError, some_of
 from holdfast.state.tensor_elements import tensor_digest
 
 _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 """How important AdaLoRA has found each weight: by these it decides which ranks to mask."""
+_NUM_SAMPLES = 4096
+"""Elements of each frozen weight that every save compares."""
 
 
 class Adapters:
@@ -27,7 +33,7 @@ class Adapters:
         model: The PEFT model, without wrappers.
 
     Cost:
-        Each frozen parameter is read once.
+        Each frozen parameter is read once; each save looks at some elements of it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,7 +50,10 @@ class Adapters:
             for name, each in model.named_parameters()
             if not each.requires_grad and id(each) not in own
         }
-        self._base = {id(each) for each in frozen.values()}
+        self._base = frozen
+        self._ids = {id(each) for each in frozen.values()}
+        self._looks = {name: _look(each) for name, each in frozen.items()}
+        self._changed: list[str] = []
         self._digests = {name: tensor_digest(each) for name, each in frozen.items()}
         # AdaLoRA's own model has the averages, and no tensor of it does.
         inner: Any = getattr(model, "base_model", None)
@@ -53,7 +62,25 @@ class Adapters:
 
     def has(self, name: str, value: object) -> bool:
         """Return True for an entry that is saved: the choice of a `ModuleState`."""
-        return id(value) not in self._base
+        return id(value) not in self._ids
+
+    def note_changes(self) -> None:
+        """Take note of weights of the base model that have changed: they are saved, too.
+
+        PEFT writes through `.data`, which counts no writes: then some elements tell.
+        """
+        for name, each in list(self._base.items()):
+            before, self._looks[name] = self._looks[name], _look(each)
+            was_written, differs = (a != b for a, b in zip(before, self._looks[name], strict=True))
+            if differs or (was_written and tensor_digest(each) != self._digests[name]):
+                self._keep([name])
+
+    def _keep(self, names: Sequence[str]) -> None:
+        """Let weights of the base model be saved and loaded."""
+        for name in names:
+            self._ids.discard(id(self._base.pop(name, None)))
+            self._digests.pop(name, None)
+        self._changed += names
 
     def tree(self) -> dict[str, object]:
         """Return what is saved besides these entries."""
@@ -61,14 +88,15 @@ class Adapters:
         if self._allocator is not None:
             ranks = {name: dict(getattr(self._allocator, name)) for name in _AVERAGES}
             ranks["pattern"] = self._allocator.peft_config.rank_pattern
-        return {"base": self._digests, "ranks": ranks}
+        return {"base": self._digests, "ranks": ranks, "changed": self._changed}
 
-    def compare(self, base: dict[str, str]) -> None:
-        """Compare the base model with that of a checkpoint.
+    def compare(self, base: dict[str, str], changed: Sequence[str]) -> None:
+        """Compare the base model with that of a checkpoint, which has those that had changed.
 
         Raises:
             MismatchError: It has other weights.
         """
+        self._keep(changed)
         names = [name for name, each in base.items() if self._digests.get(name) not in (None, each)]
         if names:
             raise MismatchError(
@@ -88,3 +116,10 @@ class Adapters:
             moved = {key: each.to(device) for key, each in ranks[name].items()}
             setattr(self._allocator, name, moved)
         self._allocator.peft_config.rank_pattern = ranks["pattern"]
+
+
+def _look(tensor: torch.Tensor) -> tuple[int, bytes]:
+    """Return what changes with a tensor: its count of writes, and some of its elements."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _NUM_SAMPLES)].contiguous().view(torch.uint8)
+    return write_counter(tensor), some.cpu().numpy().tobytes()

@@ -209,10 +209,27 @@ trainer.add_callback(Ranks())
 if "native" """
 
 
+_MERGED = """
+from transformers import TrainerCallback
+class Merges(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **named):
+        for layer in model.modules():
+            if state.global_step in (3, 5) and hasattr(layer, "merged_adapters"):
+                layer.merge()
+                layer.merged_adapters.clear()
+                layer.reset_lora_parameters("default", True)
+        if state.global_step == 3:
+            with torch.no_grad():  # a write that no sample of a large weight sees
+                model.base_model.model.lm_head.weight[0, 1].add_(1.0)
+trainer.add_callback(Merges())
+if "native" """
+
+
 @pytest.mark.parametrize(
     "last_ranks",
     [
         None,
+        0,
         pytest.param(2, marks=pytest.mark.slow, id="averages"),
         pytest.param(3, marks=pytest.mark.slow, id="pattern"),
     ],
@@ -220,13 +237,16 @@ if "native" """
 def test_adapters_with_more_than_what_is_trained(
     server: ForkServer, tmp_path: Path, last_ranks: int | None
 ) -> None:
-    """X20. Half of each adapter is random and frozen; AdaLoRA masks ranks by averages.
+    """X20. Half of each adapter is random and frozen; ReLoRA merges; AdaLoRA masks by averages.
 
     The resumed run begins with other adapters.
     """
     program = ADAPTED.replace("1e-9", "1e-2")
     if last_ranks is None:
         program = program.replace(_FROZEN, _FROZEN + _HALF)
+    elif last_ranks == 0:
+        program = program.replace('if "native" ', _MERGED.lstrip("\n"))
+        program = program.replace("vocab_size=64", "vocab_size=640")
     else:
         config = f"AdaLoraConfig(init_r=4, target_r=2, tinit=1, tfinal={last_ranks}, total_step=7, "
         program = program.replace("LoraConfig(r=4, lora_dropout=0.1, ", config)
@@ -236,7 +256,8 @@ def test_adapters_with_more_than_what_is_trained(
     other = program.replace("    lora = ", "    set_seed(2)\n    lora = ")
     assert server.lines(other, tmp_path / "b", "resume", directory=tmp_path) == straight
     with Snapshot.open(PosixStorage(tmp_path / "b" / "holdfast"), step_dir(6)) as saved:
-        assert not any("base_layer" in key for key in saved.keys)
+        base = {key for key in saved.keys if "base_layer" in key or "lm_head" in key}
+        assert len(base) == (3 if last_ranks == 0 else 0)  # two that are merged, and the head
 
 
 @pytest.mark.slow
