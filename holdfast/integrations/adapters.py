@@ -7,7 +7,7 @@ again) is saved from then on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +55,6 @@ class Adapters:
         self._looks = {name: _look(each) for name, each in frozen.items()}
         self._changed: list[str] = []
         self._digests = {name: tensor_digest(each) for name, each in frozen.items()}
-        # AdaLoRA's own model has the averages, and no tensor of it does.
-        inner: Any = getattr(model, "base_model", None)
-        self._allocator = getattr(inner, "rankallocator", None)
         self._model = model
 
     def has(self, name: str, value: object) -> bool:
@@ -84,10 +81,7 @@ class Adapters:
 
     def tree(self) -> dict[str, object]:
         """Return what is saved besides these entries."""
-        ranks: dict[str, object] = {}
-        if self._allocator is not None:
-            ranks = {name: dict(getattr(self._allocator, name)) for name in _AVERAGES}
-            ranks["pattern"] = self._allocator.peft_config.rank_pattern
+        ranks = rank_averages(self._model)
         return {"base": self._digests, "ranks": ranks, "changed": self._changed}
 
     def compare(self, base: dict[str, str], changed: Sequence[str]) -> None:
@@ -107,15 +101,36 @@ class Adapters:
                 f"the program call set_seed before get_peft_model"
             )
 
-    def put(self, ranks: dict[str, Any]) -> None:
-        """Continue with AdaLoRA's averages of a checkpoint."""
-        if self._allocator is None or not ranks:
-            return
-        device = next(self._model.parameters()).device
+
+def rank_averages(model: nn.Module) -> list[dict[str, Any]]:
+    """Return how important AdaLoRA has found what it adapts in a model, and the ranks it has left.
+
+    No state dict has it: the model of AdaLoRA keeps it in an object of its own.
+    """
+    return [
+        {**{name: dict(getattr(each, name)) for name in _AVERAGES}, "pattern": _pattern(each)}
+        for each in _allocators(model)
+    ]
+
+
+def put_rank_averages(model: nn.Module, stored: Sequence[Mapping[str, Any]]) -> None:
+    """Continue with AdaLoRA's averages of a checkpoint."""
+    device = next((each.device for each in model.parameters()), None)
+    for allocator, ranks in zip(_allocators(model), stored, strict=False):
         for name in _AVERAGES:
-            moved = {key: each.to(device) for key, each in ranks[name].items()}
-            setattr(self._allocator, name, moved)
-        self._allocator.peft_config.rank_pattern = ranks["pattern"]
+            setattr(allocator, name, {key: each.to(device) for key, each in ranks[name].items()})
+        allocator.peft_config.rank_pattern = ranks["pattern"]
+
+
+def _allocators(model: nn.Module) -> list[Any]:
+    """Return what gives out ranks in the models of AdaLoRA inside of a model."""
+    known = (getattr(each, "__dict__", {}).get("rankallocator") for each in model.modules())
+    return [each for each in known if each is not None]
+
+
+def _pattern(allocator: Any) -> object:
+    pattern: object = allocator.peft_config.rank_pattern
+    return pattern
 
 
 def _look(tensor: torch.Tensor) -> tuple[int, bytes]:

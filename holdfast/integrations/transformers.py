@@ -26,7 +26,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.format.names import list_steps, parse_step_dir, step_dir
-from holdfast.integrations.adapters import Adapters
+from holdfast.integrations.adapters import Adapters, put_rank_averages
 from holdfast.integrations.fetches import Draws, Streams, set_epoch_of_samplers, set_streams
 from holdfast.integrations.world import (
     groups_of_world,
@@ -304,7 +304,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         here = _Position(self._epoch, self._batches, self._total_batch_size)
         if self._adapters is not None:
             self._adapters.compare(*(self._loaded_adapters[each] for each in ("base", "changed")))
-            self._adapters.put(self._loaded_adapters["ranks"])
+            put_rank_averages(self._model, self._loaded_adapters["ranks"])
         parts = {**self._trained(), "rng": RNG(), "position": _position_template()}
         values: Any = checkpointer.load(parts, step=step).values
         self._loads.close()

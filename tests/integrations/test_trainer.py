@@ -260,6 +260,60 @@ def test_adapters_with_more_than_what_is_trained(
         assert len(base) == (3 if last_ranks == 0 else 0)  # two that are merged, and the head
 
 
+RANKED = """
+import sys, torch, peft
+root, seed, framework = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(1)
+layers = [torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)]
+ranks = peft.AdaLoraConfig(
+    init_r=6, target_r=2, tinit=2, tfinal=4, total_step=40, target_modules=["0"])
+torch.manual_seed(seed)
+model = peft.get_peft_model(torch.nn.Sequential(*layers), ranks)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-1)
+data = torch.randn(12, 8, generator=torch.Generator().manual_seed(3))
+loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+if framework == "accelerate":
+    from accelerate import Accelerator
+    from holdfast.integrations.accelerate import AccelerateCheckpoints
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    checkpoints = AccelerateCheckpoints.resume(accelerator, root)
+else:
+    from lightning_fabric import Fabric
+    from holdfast.integrations.fabric import FabricCheckpoints
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(loader)
+    state = {"model": model, "optimizer": optimizer}
+    checkpoints = FabricCheckpoints.resume(fabric, root, state, loaders=[loader])
+for epoch in range(checkpoints.epoch, 3):
+    for batch in loader:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        model.base_model.update_and_allocate(checkpoints.step)
+        optimizer.zero_grad()
+        checkpoints.after_step(**({} if framework == "accelerate" else {"every": 0}))
+        if checkpoints.step == 5 and seed == 1:
+            checkpoints.save().result()
+            if "stop" in sys.argv:
+                sys.exit()
+checkpoints.close()
+averages = model.base_model.rankallocator.exp_avg_ipt
+print([p.tolist() for p in [*model.parameters(), *averages.values()]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["accelerate", "fabric"])
+def test_adapters_with_other_ranks_outside_of_the_trainer(
+    server: ForkServer, tmp_path: Path, framework: str
+) -> None:
+    """X20. AdaLoRA decides by averages which ranks to mask."""
+    straight = server.lines(RANKED, tmp_path / "a", 1, framework, directory=tmp_path)
+    server.lines(RANKED, tmp_path / "b", 1, framework, "stop", directory=tmp_path)
+    assert server.lines(RANKED, tmp_path / "b", 2, framework, directory=tmp_path) == straight
+
+
 @pytest.mark.slow
 def test_adapters_of_another_base_model_are_refused(server: ForkServer, tmp_path: Path) -> None:
     """X20. PiSSA takes what it gives to an adapter, some of it drawn, from the base model."""
