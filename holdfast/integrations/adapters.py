@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from holdfast._torch import write_counter
 from holdfast.errors import MismatchError, some_of
@@ -33,7 +34,8 @@ class Adapters:
         model: The PEFT model, without wrappers.
 
     Cost:
-        Each frozen parameter is read once; each save looks at some elements of it.
+        Each frozen parameter is read once; of a sharded one, gathered, one after the other. Each
+        save looks at some elements of what this rank has of it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,7 +56,12 @@ class Adapters:
         self._ids = {id(each) for each in frozen.values()}
         self._looks = {name: _look(each) for name, each in frozen.items()}
         self._changed: list[str] = []
-        self._digests = {name: tensor_digest(each) for name, each in frozen.items()}
+        # Whole, so that a base model that is sharded, or in another way, is the same one.
+        self._digests = {name: tensor_digest(_whole(each)) for name, each in frozen.items()}
+        self._own = {
+            name: tensor_digest(_local(each)) if isinstance(each, DTensor) else self._digests[name]
+            for name, each in frozen.items()
+        }
         self._model = model
 
     def has(self, name: str, value: object) -> bool:
@@ -69,7 +76,7 @@ class Adapters:
         for name, each in list(self._base.items()):
             before, self._looks[name] = self._looks[name], _look(each)
             was_written, differs = (a != b for a, b in zip(before, self._looks[name], strict=True))
-            if differs or (was_written and tensor_digest(each) != self._digests[name]):
+            if differs or (was_written and tensor_digest(_local(each)) != self._own[name]):
                 self._keep([name])
 
     def _keep(self, names: Sequence[str]) -> None:
@@ -135,6 +142,16 @@ def _pattern(allocator: Any) -> object:
 
 def _look(tensor: torch.Tensor) -> tuple[int, bytes]:
     """Return what changes with a tensor: its count of writes, and some of its elements."""
-    flat = tensor.detach().reshape(-1)
+    flat = _local(tensor.detach()).reshape(-1)
     some = flat[:: max(1, flat.numel() // _NUM_SAMPLES)].contiguous().view(torch.uint8)
     return write_counter(tensor), some.cpu().numpy().tobytes()
+
+
+def _whole(parameter: nn.Parameter) -> torch.Tensor:
+    """Return all elements of a parameter. Collective if it is sharded."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
