@@ -7,6 +7,7 @@ again) is saved from then on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast._torch import write_counter
 from holdfast.errors import MismatchError, some_of
+from holdfast.parallel import Control
 from holdfast.state.tensor_elements import tensor_digest
 
 _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
@@ -68,16 +70,22 @@ class Adapters:
         """Return True for an entry that is saved: the choice of a `ModuleState`."""
         return id(value) not in self._ids
 
-    def note_changes(self) -> None:
+    def note_changes(self, control: Control) -> None:
         """Take note of weights of the base model that have changed: they are saved, too.
 
-        PEFT writes through `.data`, which counts no writes: then some elements tell.
+        PEFT writes through `.data`, which counts no writes: then some elements tell. A rank whose
+        shard of one has not changed, or that has none of it, learns of it from the others.
+
+        Cost: one small collective.
         """
-        for name, each in list(self._base.items()):
+        changed: list[str] = []
+        for name, each in self._base.items():
             before, self._looks[name] = self._looks[name], _look(each)
             was_written, differs = (a != b for a, b in zip(before, self._looks[name], strict=True))
             if differs or (was_written and tensor_digest(_local(each)) != self._own[name]):
-                self._keep([name])
+                changed.append(name)
+        answers = control.all_gather(json.dumps(changed).encode(), phase="weights of a base model")
+        self._keep(sorted({name for each in answers for name in json.loads(each)}))
 
     def _keep(self, names: Sequence[str]) -> None:
         """Let weights of the base model be saved and loaded."""

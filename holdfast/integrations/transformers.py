@@ -244,7 +244,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         assert self._draws is not None
         trainer: Any = self._trainer
         if self._adapters is not None:
-            self._adapters.note_changes()
+            self._adapters.note_changes(checkpointer.groups.control)
         own = text_of_coordinator(checkpointer.groups, self._text_of(state), phase="trainer state")
         is_whole = self._batches == self._steps_in_epoch
         epoch, batches = (self._epoch + 1, 0) if is_whole else (self._epoch, self._batches)

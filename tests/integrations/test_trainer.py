@@ -241,6 +241,17 @@ trainer.add_callback(Merges())
 if "native" """
 
 
+_WRITTEN = """
+from transformers import TrainerCallback
+class Writes(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **named):
+        weight = model.base_model.model.model.layers[0].mlp.down_proj.weight
+        if state.global_step == 3 and args.process_index == 0:
+            weight.data.to_local()[0, 0] += 1.0
+trainer.add_callback(Writes())
+if "native" """
+
+
 @pytest.mark.parametrize(
     "last_ranks",
     [
@@ -332,8 +343,9 @@ def test_adapters_with_other_ranks_outside_of_the_trainer(
 
 @pytest.mark.slow
 def test_adapters_on_a_sharded_base_model(server: ForkServer, tmp_path: Path) -> None:
-    """X20. Sharded by FSDP2, resumed whole; another base model is refused."""
+    """X20. Sharded by FSDP2, one shard changed as the run goes on; resumed whole."""
     program = ADAPTED.replace("1e-9", "1e-2").replace(_BEST, "")
+    program = program.replace('if "native" ', _WRITTEN.lstrip("\n"))
     shards = sharded(program)
     named: dict[str, Any] = {"directory": tmp_path, "num_ranks": 2}
     straight = server.lines(shards, tmp_path / "a", "new", **named)
