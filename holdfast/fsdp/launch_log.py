@@ -100,6 +100,8 @@ class UnitLaunch(NamedTuple):
         return self.operation, self.numel, str(self.dtype).removeprefix("torch.")
 
 
+Launched = tuple[LaunchOrder, int]
+"""Where something was launched: the order, and how many launches it had then."""
 _GROUP = itemgetter(1)
 """Of what `LaunchLog` notes of a launch."""
 _LOOK_AFTER = tuple(timedelta(seconds=each) for each in (0.1, 0.2, 0.5))
@@ -139,8 +141,10 @@ class LaunchLog:
         """Takes the fields of the `UnitLaunch` that this rank makes; a method in C if possible."""
         self._counts: dict[dist.ProcessGroup, int] = {}
         """Launches but for those noted."""
-        self._pending: dict[dist.Work, None] = {}
+        self._pending: dict[dist.Work, Launched] = {}
         """Those on the host that nothing has waited for to the end."""
+        self._waited: Launched | None = None
+        """What this rank has waited in for long, if it still does."""
 
     @property
     def launches(self) -> list[UnitLaunch]:
@@ -172,15 +176,13 @@ class LaunchLog:
         if order.is_shared:
             self._orders[str(group.group_name)] = order, order.mark()
 
-    def add_source(
-        self, group: dist.ProcessGroup, what: str
-    ) -> tuple[int, Callable[[int], object]]:
-        """Return the number of what is launched on a communicator, and what takes it each time."""
+    def add_source(self, group: dist.ProcessGroup, what: str) -> tuple[int, LaunchOrder]:
+        """Return the number of what is launched on a communicator, and what notes it each time."""
         order = self._order_of(group)
         user = self._orders[str(group.group_name)][1].number if order.is_shared else 1
         number = order.add(what if user == 1 else f"{what} of sharded model {user}")
         self._sources.setdefault(order, []).append(number)
-        return number, order.note
+        return number, order
 
     def launches_on(self, group: dist.ProcessGroup) -> bool:
         """Return True if units launch collectives on a communicator."""
@@ -211,7 +213,10 @@ class LaunchLog:
         groups = {str(group.group_name): group for group in self._counts}
         return [
             order.progress(
-                mark, communicator=name, ranks=dist.get_process_group_ranks(groups[name])
+                mark,
+                communicator=name,
+                ranks=dist.get_process_group_ranks(groups[name]),
+                waited=self._waited[1] if self._waited and self._waited[0] is order else 0,
             )
             for name, (order, mark) in self._orders.items()
         ]
@@ -243,10 +248,15 @@ class LaunchLog:
     def _count(self, fields: tuple[Any, ...]) -> None:
         self._counts[fields[1]] += 1
 
-    def watched(self, work: dist.Work) -> WatchedWork:
-        """Return work on the host that is waited for here."""
-        self._pending[work] = None
+    def watched(self, work: dist.Work, order: LaunchOrder) -> WatchedWork:
+        """Return work on the host, the last in an order, that is waited for here."""
+        self._pending[work] = order, order.num_launches()
         return WatchedWork(work, self)
+
+    def wait_now(self, work: dist.Work, order: LaunchOrder) -> None:
+        """Wait for a collective on the host that was just launched, see `wait`."""
+        self._pending[work] = order, order.num_launches()
+        self.wait(work)
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective on the host, and look meanwhile."""
@@ -259,9 +269,12 @@ class LaunchLog:
                 except RuntimeError:
                     if work.is_completed():
                         break
-                    self._pending[work] = None
                     waited_s += limit.total_seconds()
-                    look(waited_s)
+                    self._waited = self._pending.get(work)
+                    try:
+                        look(waited_s)
+                    finally:
+                        self._waited = None
                 else:  # most often: no other call, of which each takes a lock
                     self._pending.pop(work, None)
                     return
@@ -309,7 +322,8 @@ class Logged:
     ) -> None:
         self._inner = inner
         self._log = log
-        self._source, self._note_order = log.add_source(over, source)
+        self._source, self._order = log.add_source(over, source)
+        self._note_order = self._order.note
         self._is_watched = is_watched
         self.allocate = inner.allocate
 
@@ -345,8 +359,8 @@ class LoggedGather(Logged):
             return work
         work = over.all_gather_single(output_tensor, input_tensor, self._options)
         if async_op or self._apart is not None:
-            return self._log.watched(work)
-        self._log.wait(work)
+            return self._log.watched(work, self._order)
+        self._log.wait_now(work, self._order)
         return None
 
 
@@ -384,7 +398,7 @@ class LoggedReduction(Logged):
             return work
         mark_launch(input_tensor, "reduce_scatter")
         self._options.reduceOp = op
-        self._log.wait(group.allreduce([input_tensor], self._options))
+        self._log.wait_now(group.allreduce([input_tensor], self._options), self._order)
         numel = output_tensor.numel()
         output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
         return None
@@ -398,7 +412,8 @@ class LoggedSums:
     ) -> None:
         self._group = group
         self._log = log
-        self._source, self._note_order = log.add_source(group, source)
+        self._source, self._order = log.add_source(group, source)
+        self._note_order = self._order.note
         self._is_watched = is_watched
 
     def size(self) -> int:
@@ -413,7 +428,9 @@ class LoggedSums:
         )
         self._note_order(self._source)
         work: dist.Work | None = self._group.allreduce(tensors, options)
-        return work if work is None or not self._is_watched else self._log.watched(work)
+        return (
+            work if work is None or not self._is_watched else self._log.watched(work, self._order)
+        )
 
 
 def can_watch(group: dist.ProcessGroup, device: torch.device) -> bool:
