@@ -498,7 +498,8 @@ class ShardedModel(MicrobatchTaker):
             return f"{lost}; call drop_gradients() of the sharded model, and write again"
         if any(guard.has_unreduced() or guard.has_unused_gradients() for guard in self._guards):
             return (
-                "the sharded model holds gradients that no step has used; leave microbatch(...) "
+                "the sharded model holds gradients that no step has used, as far as is known "
+                "(functions over lists, torch._foreach_*, count no write); leave microbatch(...) "
                 "and call step() first, or forget them with drop_gradients() of it on all ranks"
             )
         return None

@@ -504,12 +504,21 @@ def written_to_whole(context: RankContext) -> None:
             before = [full(p) for p in net.parameters()]
 
             layer: Any = net.layers[1]
+            mine = [layer.down.weight]
             for writes in (False, True):
                 layer.unshard()
                 if writes:
                     layer.down.weight.data.mul_(0.5)
                 with pytest.raises(ConfigError, match=r"unshard\(\)") if writes else nullcontext():
                     layer.reshard()
+            # Of shards that are written by what counts no write nothing says that they are lost.
+            layer.unshard()
+            with torch.no_grad():
+                torch._foreach_mul_(mine, 0.5)
+            with pytest.raises(ConfigError, match="have written to shards stays"):
+                layer.reshard()
+            with torch.no_grad():
+                torch._foreach_mul_([layer.down.weight], 2.0)
             for writes in (False, True):
                 with pytest.raises(Trouble):
                     in_backward(sharded, rows_of(0)[0])
@@ -519,6 +528,14 @@ def written_to_whole(context: RankContext) -> None:
                 lost = pytest.raises(ConfigError, match="after an error outside of microbatch")
                 with lost if writes else nullcontext():
                     sharded.drop_gradients()
+            with pytest.raises(Trouble):
+                in_backward(sharded, rows_of(0)[0])
+            with torch.no_grad():
+                torch._foreach_mul_(mine, 0.5)
+            with pytest.raises(ConfigError, match="have written to shards stays"):
+                sharded.drop_gradients()
+            with torch.no_grad():
+                torch._foreach_mul_([layer.down.weight], 2.0)
             after = [full(p) for p in net.parameters()]
             assert all(map(torch.equal, before, after)), strategy
             with pytest.raises(Trouble):
