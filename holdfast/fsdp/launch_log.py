@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -19,6 +20,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from holdfast._torch import mark_launch
+from holdfast.optim.collectives import uninterrupted
 from holdfast.parallel.groups.launch_order import LaunchOrder, LaunchProgress, OrderMark
 
 
@@ -327,6 +329,13 @@ class Logged:
         self._is_watched = is_watched
         self.allocate = inner.allocate
 
+    def _launch(self, fields: tuple[Any, ...], launch: Callable[..., Any], *arguments: Any) -> Any:
+        """Note a collective and launch it; on the host no interrupt comes in between."""
+        notes = (self._log.note, fields), (self._note_order, self._source)
+        work: dist.Work | None
+        *_, work = uninterrupted((*notes, (launch, *arguments)))
+        return work
+
 
 class LoggedGather(Logged):
     """Gathers as another object of FSDP2 does, and notes it.
@@ -351,16 +360,16 @@ class LoggedGather(Logged):
         """Note it and launch it."""
         over = self._apart or group
         given = input_tensor
-        self._log.note(("all-gather", over, given.numel(), given.dtype, given.device, self._source))
-        self._note_order(self._source)
-        work: dist.Work | None
+        fields = ("all-gather", over, given.numel(), given.dtype, given.device, self._source)
         if not self._is_watched:
-            work = self._inner(output_tensor, input_tensor, group, async_op=async_op)
+            inner = partial(self._inner, async_op=async_op)
+            work: dist.Work | None = self._launch(fields, inner, output_tensor, input_tensor, group)
             return work
-        work = over.all_gather_single(output_tensor, input_tensor, self._options)
+        gather = over.all_gather_single
+        launched = self._launch(fields, gather, output_tensor, input_tensor, self._options)
         if async_op or self._apart is not None:
-            return self._log.watched(work, self._order)
-        self._log.wait_now(work, self._order)
+            return self._log.watched(launched, self._order)
+        self._log.wait_now(launched, self._order)
         return None
 
 
@@ -387,18 +396,17 @@ class LoggedReduction(Logged):
     ) -> dist.Work | None:
         """Note it and launch it."""
         given = input_tensor
-        self._log.note(
-            ("reduce-scatter", group, given.numel(), given.dtype, given.device, self._source)
-        )
-        self._note_order(self._source)
+        fields = ("reduce-scatter", group, given.numel(), given.dtype, given.device, self._source)
         if not self._is_watched:
-            work: dist.Work | None = self._inner(
-                output_tensor, input_tensor, group, op, async_op=async_op
+            inner = partial(self._inner, async_op=async_op)
+            work: dist.Work | None = self._launch(
+                fields, inner, output_tensor, input_tensor, group, op
             )
             return work
         mark_launch(input_tensor, "reduce_scatter")
         self._options.reduceOp = op
-        self._log.wait_now(group.allreduce([input_tensor], self._options), self._order)
+        launched = self._launch(fields, group.allreduce, [input_tensor], self._options)
+        self._log.wait_now(launched, self._order)
         numel = output_tensor.numel()
         output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
         return None
@@ -423,11 +431,15 @@ class LoggedSums:
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work | None:
         """Note an all-reduce and launch it; torch's `all_reduce` calls it and waits."""
         given = tensors[0]
-        self._log.note(
-            ("all-reduce", self._group, given.numel(), given.dtype, given.device, self._source)
+        group, source = self._group, self._source
+        fields = ("all-reduce", group, given.numel(), given.dtype, given.device, source)
+        *_, work = uninterrupted(
+            (
+                (self._log.note, fields),
+                (self._note_order, source),
+                (group.allreduce, tensors, options),
+            )
         )
-        self._note_order(self._source)
-        work: dist.Work | None = self._group.allreduce(tensors, options)
         return (
             work if work is None or not self._is_watched else self._log.watched(work, self._order)
         )

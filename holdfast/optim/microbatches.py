@@ -336,6 +336,13 @@ class Microbatches:
                 if not self._are_alike and not lost:
                     self._end(refusal)
                 raise
+            except BaseException as interrupt:
+                # The other ranks are inside by then, so this one has to know what they launch.
+                known = contextlib.suppress(HoldfastError, type(interrupt))
+                with known, self._entered(is_last=is_last):
+                    raise interrupt
+                self._end(interrupt)
+                raise
             try:
                 with self._watching(), contexts:
                     yield
