@@ -10,7 +10,7 @@ tensors is the part `model`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,12 +32,13 @@ from holdfast.foreign.catalog import (
 )
 from holdfast.foreign.location import Location
 from holdfast.foreign.pickled_values import Constructor, PickledTensor, Record, TorchSize
-from holdfast.foreign.pickles import read_pickle
+from holdfast.foreign.pickles import MAX_PICKLE_NBYTES, read_pickle
 from holdfast.foreign.torch_files import tensors_of
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
 from holdfast.foreign.weights import with_optimizers
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.envelopes.dcp_metadata import EMPTY_DICTS
 from holdfast.format.envelopes.torch_types import TORCH_DTYPES
 from holdfast.format.values import Node, is_plain_dict, is_tensor, tensor_node
 
@@ -179,6 +180,11 @@ class Items:
 def read_items(location: Location) -> Items:
     """Read the metadata and the values. Errors and cost: `open_catalog`."""
     place = location.storage.describe(METADATA)
+    nbytes = location.storage.size(METADATA)
+    if nbytes > MAX_PICKLE_NBYTES:
+        raise CorruptionError(
+            f"{place}: {nbytes} bytes are more than what is read of a pickle, {MAX_PICKLE_NBYTES}"
+        )
     data = location.storage.read(METADATA)
     metadata = read_pickle(data, place=place)
     with describing(place, "the metadata of DCP"):
@@ -186,16 +192,19 @@ def read_items(location: Location) -> Items:
 
 
 def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
-    names = _dict(_get(metadata, "state_dict_metadata"))
+    entries = _dict(_get(metadata, "state_dict_metadata"))
+    names = list(entries)
     ranges = _ranges(location, _dict(_get(metadata, "storage_data")))
-    items = Items(identity=identity, paths=_paths(metadata, names), checksums=ranges.checksums)
+    empty = _empty_dicts(metadata, names)
+    known = {*names, *empty}
+    items = Items(identity=identity, paths=_paths(metadata, known), checksums=ranges.checksums)
     items.left_out += _unused(location, ranges)
     mcore_data = _optional(metadata, "mcore_data")
     if isinstance(mcore_data, dict):
         items.mcore_data = mcore_data
     archives = _Archives(location)
     values = []
-    for name, entry in names.items():
+    for name, entry in _consumed(entries):
         kind = entry.name if isinstance(entry, Record) else ""
         if kind == _TENSOR:
             items.tensors[name] = _tensor(name, entry, ranges, archives)
@@ -217,7 +226,17 @@ def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
         items.left_out += left_out
     # In the order in which they were saved.
     items.values = {name: items.values[name] for name in names if name in items.values}
+    items.values |= {name: {} for name in empty}
     return items
+
+
+def _empty_dicts(metadata: object, names: Collection[str]) -> list[str]:
+    """Return the flat names of empty dicts, which a conversion of ours has noted."""
+    stored = _optional(metadata, EMPTY_DICTS)
+    empty = [] if stored is None else [_text(name) for name in _list(stored)]
+    if again := sorted(set(names).intersection(empty)):
+        raise CorruptionError(f"{again[0]!r} is an empty dict, and something else")
+    return empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +296,7 @@ def _ranges(location: Location, storage_data: dict[Any, Any]) -> _Ranges:
     """Return the table of items; every file is a name in the directory."""
     present = set(location.names())
     table: dict[tuple[str, tuple[int, ...] | None], _Range] = {}
-    for index, info in storage_data.items():
+    for index, info in _consumed(storage_data):
         offset = index.state.get("offset") if type(index.state) is dict else None
         file = _get(info, "relative_path")
         if file not in present:
@@ -437,7 +456,7 @@ class ArchiveBytes:
         return payload if isinstance(payload, FileBytes) else None
 
 
-def _paths(metadata: object, names: dict[str, Any]) -> dict[str, tuple[str | int, ...]]:
+def _paths(metadata: object, names: Collection[str]) -> dict[str, tuple[str | int, ...]]:
     """Return by flat name the path in the saved dict; a name without one is its own path."""
     stored = _optional(metadata, "planner_data")
     if not isinstance(stored, dict):
@@ -449,6 +468,12 @@ def _paths(metadata: object, names: dict[str, Any]) -> dict[str, tuple[str | int
                 raise CorruptionError(f"{name!r} has an impossible path")
             paths[name] = tuple(path)
     return paths
+
+
+def _consumed(table: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a table, and remove each: what is made of it takes its memory."""
+    for key in list(table):
+        yield key, table.pop(key)
 
 
 def _get(record: object, name: str) -> Any:

@@ -79,7 +79,7 @@ def layout(
         if isinstance(item, TensorRef):
             files.add_tensor(key, catalog.tensors[item.key], max_chunk_nbytes)
     output = files.finish()
-    metadata = metadata_of(flat.paths, files.tensors, files.stored)
+    metadata = metadata_of(flat.paths, files.tensors, files.stored, flat.empty)
     notes = [*catalog.left_out, *plain.notes, *catalog.lost_versions(catalog.parts)]
     if catalog.metadata:
         notes.append(f"the user's metadata is left out: {', '.join(catalog.metadata)}")

@@ -150,7 +150,7 @@ def write_output(
         above: Where the result gets its name.
         name: Of the file or folder, which must not exist.
         reopen: Opens the result by its format, to prove it.
-        memory_nbytes: Budget for the bytes on their way; what describes the tensors, some 2 KB
+        memory_nbytes: Budget for the bytes on their way; what describes the tensors, 1 to 4 KB
             for each, comes on top.
         on_progress: Called as bytes are written, and again as they are compared.
         on_leftover: Called with the path of each leftover that was removed.

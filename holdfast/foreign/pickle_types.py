@@ -544,9 +544,9 @@ def _constructors() -> Iterator[Constructor]:
     }.items():  # fmt: skip
         yield Constructor(f"builtins.{name}", make, copies=True)
     for name, make in {
-        "range": _make_range, "xrange": _make_range, "slice": _make_slice, "int": _make_int,
-        "long": _make_int, "float": _make_float, "complex": _make_complex, "dict": _make_dict,
-        "bool": lambda args: bool(_one(args, bool, int)), "str": None, "unicode": None,
+        "range": _make_range, "slice": _make_slice, "int": _make_int,
+        "float": _make_float, "complex": _make_complex, "dict": _make_dict,
+        "bool": lambda args: bool(_one(args, bool, int)), "str": None,
     }.items():  # fmt: skip
         yield Constructor(f"builtins.{name}", make)
     yield Constructor("builtins.set", _make_set, copies=True, hashes=True)

@@ -6,7 +6,8 @@ that a file can do is to be refused.
 
 Memory and time are linear in the bytes given, at most about 250 bytes of memory for one of them:
 every opcode makes at most one object, lengths are checked against the bytes that are there, and
-what constructors copy is paid from a budget. Values that are in the file once and referred to many
+what constructors copy is paid from a budget. A pickle whose values would take the last memory of
+the host is refused on the way. Values that are in the file once and referred to many
 times stay shared; a walk of the result as a tree has to be limited (`to_node` does).
 
 Read first: `pickled_values.py`, `pickle_types.py`.
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from holdfast.errors import CorruptionError
+from holdfast.errors import CorruptionError, in_bytes
 from holdfast.foreign.pickle_nodes import NodeTree, to_node
 from holdfast.foreign.pickle_types import STANDARD_TYPES, torch_storage
 from holdfast.foreign.pickled_values import (
@@ -37,6 +38,7 @@ from holdfast.foreign.pickled_values import (
     TorchSize,
 )
 from holdfast.format.values import shorten
+from holdfast.storage.host_memory import available_memory_nbytes
 
 __all__ = [
     "STANDARD_TYPES",
@@ -64,12 +66,21 @@ NOT_READ: Mapping[str, object] = {"not_read": True}
 MAX_PICKLE_NBYTES = 1 << 30
 """A longer pickle is refused before it is read."""
 
+_OPCODES_AT_ONCE = 1 << 19
+_RESERVE_NBYTES = 256 << 20
+"""More than so many opcodes take, and what is made of the values of a metadata after them."""
 _HIGHEST_PROTOCOL = 5
 _COPIES_PER_BYTE = 4
 _MAX_MEMO = 1 << 32
 _MAX_ODD_KEYS = 1 << 14
 _SMALL_KEY = 2**61 - 1
-_OLD_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_OLD_NAMES = {
+    "builtins.long": "builtins.int",
+    "builtins.unicode": "builtins.str",
+    "builtins.xrange": "builtins.range",
+}
+"""Names of Python 2, under which protocols 0 to 2, and so `torch.save`, have those of Python 3."""
 _PLAIN_KEYS = (str, bytes, bool, float, type(None), Record, Constructor, PickledTensor)
 _ODD_KEYS = (int, complex, EnumValue)
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
@@ -184,7 +195,10 @@ class _Machine:
         self._persistent = persistent
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
+        # Numbers of the memo are nearly always 0, 1, 2, …: in a list each takes a tenth of the
+        # memory that it takes in a dict.
+        self._memo: list[Any] = []
+        self._odd_memo: dict[int, Any] = {}
         self._copies_left = _COPIES_PER_BYTE * (len(data) - start) + 1024
         self._odd_keys_left = _MAX_ODD_KEYS
 
@@ -197,12 +211,14 @@ class _Machine:
         at = self.pos
         try:
             while True:
-                at = self.pos
-                code = data[at]
-                self.pos = at + 1
-                if code == _STOP:
-                    return self._result()
-                table[code]()
+                for _ in range(_OPCODES_AT_ONCE):
+                    at = self.pos
+                    code = data[at]
+                    self.pos = at + 1
+                    if code == _STOP:
+                        return self._result()
+                    table[code]()
+                self._check_memory()
         except _NotRead as refusal:
             raise CorruptionError(f"{self._place}: {refusal}", details=NOT_READ) from None
         except _Refusal as refusal:
@@ -212,6 +228,16 @@ class _Machine:
                 f"{self._place}: the pickle is damaged or cut short at byte {at} "
                 f"({type(error).__name__}); nothing was run"
             ) from None
+
+    def _check_memory(self) -> None:
+        """Refuse to go on if what the next opcodes may take is not there."""
+        available = available_memory_nbytes()
+        if available < _RESERVE_NBYTES:
+            raise _Refusal(
+                f"it does not fit into memory: {in_bytes(available)} are left after "
+                f"{in_bytes(self.pos)} of a pickle of {in_bytes(len(self._data))}; read it on a "
+                f"host with more memory, or with fewer ranks on each"
+            )
 
     def _result(self) -> object:
         if len(self._stack) != 1 or self._below:
@@ -387,29 +413,44 @@ class _Machine:
         return number
 
     def _get(self) -> None:
-        self._stack.append(self._memo[self._number()])
+        self._stack.append(self._known(self._number()))
 
     def _binget(self) -> None:
         pos = self.pos
-        self._stack.append(self._memo[self._data[pos]])
+        self._stack.append(self._known(self._data[pos]))
         self.pos = pos + 1
 
     def _long_binget(self) -> None:
-        self._stack.append(self._memo[self._u32()])
+        self._stack.append(self._known(self._u32()))
+
+    def _known(self, number: int) -> Any:
+        memo = self._memo
+        return memo[number] if number < len(memo) else self._odd_memo[number]
 
     def _put(self) -> None:
-        self._memo[self._number()] = self._stack[-1]
+        self._remember(self._number(), self._stack[-1])
 
     def _binput(self) -> None:
         pos = self.pos
-        self._memo[self._data[pos]] = self._stack[-1]
+        self._remember(self._data[pos], self._stack[-1])
         self.pos = pos + 1
 
     def _long_binput(self) -> None:
-        self._memo[self._u32()] = self._stack[-1]
+        self._remember(self._u32(), self._stack[-1])
 
     def _memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
+        self._remember(len(self._memo) + len(self._odd_memo), self._stack[-1])
+
+    def _remember(self, number: int, value: Any) -> None:
+        memo = self._memo
+        if number == len(memo):
+            memo.append(value)
+            if self._odd_memo:
+                self._odd_memo.pop(number, None)
+        elif number < len(memo):
+            memo[number] = value
+        else:
+            self._odd_memo[number] = value
 
     # Containers.
 
@@ -536,7 +577,8 @@ class _Machine:
         self._stack.append(self._look_up(module, name))
 
     def _look_up(self, module: str, name: str) -> Constructor:
-        whole = f"{_OLD_NAMES.get(module, module)}.{name}"
+        whole = f"{_OLD_MODULES.get(module, module)}.{name}"
+        whole = _OLD_NAMES.get(whole, whole)
         constructor = self._types.get(whole)
         if constructor is None:
             hint = _HINTS.get(whole, "")

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from holdfast.arrays.boxes import Box
-from holdfast.errors import ConfigError, CorruptionError, PlacementError, PlanError, some_of
+from holdfast.errors import ConfigError, CorruptionError, PlacementError, some_of
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes
 from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.other_formats import STATE_SUFFIXES
@@ -34,13 +34,13 @@ from holdfast.foreign.shard_index import (
     shard_sets,
 )
 from holdfast.foreign.weights import Weights, choose_part, weights_of
-from holdfast.format.dtypes import DTYPES
+from holdfast.format.dtypes import DTYPES, OLDEST_SAFETENSORS
 from holdfast.format.index import (
     HeaderEntry,
     ImageEntry,
     header_metadata,
     header_nbytes,
-    layout_image,
+    layout_file,
     parse_header,
 )
 from holdfast.format.names import INDEX, MANIFEST
@@ -353,6 +353,7 @@ def layout(
     notes = [*weights.left_out, *catalog.lost_versions([choose_part(catalog, part)])]
     if odd := [key for key in catalog.metadata if key not in words]:
         notes.append(f"metadata that is not text: {some_of(odd)}")
+    notes += _late_types(catalog, weights)
     sizes = {name: catalog.tensors[key].nbytes for name, key in weights.keys.items()}
     groups = _split(sizes, max_file_nbytes if is_folder else sum(sizes.values()) + 1)
     files = []
@@ -378,6 +379,20 @@ def layout(
     )
 
 
+def _late_types(catalog: Catalog, weights: Weights) -> list[str]:
+    """Say which release of safetensors is the first that reads the types of some tensors."""
+    late: defaultdict[str, list[str]] = defaultdict(list)
+    for name, key in weights.keys.items():
+        dtype = catalog.tensors[key].dtype
+        if DTYPES[dtype].since not in (None, OLDEST_SAFETENSORS):
+            late[dtype].append(name)
+    return [
+        f"{some_of(names, most=3)}: of the type {dtype}, which programs read with safetensors "
+        f"{DTYPES[dtype].since} or later"
+        for dtype, names in late.items()
+    ]
+
+
 def _split(sizes: Mapping[str, int], max_nbytes: int) -> list[list[str]]:
     """Split names into files, in their order."""
     groups: list[list[str]] = [[]]
@@ -396,12 +411,7 @@ def _layout_file(
 ) -> OutputFile:
     """Lay out one file."""
     tensors = [catalog.tensors[weights.keys[name]] for name in names]
-    for name, tensor in zip(names, tensors, strict=True):
-        if DTYPES[tensor.dtype].envelope != tensor.dtype:
-            raise PlanError(
-                f"tensor {name!r} is {tensor.dtype}, which safetensors files cannot hold"
-            )
-    image = layout_image(
+    image = layout_file(
         [
             ImageEntry(name=name, dtype=tensor.dtype, shape=tensor.shape)
             for name, tensor in zip(names, tensors, strict=True)

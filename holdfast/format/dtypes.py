@@ -13,19 +13,24 @@ import numpy as np
 
 from holdfast.errors import PlacementError
 
+OLDEST_SAFETENSORS = "0.5"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DType:
     """One element type: its size in bytes, and its form in a safetensors file.
 
-    `envelope` is the safetensors type of its entries. A type that safetensors lacks is written as
-    `envelope_dim` elements of the envelope type, in one more trailing dim (C128 is F64 x 2).
+    `envelope` is the safetensors type of its entries in our own data files, which every release
+    reads. A type that safetensors lacks is written as `envelope_dim` elements of the envelope type,
+    in one more trailing dim (C128 is F64 x 2). `since` is the release of safetensors whose files
+    have the type under its own name, as a file for other programs must; None if none has.
     """
 
     name: str
     itemsize: int
     envelope: str
     envelope_dim: int | None = None
+    since: str | None = OLDEST_SAFETENSORS
     numpy: np.dtype[np.generic] | None = None
 
     def envelope_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -37,22 +42,27 @@ def _table() -> dict[str, DType]:
     plain = {
         "BOOL": "?", "U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "F16": "<f2",
         "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
-        "C64": "<c8",
     }  # fmt: skip
     types = [
         DType(name=name, itemsize=np.dtype(code).itemsize, envelope=name, numpy=np.dtype(code))
         for name, code in plain.items()
     ]
     types += [
+        DType(name="C64", itemsize=8, envelope="C64", since="0.7", numpy=np.dtype("<c8")),
         DType(name="BF16", itemsize=2, envelope="BF16"),
         DType(name="F8_E4M3", itemsize=1, envelope="F8_E4M3"),
         DType(name="F8_E5M2", itemsize=1, envelope="F8_E5M2"),
-        DType(name="F8_E8M0", itemsize=1, envelope="F8_E8M0"),
-        DType(name="F8_E4M3FNUZ", itemsize=1, envelope="U8"),
-        DType(name="F8_E5M2FNUZ", itemsize=1, envelope="U8"),
-        DType(name="C32", itemsize=4, envelope="F16", envelope_dim=2),
+        DType(name="F8_E8M0", itemsize=1, envelope="F8_E8M0", since="0.6"),
+        DType(name="F8_E4M3FNUZ", itemsize=1, envelope="U8", since="0.8"),
+        DType(name="F8_E5M2FNUZ", itemsize=1, envelope="U8", since="0.8"),
+        DType(name="C32", itemsize=4, envelope="F16", envelope_dim=2, since=None),
         DType(
-            name="C128", itemsize=16, envelope="F64", envelope_dim=2, numpy=np.dtype(np.complex128)
+            name="C128",
+            itemsize=16,
+            envelope="F64",
+            envelope_dim=2,
+            since=None,
+            numpy=np.dtype(np.complex128),
         ),
     ]
     return {dtype.name: dtype for dtype in types}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import msgspec
@@ -20,7 +20,7 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable, check_tilings, unique_boxes
 from holdfast.arrays.types import AnyArray, BoolArray, IntArray, WordArray
 from holdfast.errors import CorruptionError, PlanError
-from holdfast.format.dtypes import DTYPES, dtype_named
+from holdfast.format.dtypes import DTYPES, DType, dtype_named
 from holdfast.format.manifest import (
     MAX_HEADER_NBYTES,
     MAX_INDEX_NBYTES,
@@ -94,19 +94,51 @@ def chunk_name(
     return f"{key}@{','.join(map(str, offset))}"
 
 
-def layout_image(
-    entries: Sequence[ImageEntry],
-    *,
-    align: int = PAYLOAD_ALIGN,
-    metadata: Mapping[str, str] = MappingProxyType({}),
-) -> Image:
+def layout_image(entries: Sequence[ImageEntry], *, align: int = PAYLOAD_ALIGN) -> Image:
     """Lay out a data file: a valid safetensors file whose payload starts at a multiple of `align`.
 
     Chunks are in descending order of item size (stable). So each is aligned to its elements without
-    padding, and equal entries give equal bytes. `metadata` is for the header of a file that other
-    programs read. Raises PlanError for a repeated or reserved name.
+    padding, and equal entries give equal bytes. Raises PlanError for a repeated or reserved name.
     """
     dtypes = [dtype_named(entry.dtype) for entry in entries]
+    return _layout(entries, dtypes, align=align, metadata={})
+
+
+def layout_file(
+    entries: Sequence[ImageEntry], *, metadata: Mapping[str, str] = MappingProxyType({})
+) -> Image:
+    """Lay out a safetensors file for other programs, as `layout_image` does.
+
+    A data file of our own may state another type of the same size for an element type, since the
+    index has the right one; such a file has nothing but its header, so each type is there under
+    its own name.
+
+    Args:
+        entries: One for each tensor.
+        metadata: Texts for the header.
+
+    Raises:
+        PlanError: A name is repeated or reserved, or a type is not one of safetensors.
+    """
+    dtypes = []
+    for entry in entries:
+        dtype = dtype_named(entry.dtype)
+        if dtype.since is None:
+            raise PlanError(
+                f"tensor {entry.name!r} is {entry.dtype}, which safetensors files cannot hold"
+            )
+        dtypes.append(replace(dtype, envelope=dtype.name))
+    return _layout(entries, dtypes, align=PAYLOAD_ALIGN, metadata=metadata)
+
+
+def _layout(
+    entries: Sequence[ImageEntry],
+    dtypes: Sequence[DType],
+    *,
+    align: int,
+    metadata: Mapping[str, str],
+) -> Image:
+    """Lay out a file whose entries have types of `dtypes`."""
     sizes = [
         math.prod(entry.shape) * dtype.itemsize
         for entry, dtype in zip(entries, dtypes, strict=True)

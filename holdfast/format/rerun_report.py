@@ -55,7 +55,7 @@ def steps_to_leave_out(events: Iterable[Mapping[str, Any]]) -> tuple[set[int], s
     """Return the steps not to continue from, by the numbers that the machine was given.
 
     Returns:
-        Those whose state was not finite before they ran, and those of faults that are over.
+        Those whose state was bad before they ran, and those of faults that are over.
     """
     spoiled: set[int] = set()
     retired: set[int] = set()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from holdfast.errors import MismatchError, some_of
 from holdfast.state.tensor_elements import tensor_digest
@@ -27,7 +29,7 @@ class Adapters:
         model: The PEFT model, without wrappers.
 
     Cost:
-        Each frozen parameter is read once.
+        Each frozen parameter is read once; of a sharded one, gathered, one after the other.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,7 +47,8 @@ class Adapters:
             if not each.requires_grad and id(each) not in own
         }
         self._base = {id(each) for each in frozen.values()}
-        self._digests = {name: tensor_digest(each) for name, each in frozen.items()}
+        # Whole, so that a base model that is sharded, or in another way, is the same one.
+        self._digests = {name: tensor_digest(_whole(each)) for name, each in frozen.items()}
         # AdaLoRA's own model has the averages, and no tensor of it does.
         inner: Any = getattr(model, "base_model", None)
         self._allocator = getattr(inner, "rankallocator", None)
@@ -88,3 +91,8 @@ class Adapters:
             moved = {key: each.to(device) for key, each in ranks[name].items()}
             setattr(self._allocator, name, moved)
         self._allocator.peft_config.rank_pattern = ranks["pattern"]
+
+
+def _whole(parameter: nn.Parameter) -> torch.Tensor:
+    """Return all elements of a parameter. Collective if it is sharded."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

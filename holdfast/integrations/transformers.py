@@ -446,11 +446,20 @@ def _moved(saved: _Position, here: _Position) -> str:
     )
 
 
+def _fsdp_version(trainer: Any) -> int:
+    """Return the version of FSDP by which the Trainer shards its model; 0 without."""
+    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    return 0 if plugin is None else int(getattr(plugin, "fsdp_version", 1))
+
+
 def _refuse_unsupported(trainer: Any) -> None:
     """Raise ConfigError for what this integration does not cover."""
+    fsdp = _fsdp_version(trainer)
     unsupported = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
-        "FSDP through Accelerate": trainer.is_fsdp_enabled,
+        "FSDP of version 1": fsdp == 1,
+        # The Trainer reads a file for it that it writes with its own optimizer's state alone.
+        "load_best_model_at_end under FSDP": fsdp and trainer.args.load_best_model_at_end,
         "a model that is sharded while it is loaded (tp_plan)": getattr(
             trainer, "is_distributed_loading_by_transformers", False
         ),

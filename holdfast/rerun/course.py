@@ -15,12 +15,12 @@ alone knows. Otherwise one rank would wait in a collective that the others never
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from holdfast.errors import ConfigError, FaultError, HoldfastError, some_of
+from holdfast.errors import ConfigError, FaultError, HoldfastError, shorten_ranks, some_of
 from holdfast.format.values import Codecs
 from holdfast.rerun.attempt import Attempt, Call, Suspect, trial_of
 from holdfast.rerun.attribution import ValueRun
@@ -36,6 +36,7 @@ from holdfast.rerun.judging import (
     judge_second_opinion,
 )
 from holdfast.rerun.observations import Observations
+from holdfast.rerun.places import Place
 from holdfast.rerun.reactions import Reactions
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.rerun.replayed import Replayed
@@ -74,8 +75,12 @@ _WORDS = {
     Verdict.CORRECT_RESULT: "the correct result: look at the data, the code and the settings",
     Verdict.UNDECIDED: "undecided",
     Verdict.PERSISTENT_ERROR: "a persistent error",
-    Verdict.SPOILED_STATE: "the state was not finite before the step",
+    Verdict.SPOILED_STATE: "the state was bad before the step",
 }
+
+
+def _ranks_of(places: Sequence[Place]) -> str:
+    return f"ranks {shorten_ranks([each.rank for each in places])}"
 
 
 class Course:
@@ -143,6 +148,10 @@ class Course:
         """True once a first step has shown that buffers can be kept."""
         self._was_watched = False
         """True once a step has shown which attributes a run changes."""
+        self._were_alike = False
+        """True if data replicas held equal parameters before the first step."""
+        self._differing: list[Place] = []
+        """Those that held other parameters than their replicas at the last look."""
 
         # Of the step that runs.
         self.step = -1
@@ -239,6 +248,8 @@ class Course:
             self._replayed.watch()
             self._was_watched = True
         self._training_state.note()
+        if was_left:  # with what its runs have added
+            self._training_state.watch_gradients()
         self.enter(Event.BEGIN)
         self._start_run(suspects)
         return True
@@ -260,6 +271,7 @@ class Course:
             is_repeated: True if the same step starts again: everything is what it was before.
         """
         self._reactions.run_ends()
+        self._training_state.added()
         if self.state is State.RUNNING_FOR_ANOTHER_REPLICA:
             self._opinion.end(self.batches)
         elif is_repeated:
@@ -358,7 +370,9 @@ class Course:
         is_rerun = self.state is not State.INITIAL_RUN
         if is_rerun:
             self._training_state.drop_gradients()
-        looks = is_rerun and self._training_state.has_hidden_gradients()
+            self._training_state.watch_gradients()
+        is_hidden = is_rerun and self._training_state.has_hidden_gradients()
+        looks = is_hidden or self._training_state.waits_for_forward
         self.attempt = Attempt(
             suspects=suspects,
             confirmed=self._confirmed,
@@ -376,14 +390,16 @@ class Course:
         """See at the first forward of a rerun whether the loop has dropped gradients."""
         if not self._has_looked:
             self._has_looked = True
-            self._has_added = self._training_state.has_hidden_gradients()
+            is_rerun = self.state is not State.INITIAL_RUN
+            self._has_added = is_rerun and self._training_state.has_hidden_gradients()
+            self._training_state.look_at_forward()
 
     def _run_again(self, suspects: dict[Call, Suspect]) -> bool:
         """Restore everything to the start of the step, for another run in place."""
         self.enter(Event.REJECTED)
         self.learned.discard()
         self._num_reruns += 1
-        self.team.together(self._replayed.restore, step=self.step)
+        self.team.together(self._bring_back, step=self.step)
         if self._mode is Mode.VALIDATE_RESULTS or not self._was_watched:  # others rerun every step
             self._replayed.watch()
             self._was_watched = True
@@ -391,6 +407,13 @@ class Course:
             self.batches.rewind()
         self._start_run(suspects)
         return True
+
+    def _bring_back(self) -> None:
+        """Restore what the step has started with; ConfigError if it cannot be brought back."""
+        self._replayed.restore()
+        refusal = self._refusal_of_settings()
+        if refusal is not None:
+            raise refusal
 
     def vetoes(self) -> bool:
         """Return True if this rank does not want the step to be updated, as things are now."""
@@ -473,7 +496,7 @@ class Course:
                 f"modules ({some_of(names, most=MAX_NAMED)}), which a rerun does not bring "
                 f"back: it would start with what the run before has left there. If a run reads "
                 f"them (a counter, a queue), pass Replayed(hooks=[(save, restore)]), or keep them "
-                f"in buffers"
+                f"in buffers; a random generator: Replayed(streams=[RNG(generators=…)])"
             )
         names = self._replayed.changed_others()
         if names and self._vetoed is not False:  # an accepted step is not run again
@@ -502,6 +525,19 @@ class Course:
                 f"when the step ran again, which has added its own to them; drop gradients at the "
                 f"start of each run, or pass RerunMachine(optimizers=[optimizer])"
             )
+        added = self._training_state.added()
+        if added:
+            return ConfigError(
+                f"step {self.step}: gradients that were there before the step "
+                f"({some_of(added, most=MAX_NAMED)}), with those of the run before, were still "
+                f"there when the step ran again, which has added its own to them; drop gradients "
+                f"at the start of each run, and let one step be all microbatches of an update"
+            )
+        if not self._replayed.has_hooks and not self.has_voted:
+            # At the first step, and not at the first fault. Hooks may bring them back.
+            refusal = self._refusal_of_settings()
+            if refusal is not None:
+                return refusal
         changed = self._training_state.changed()
         if not changed:
             return None
@@ -510,6 +546,17 @@ class Course:
             f"step {self.step}: parameters have changed inside the loop over attempts ({names}"
             f"{', …' if len(changed) > MAX_NAMED else ''}), so the step cannot run again as it "
             f"was; step the optimizer after the loop, or pass veto=machine to its step"
+        )
+
+    def _refusal_of_settings(self) -> ConfigError | None:
+        """Return an error if hyperparameters are not those that the step has started with."""
+        changed = self._training_state.changed_settings()
+        if not changed:
+            return None
+        return ConfigError(
+            f"step {self.step}: hyperparameters have changed inside the loop over attempts "
+            f"({some_of(changed, most=MAX_NAMED)}), and a rerun would change them once more; step "
+            f"a schedule after the loop, or only if the step of the optimizer had no veto"
         )
 
     def _accept(self) -> None:
@@ -596,7 +643,7 @@ class Course:
             return self._look_closer(judgement, evidence)
         message = f"step {self.step}: {evidence.describe_rechecked()}"
         if judgement.event is Event.NOTHING_LEARNED:
-            self.team.together(self._replayed.restore, step=self.step)
+            self.team.together(self._bring_back, step=self.step)
             self.enter(judgement.event)
             self._decide(
                 judgement.exit_code,
@@ -680,7 +727,7 @@ class Course:
             Whether the step is run again.
         """
         # The state has to be that of the start of the step, for every look at it.
-        self.team.together(self._replayed.restore, step=self.step)
+        self.team.together(self._bring_back, step=self.step)
         self.learned.discard()
         suspects = self._bad_suspects()
         if self._is_spoiled():
@@ -691,7 +738,9 @@ class Course:
         if self._asks_replicas and self._opinion.can_tell(evidence.bad_again()):
             if isinstance(self.batches, ReplayableBatches):
                 self.batches.rewind()
-            others, why = self._opinion.exchange(self.step, self.batches, suspects)
+            others, why = None, f"{_ranks_of(self._differing)} hold other parameters"
+            if not self._differing:
+                others, why = self._opinion.exchange(self.step, self.batches, suspects)
             if others is not None:
                 self.team.say(
                     f"step {self.step}: {evidence.describe_rechecked()}: another data replica runs "
@@ -746,24 +795,49 @@ class Course:
         return self._run_again({})
 
     def _is_spoiled(self, *, is_first: bool = False) -> bool:
-        """Return True, with a decision, if the state is not finite on some rank. Collective."""
-        values = self.team.gather_spoiled(
-            self._training_state.not_finite(), step=self.step, is_first=is_first
+        """Return True, with a decision, if the state was bad before the step. Collective.
+
+        It is not finite on some rank, or a data replica has other parameters than the others. That
+        replicas are meant to be equal has to be known: they were, before the first step.
+        """
+        is_compared = self._asks_replicas and bool(self.team.partners)
+        state = self._training_state
+        values, self._differing = self.team.gather_spoiled(
+            state.not_finite(is_first=is_first and self.step not in self.spoiled),
+            digest=state.digest(is_sample=is_first) if is_compared and state.is_known else "",
+            step=self.step,
+            is_first=is_first,
         )
-        if not values:
+        if is_first:
+            self._were_alike = not self._differing
+        has_drifted = bool(self._differing) and not is_first and self._were_alike
+        if not values and not has_drifted:
             return False
         self._fault_id = self._fault_id or self.team.name_fault()
+        if values:
+            first = values[0]
+            names = ", ".join(repr(name) for name in first["tensors"])
+            why = (
+                f"{first['num_tensors']} tensors of rank {first['rank']} have a NaN or an infinity "
+                f"({names}); an update, a reduction or a gather before it has done that"
+            )
+        else:
+            values = [msgspec.structs.asdict(each) for each in self._differing]
+            why = (
+                f"the parameters of {_ranks_of(self._differing)} are not those of their data "
+                f"replicas any more, as they were before the first step; an update, a message or "
+                f"the memory of a device has changed them (if they are meant to differ: "
+                f"RerunMachine(second_opinion=False))"
+            )
+            self.record("drift", message=f"step {self.step}: {why}", values=values)
         self._record_verdict(Verdict.SPOILED_STATE, exit_code=ExitCode.SPOILED_STATE, values=values)
         if self.is_running or self.state is State.WILL_RERUN_FROM_CHECKPOINT:
             self.enter(Event.JUDGED)
         self.fault = None
-        first = values[0]
-        names = ", ".join(repr(name) for name in first["tensors"])
         self._decide(
             ExitCode.SPOILED_STATE,
-            f"step {self.step}: {_WORDS[Verdict.SPOILED_STATE]}: {first['num_tensors']} tensors of "
-            f"rank {first['rank']} have a NaN or an infinity ({names}); an update, a reduction or "
-            f"a gather before it has done that. Continue from a checkpoint of an earlier step",
+            f"step {self.step}: {_WORDS[Verdict.SPOILED_STATE]}: {why}. Continue from a checkpoint "
+            f"of an earlier step",
             verdict=Verdict.SPOILED_STATE,
         )
         return True

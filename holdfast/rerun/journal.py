@@ -36,7 +36,7 @@ class Past(msgspec.Struct, array_like=True):
     faults: list[str] = msgspec.field(default_factory=list)
     """Faults with a verdict, by id."""
     spoiled: list[int] = msgspec.field(default_factory=list)
-    """Steps whose state was not finite before they ran."""
+    """Steps whose state was bad before they ran."""
     retired: list[int] = msgspec.field(default_factory=list)
     """Steps whose fault is over: training has passed them."""
 

@@ -248,7 +248,7 @@ class RerunMachine(OptionalPart):
 
     @property
     def spoiled_steps(self) -> frozenset[int]:
-        """Steps whose state was not finite before they ran, by the report of earlier jobs."""
+        """Steps whose state was bad before they ran, by the report of earlier jobs."""
         return frozenset(self._past.spoiled)
 
     def resume_point(self, good: Root, faults: Root) -> tuple[Root, int] | None:

@@ -8,7 +8,8 @@ and a verdict is about the devices of that set.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
 
 import msgspec
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from holdfast.arguments import check_int
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.parallel.layout import Layout
+from holdfast.parallel.module_layouts import ModuleLayouts
 from holdfast.rerun.devices import DeviceIdentity
 
 FedBy = str | Iterable[int] | None
@@ -54,14 +56,17 @@ class Feeders:
     """The sets of ranks that feed values on one rank.
 
     Args:
-        layout: of the model.
+        model: its layout, or those of its modules.
         rank: this one.
         modules: of the model. Fully sharded parameters are gathered from the ranks of their mesh in
             every forward, and synchronised batch norms average over theirs, so those feed too.
     """
 
-    def __init__(self, layout: Layout, rank: int, modules: Sequence[nn.Module] = ()) -> None:
-        self._layout = layout
+    def __init__(
+        self, model: Layout | ModuleLayouts, rank: int, modules: Sequence[nn.Module] = ()
+    ) -> None:
+        self._exchanges = _Exchanges(model)
+        self._layout = _union(model)
         self._rank = rank
         self._modules = tuple(modules)
         self._known: dict[str, tuple[int, ...]] = {}
@@ -95,62 +100,119 @@ class Feeders:
         if axes == "all":
             return tuple(sorted(self._layout.ranks))
         try:
-            return tuple(sorted(self._layout.group(axes, self._rank)))
+            layouts = self._exchanges.of(self._rank)
+            return tuple(sorted({r for each in layouts for r in each.group(axes, self._rank)}))
         except LayoutError as error:
             raise ConfigError(f"fed_by={axes!r}: {error}") from error
 
     @cached_property
     def _replica(self) -> tuple[int, ...]:
         joined = {self._rank, *_ranks_of_meshes(self._modules)} & set(self._layout.ranks)
-        return connected(self._layout, joined)
+        return self._exchanges.connected(joined)
 
 
-def connected(layout: Layout, ranks: Iterable[int]) -> tuple[int, ...]:
-    """Return the ranks of the model replicas that some ranks belong to, ascending.
+_Part = tuple[tuple[int, ...], ...]
+"""The place of a rank in its replica: of each module that it has, which one, and where in it."""
 
-    Ranks belong together if they exchange anything in a forward or backward: along `tp`, `cp` and
-    `pp`, and, with experts, `expt_tp` and `ep`.
+
+class _Exchanges:
+    """Which ranks of a model exchange anything in a forward or backward.
+
+    Along `tp`, `cp` and `pp`, and, with experts, `expt_tp` and `ep`; of several modules also along
+    the edges between them.
     """
-    axes = _REPLICA_AXES + (_EXPERT_REPLICA_AXES if layout.has_experts else ())
-    reached: set[int] = set()
-    waiting = list(ranks)
-    while waiting:
-        rank = waiting.pop()
-        if rank in reached:
-            continue
-        reached.add(rank)
-        for axis in axes:
-            waiting += layout.group(axis, rank)
-    return tuple(sorted(reached))
+
+    def __init__(self, model: Layout | ModuleLayouts) -> None:
+        layouts = [*model.values()] if isinstance(model, ModuleLayouts) else [model]
+        self._members = [(each, frozenset(each.ranks)) for each in layouts]
+        self._across: dict[int, list[int]] = {}
+        """By rank, one of each data rank of other modules that it sends to or receives from."""
+        if not isinstance(model, ModuleLayouts):
+            return
+        for edge in model.edges:
+            one, other = (_first_of_data_ranks(model[end]) for end in edge)
+            for i, rank in enumerate(one):
+                for j, far in enumerate(other):
+                    # The same samples are in block i of one side and in block j of the other.
+                    if i * len(other) < (j + 1) * len(one) and j * len(one) < (i + 1) * len(other):
+                        self._across.setdefault(rank, []).append(far)
+                        self._across.setdefault(far, []).append(rank)
+
+    def connected(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks of the model replicas that some ranks belong to, ascending."""
+        reached: set[int] = set()
+        waiting = list(ranks)
+        while waiting:
+            rank = waiting.pop()
+            if rank in reached:
+                continue
+            reached.add(rank)
+            waiting += self._across.get(rank, ())
+            for layout in self.of(rank):
+                for axis in _REPLICA_AXES + (_EXPERT_REPLICA_AXES if layout.has_experts else ()):
+                    waiting += layout.group(axis, rank)
+        return tuple(sorted(reached))
+
+    def of(self, rank: int) -> list[Layout]:
+        """Return the layouts that have a rank."""
+        return [layout for layout, members in self._members if rank in members]
+
+    def parts(self, replica: Sequence[int]) -> dict[_Part, int]:
+        """Return the ranks of a replica by their parts of the model, in the order of these."""
+        parts: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in replica}
+        for number, (layout, members) in enumerate(self._members):
+            here = [rank for rank in replica if rank in members]
+            at = {rank: layout.coordinate(rank)["dp"] for rank in here}
+            known = sorted(set(at.values()))
+            for rank in here:
+                index = known.index(at[rank])
+                parts[rank].append((number, *_part_of_model(layout, rank), index))
+        by_part = {tuple(part): rank for rank, part in parts.items()}
+        return dict(sorted(by_part.items()))
 
 
-def replicas_of(layout: Layout) -> list[tuple[int, ...]]:
+def _first_of_data_ranks(layout: Layout) -> list[int]:
+    """Return one rank of each data rank of a layout."""
+    first: dict[int, int] = {}
+    for rank in layout.ranks:
+        first.setdefault(layout.coordinate(rank)["dp"], rank)
+    return [first[at] for at in sorted(first)]
+
+
+def connected(model: Layout | ModuleLayouts, ranks: Iterable[int]) -> tuple[int, ...]:
+    """Return the ranks of the model replicas that some ranks belong to, ascending."""
+    return _Exchanges(model).connected(ranks)
+
+
+def replicas_of(model: Layout | ModuleLayouts) -> list[tuple[int, ...]]:
     """Return the ranks of each model replica; those with the same part of the model in one order.
 
     Empty if replicas are not alike in shape.
     """
-    replicas: list[tuple[int, ...]] = []
+    exchanges = _Exchanges(model)
+    replicas: list[dict[_Part, int]] = []
     reached: set[int] = set()
-    for rank in layout.ranks:
+    for rank in _union(model).ranks:
         if rank not in reached:
-            replicas.append(
-                tuple(
-                    sorted(connected(layout, [rank]), key=lambda each: _part_of_model(layout, each))
-                )
-            )
-            reached.update(replicas[-1])
-    parts = {tuple(_part_of_model(layout, rank) for rank in each) for each in replicas}
-    is_unique = all(len(set(each)) == len(each) for each in parts)
-    return replicas if len(parts) == 1 and is_unique else []
+            ranks = exchanges.connected([rank])
+            replicas.append(exchanges.parts(ranks))
+            reached.update(ranks)
+            if len(replicas[-1]) < len(ranks) or [*replicas[-1]] != [*replicas[0]]:
+                return []
+    return [tuple(each.values()) for each in replicas]
 
 
-def partner_ranks(layout: Layout) -> dict[int, int]:
+def _union(model: Layout | ModuleLayouts) -> Layout:
+    return model.union if isinstance(model, ModuleLayouts) else model
+
+
+def partner_ranks(model: Layout | ModuleLayouts) -> dict[int, int]:
     """Return for each rank the one with the same part of the model in the next data replica.
 
     Empty if there is one replica only. Replicas follow one another in a circle, so the partners of
     all ranks are all ranks.
     """
-    replicas = replicas_of(layout)
+    replicas = replicas_of(model)
     if len(replicas) < 2:
         return {}
     return {
@@ -160,7 +222,13 @@ def partner_ranks(layout: Layout) -> dict[int, int]:
     }
 
 
-def _part_of_model(layout: Layout, rank: int) -> tuple[object, ...]:
+def odd_ones(values: Sequence[Hashable]) -> list[int]:
+    """Return the positions of those that differ from most others; none without a majority."""
+    (most, count), *_ = Counter(values).most_common(1)
+    return [i for i, each in enumerate(values) if each != most] if 2 * count > len(values) else []
+
+
+def _part_of_model(layout: Layout, rank: int) -> tuple[int, ...]:
     """Return a rank's place in its replica, along the axes that divide the model."""
     at = layout.coordinate(rank)
     dense = tuple(at[axis] for axis in _REPLICA_AXES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,12 @@ from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_t
 from holdfast.rerun.other_modules import OtherModules
 from holdfast.state import RNG
 from holdfast.state.plain_attributes import PlainAttributes
-from holdfast.state.rng import CapturedStreams
+from holdfast.state.rng import CapturedStreams, Generator, accessors
+from holdfast.state.tensor_elements import equal_trees, instances_in
 from holdfast.state.tensor_memory import addresses_of
 
+_TABLES = frozenset(vars(nn.Module()))
+"""What every module has, and no user's attribute is in."""
 Hook = tuple[Callable[[], Any], Callable[[Any], object]]
 """A function that returns a state of the caller, and one that restores it, perhaps twice."""
 
@@ -80,6 +83,7 @@ class Replayed:
         self._taken: _Snapshot | None = None
         self._watched: PlainAttributes | None = None
         self._others: OtherModules | None = None
+        self._drawn: list[tuple[str, Any, object]] = []
         self._named: set[str] = set()
         """What `changed_attributes` and `changed_others` have returned."""
         self._with_buffers: list[nn.Module] = []
@@ -90,6 +94,11 @@ class Replayed:
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules whose buffers are restored."""
         return self._modules
+
+    @property
+    def has_hooks(self) -> bool:
+        """True if functions of the caller bring more back."""
+        return bool(self._hooks)
 
     @property
     def streams(self) -> tuple[RNG, ...]:
@@ -140,6 +149,7 @@ class Replayed:
         """
         self._watched = PlainAttributes()
         self._look(self._watched, {})
+        self._drawn = self._own_generators()
         self._others = OtherModules(self._submodules())
 
     def changed_attributes(self) -> list[str]:
@@ -149,7 +159,18 @@ class Replayed:
         out. Empty without a `watch` before.
         """
         watched, self._watched = self._watched, None
-        return [] if watched is None else self._new(self._look(watched, self._saved()))
+        drawn, self._drawn = self._drawn, []
+        if watched is None:
+            return []
+        saved = self._saved()
+        shown = [*saved.values()]
+        shown += [inner for each in shown if isinstance(each, Mapping) for inner in each.values()]
+        names = self._look(watched, saved)
+        for name, generator, before in drawn:
+            now = accessors(generator).get()
+            if not equal_trees(before, now) and not any(equal_trees(now, each) for each in shown):
+                names.append(name)
+        return self._new(names)
 
     def changed_others(self) -> list[str]:
         """Return the tensors of modules that are not known which a run has changed, each once.
@@ -158,6 +179,23 @@ class Replayed:
         """
         others, self._others = self._others, None
         return [] if others is None else self._new(others.changed(self._saved()))
+
+    def _own_generators(self) -> list[tuple[str, Any, object]]:
+        """Return the random generators in attributes of modules, by name, and their states.
+
+        Without those of `streams`, which are restored.
+        """
+        known = {id(each) for streams in self._streams for each in streams.streams().values()}
+        generators: dict[int, tuple[str, Any, object]] = {}
+        for number, root in enumerate(self._modules):
+            start = f"{number}." if len(self._modules) > 1 else ""
+            for prefix, module in root.named_modules():
+                own = {name: value for name, value in vars(module).items() if name not in _TABLES}
+                for name, each in instances_in(own, Generator):
+                    if id(getattr(each, "bit_generator", each)) not in known:
+                        path = start + (f"{prefix}.{name}" if prefix else name)
+                        generators.setdefault(id(each), (path, each, accessors(each).get()))
+        return [*generators.values()]
 
     def _saved(self) -> dict[str, Any]:
         return {f"hook {number}": save() for number, (save, _) in enumerate(self._hooks)}

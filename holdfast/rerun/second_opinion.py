@@ -29,7 +29,7 @@ class SecondOpinion:
     Args:
         team: the ranks.
         replayed: random streams, buffers, hooks.
-        state: the parameters, which have to be equal.
+        state: the parameters, which are equal.
         learned: what rules have learned.
         codecs: of batches.
     """
@@ -78,9 +78,7 @@ class SecondOpinion:
             payload = self._packed(batches, suspects)
         except ConfigError as error:
             why = str(error)
-        received, why = self._team.send_to_partners(
-            payload, why=why, digest=self._state.digest(), step=step
-        )
+        received, why = self._team.send_to_partners(payload, why=why, step=step)
         if why:
             return None, why
         tree = unpack_tree(received)

@@ -119,7 +119,8 @@ class Verdict(StrEnum):
     UNDECIDED = "undecided"
     """The step could not be run again in a way that tells."""
     SPOILED_STATE = "spoiled_state"
-    """The state was not finite before the step: a parameter, or a state of the optimizer."""
+    """The state was bad before the step: a parameter or a state of the optimizer was not finite, or
+    a data replica held other parameters than the others."""
     PERSISTENT_ERROR = "persistent_error"
     """One device computes it wrong, and another one in its place does not: take it out of
     service."""

@@ -24,7 +24,7 @@ from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.entry import PendingFault
 from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.journal import FaultHistory, Journal, Past
-from holdfast.rerun.places import FedBy, Feeders, Place, partner_ranks, replicas_of
+from holdfast.rerun.places import FedBy, Feeders, Place, odd_ones, partner_ranks, replicas_of
 from holdfast.rerun.states import ExitCode, Verdict
 from holdfast.rerun.training_state import MAX_NAMED
 from holdfast.state.coordinates import coordinate_label
@@ -59,13 +59,15 @@ class _Settlement(msgspec.Struct, frozen=True, array_like=True):
     """Why its entry cannot be read; empty if it can."""
 
 
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """The message of a rank to the others before a second opinion."""
+class _StateReport(msgspec.Struct, frozen=True, array_like=True):
+    """The message of a rank to the others about the state that a step starts with."""
 
-    why: str
-    """It cannot take part; empty if it can."""
+    num_tensors: int
+    """That are not finite."""
+    tensors: list[str]
+    """Some of their names."""
     digest: str
-    """Of its parameters: only replicas with equal ones can tell anything."""
+    """Of its parameters; empty if they are not compared."""
 
 
 class Team:
@@ -92,9 +94,10 @@ class Team:
     ) -> None:
         """No rank has met another one yet."""
         self._control = groups.control
-        self._layout = groups.layout
+        is_real = isinstance(groups, ProcessGroups)
+        self._model = (groups.module_layouts if is_real else None) or groups.layout
         # A rank that is not a member of real groups has `control` alone.
-        self._sum = LayoutSum(groups) if isinstance(groups, ProcessGroups) else None
+        self._sum = LayoutSum(groups) if is_real else None
         self._name = name
         self._journal = journal
         self.note = note
@@ -107,13 +110,13 @@ class Team:
         )
         self.places = [self.here]
         self.job = ""
-        self.feeders = Feeders(groups.layout, groups.rank, modules)
+        self.feeders = Feeders(self._model, groups.rank, modules)
         """The ranks that feed values on this rank."""
 
     @cached_property
     def partners(self) -> dict[int, int]:
         """For each rank the one with its part of the model in the next data replica, if any."""
-        return partner_ranks(self._layout)
+        return partner_ranks(self._model)
 
     @property
     def served_rank(self) -> int:
@@ -123,7 +126,7 @@ class Team:
     @cached_property
     def replicas(self) -> list[tuple[int, ...]]:
         """The ranks of each data replica, in the order of their parts of the model."""
-        return replicas_of(self._layout)
+        return replicas_of(self._model)
 
     def fed_by(self, fed_by: FedBy) -> tuple[Place, ...]:
         """Return the places of the ranks that feed a value on this rank."""
@@ -194,12 +197,16 @@ class Team:
         return met[0].past
 
     def gather_spoiled(
-        self, names: Sequence[str], *, step: int, is_first: bool
-    ) -> list[dict[str, Any]]:
-        """Return places with tensors of the state that are not finite. Collective.
+        self, names: Sequence[str], *, digest: str, step: int, is_first: bool
+    ) -> tuple[list[dict[str, Any]], list[Place]]:
+        """Return places with tensors that are not finite, and those that differ. Collective.
+
+        A place differs if it holds other parameters than most data replicas; if there is no
+        majority all do.
 
         Args:
-            names: of those of this rank.
+            names: of the tensors of this rank that are not finite.
+            digest: of its parameters; empty if they are not to be compared.
             step: its number.
             is_first: True before the first step: another machine may have the directory.
 
@@ -212,15 +219,31 @@ class Team:
                 self._journal.check_owner()
         except HoldfastError as reason:
             error = reason
-        payload = msgspec.json.encode([len(names), *names[:MAX_NAMED]]) if names else b""
+        mine = _StateReport(len(names), [*names[:MAX_NAMED]], digest)
         phase = f"{self._name}: step {step}: state"
-        rows = self._control.agree(error, phase=phase, payload=payload)
-        return [
-            {**msgspec.structs.asdict(place), "num_tensors": number, "tensors": listed}
-            for place, row in zip(self.places, rows, strict=True)
-            if row
-            for number, *listed in [msgspec.json.decode(row)]
+        rows = self._control.agree(error, phase=phase, payload=msgspec.msgpack.encode(mine))
+        reports = [msgspec.msgpack.decode(row, type=_StateReport) for row in rows]
+        spoiled = [
+            {
+                **msgspec.structs.asdict(place),
+                "num_tensors": each.num_tensors,
+                "tensors": each.tensors,
+            }
+            for place, each in zip(self.places, reports, strict=True)
+            if each.num_tensors
         ]
+        digests = {p.rank: each.digest for p, each in zip(self.places, reports, strict=True)}
+        return spoiled, self._differing(digests)
+
+    def _differing(self, digests: Mapping[int, str]) -> list[Place]:
+        """Return the places whose parameters are not those of the other data replicas."""
+        odd: set[int] = set()
+        if all(digests.values()):
+            for ranks in zip(*self.replicas, strict=True):  # with the same part of the model
+                held = [digests[rank] for rank in ranks]
+                if len(set(held)) > 1:
+                    odd.update(ranks[i] for i in odd_ones(held) or range(len(ranks)))
+        return [each for each in self.places if each.rank in odd]
 
     def gather(
         self,
@@ -244,31 +267,21 @@ class Team:
         payload = b"" if is_empty else msgspec.msgpack.encode(report)
         return Evidence(self.places, self.exchange(payload, phase=f"step {step}"))
 
-    def send_to_partners(
-        self, payload: bytes, *, why: str, digest: str, step: int
-    ) -> tuple[bytes, str]:
+    def send_to_partners(self, payload: bytes, *, why: str, step: int) -> tuple[bytes, str]:
         """Send this rank's step to its partner; return that of the rank before. Collective.
 
         Args:
             payload: of this rank.
             why: it cannot take part; empty if it can.
-            digest: of this rank's parameters.
             step: its number.
 
         Returns:
             What this rank is to run, and why there is no second opinion; one of the two is empty.
         """
-        offer = _Offer(why, digest)
-        rows = self.exchange(msgspec.msgpack.encode(offer), phase=f"step {step}: second opinion")
-        offers = {
-            place.rank: msgspec.msgpack.decode(row, type=_Offer)
-            for place, row in zip(self.places, rows, strict=True)
-        }
-        for rank, each in offers.items():
-            if each.why:
-                return b"", f"rank {rank} cannot send its step: {each.why}"
-            if offers[self.partners[rank]].digest != each.digest:
-                return b"", f"rank {rank} and rank {self.partners[rank]} hold other parameters"
+        rows = self.exchange(why.encode(), phase=f"step {step}: second opinion")
+        for place, row in zip(self.places, rows, strict=True):
+            if row:
+                return b"", f"rank {place.rank} cannot send its step: {row.decode()}"
         received = self.transfer(
             {self.partners[self.here.rank]: payload},
             self.served_rank,

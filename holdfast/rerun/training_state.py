@@ -8,15 +8,21 @@ state between two runs of a step, so that they cannot be compared.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from holdfast._torch import write_counter
 from holdfast.errors import ConfigError
+from holdfast.rerun.kept_trees import is_strided
 from holdfast.state.optimizer_protocol import OptimizersByModule
 from holdfast.state.tensor_elements import local_of, tensor_digest
 from holdfast.state.unfinished import unfinished_on, workers_on
@@ -24,6 +30,7 @@ from holdfast.state.unfinished import unfinished_on, workers_on
 _GRADIENT: Any = torch.Tensor.grad
 """What `.grad` is of a parameter whose gradient is there. A class with a `.grad` of its own, as a
 parameter has for a while whose gradient is in a bucket, must not be asked."""
+_SETTINGS = frozenset((bool, int, float, str, tuple, torch.Tensor, np.float32, np.float64))
 MAX_NAMED = 4
 """Tensors that a message names."""
 
@@ -58,6 +65,15 @@ class TrainingState:
         self._droppable: list[_DropsGradients] = []
         """What keeps gradients elsewhere than in `.grad`: optimizers, fully sharded models."""
         self._idle: list[_DropsGradients] = []
+        self._with_nan: set[str] = set()
+        """Buffers that had a NaN at the first look."""
+        self._settings: list[list[dict[str, Any]]] = []
+        self._added: set[str] = set()
+        """Parameters to whose old gradients a rerun has added."""
+        self._has_dropped = False
+        """True if the loop has dropped the old gradient of some parameter."""
+        self._hooks: list[RemovableHandle] = []
+        self._at_forward: list[_OldGradient] = []
 
     @property
     def is_known(self) -> bool:
@@ -80,17 +96,30 @@ class TrainingState:
         ]
         self._idle = [each for each in self._droppable if unfinished_on(*_parts(each)) is None]
         self._num_updates = [each.num_updates for each in self._counted]
+        self._settings = self._settings_now()
 
     def drop_gradients(self) -> None:
         """Drop the gradients that were not there at `note`: of the run before.
 
         A loop that has dropped gradients before its attempts would add those of the rerun to them.
         """
+        before = [(each, each.grad) for _, each in self._with_gradient()]
         for idle in self._idle:
             idle.drop_gradients()
+        for each, gradient in before:
+            each.grad = gradient
         for each in self._without_gradient:
             if type(each).grad is _GRADIENT:
                 each.grad = None
+
+    def _with_gradient(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that had a gradient in `.grad` at `note`."""
+        without = set(map(id, self._without_gradient))
+        return [
+            (name, each)
+            for name, each in self._parameters or ()
+            if id(each) not in without and type(each).grad is _GRADIENT
+        ]
 
     def has_hidden_gradients(self) -> bool:
         """Return True if there are gradients in buckets of an optimizer that is not known.
@@ -98,6 +127,97 @@ class TrainingState:
         They were not there at `note`; only the loop can drop them.
         """
         return any(type(each).grad is not _GRADIENT for each in self._without_gradient)
+
+    def watch_gradients(self) -> None:
+        """Watch a rerun for gradients that were there at `note` and that the loop does not drop.
+
+        A loop that accumulates over several steps would have the step in them twice. Parameters
+        that no optimizer has are often left alone, and count for nothing; if optimizers are not
+        known, a loop that drops any gradient is one that drops those of its optimizer.
+        """
+        self.added()
+        updated = {
+            id(each)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
+        for name, each in self._with_gradient():
+            if each.grad is None or not (each.is_leaf and each.requires_grad):
+                continue
+            if self._given and id(each) not in updated:
+                continue
+            watch = _OldGradient(each, partial(self._take_sum, name))
+            if isinstance(each, DTensor):  # fully sharded, it may have no backward of its own
+                self._at_forward.append(watch)
+            else:
+                parameter: Any = each  # torch has no types for what follows
+                self._hooks.append(parameter.register_hook(watch.before))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(watch.after))
+
+    def _take_sum(self, name: str, is_added: bool) -> None:
+        if is_added:
+            self._added.add(name)
+        else:
+            self._has_dropped = True
+
+    @property
+    def waits_for_forward(self) -> bool:
+        """True if `look_at_forward` has something to look at."""
+        return bool(self._at_forward)
+
+    def look_at_forward(self) -> None:
+        """See before the first forward which gradients of DTensors the loop has not dropped."""
+        watches, self._at_forward = self._at_forward, []
+        for watch in watches:
+            watch.before(None)
+            watch.after(None)
+
+    def added(self) -> list[str]:
+        """Return the parameters that `watch_gradients` has found, and end the watch."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._at_forward = []
+        is_stray = self._has_dropped and not self._given
+        added = [] if is_stray else sorted(self._added)
+        self._added.clear()
+        self._has_dropped = False
+        return added
+
+    def changed_settings(self) -> list[str]:
+        """Return the hyperparameters of optimizers that have changed since `note`."""
+        now = self._settings_now()
+        if now == self._settings:
+            return []
+        return [
+            f"{name} of group {number} of optimizer {index}"
+            for index, optimizer in enumerate(self._settings)
+            for number, group in enumerate(optimizer)
+            for name, value in group.items()
+            if index >= len(now)
+            or number >= len(now[index])
+            or now[index][number].get(name) != value
+        ]
+
+    def _settings_now(self) -> list[list[dict[str, Any]]]:
+        """Return numbers and the like, by optimizer and group of parameters.
+
+        A tensor is shown as an object and how often it was written. Cost: some 3 µs for each group.
+        """
+        return [
+            [
+                {
+                    name: (id(value), write_counter(value))
+                    if type(value) is torch.Tensor
+                    else value
+                    for name, value in group.items()
+                    if type(value) in _SETTINGS
+                }
+                for group in optimizer.param_groups
+            ]
+            for optimizer in self._optimizers
+        ]
 
     def changed(self) -> list[str]:
         """Return the names of parameters that were written to since `note`, and of optimizers."""
@@ -109,23 +229,35 @@ class TrainingState:
         pairs = zip(self._parameters, self._versions, strict=True)
         return [name for (name, each), version in pairs if write_counter(each) != version]
 
-    def not_finite(self) -> list[str]:
+    def not_finite(self, *, is_first: bool = False) -> list[str]:
         """Return the names of parameters and optimizer states with a NaN or an infinity.
 
-        Buffers are left out: a mask of -inf is an ordinary one. Cost: one pass over all of them.
+        And of buffers with a NaN that they did not have at the first look: a mask of -inf is an
+        ordinary one, and so may be a NaN for what was not observed yet.
+
+        Args:
+            is_first: True if what buffers have now is what they are to have.
+
+        Cost: one pass over all of them.
         """
+        if is_first:
+            self._with_nan.clear()
         flags: list[torch.Tensor] = []
         names: list[str] = []
+        buffers: set[str] = set()
         with torch.no_grad():
-            for name, tensor in self._tensors():
+            for name, tensor, is_buffer in self._tensors():
                 local = local_of(tensor)
                 if local.is_meta or not (local.is_floating_point() or local.is_complex()):
                     continue
                 if local.element_size() == 1:
                     local = local.float()
+                if is_buffer and (name in self._with_nan or not is_strided(local)):
+                    continue
                 if local.numel():
                     names.append(name)
-                    flags.append(local.isfinite().all())
+                    flags.append(~local.isnan().any() if is_buffer else local.isfinite().all())
+                    buffers.update([name] if is_buffer else [])
         # One read for each device, however many tensors there are.
         by_device: dict[torch.device, list[int]] = {}
         for i, flag in enumerate(flags):
@@ -134,13 +266,25 @@ class TrainingState:
         for indices in by_device.values():
             are_finite = torch.stack([flags[i] for i in indices]).tolist()
             bad += [i for i, is_finite in zip(indices, are_finite, strict=True) if not is_finite]
-        return [names[i] for i in sorted(bad)]
+        result = [names[i] for i in sorted(bad)]
+        if is_first:
+            self._with_nan.update(buffers.intersection(result))
+        return [name for name in result if name not in self._with_nan]
 
-    def digest(self) -> str:
-        """Return a digest of the bytes of all parameters; equal replicas have equal ones."""
+    def digest(self, *, is_sample: bool = False) -> str:
+        """Return a digest of the bytes of all parameters; equal replicas have equal ones.
+
+        Args:
+            is_sample: True to read the first row of each parameter only.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for name, parameter in self._named_parameters():
             local = local_of(parameter.detach())
+            if is_sample:
+                if type(local) not in (torch.Tensor, nn.Parameter) or not is_strided(local):
+                    continue  # of a kind that may have no rows
+                while local.dim() > 1 and local.numel():
+                    local = local[0]
             text = f"{name} {local.dtype} {tuple(local.shape)} {tensor_digest(local)} "
             digest.update(text.encode())
         return digest.hexdigest()
@@ -152,8 +296,14 @@ class TrainingState:
                 if not is_lazy(parameter):
                     yield start + name, parameter
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._named_parameters()
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Yield tensors of the state with names, and whether they are buffers."""
+        yield from ((name, each, False) for name, each in self._named_parameters())
+        for number, module in enumerate(self._modules):
+            start = f"{number}." if len(self._modules) > 1 else ""
+            for name, buffer in module.named_buffers():
+                if not is_lazy(buffer):
+                    yield f"buffer {start}{name}", buffer, True
         names = {id(parameter): name for name, parameter in self._named_parameters()}
         for number, optimizer in enumerate(self._optimizers):
             for index, (parameter, entries) in enumerate(optimizer.state.items()):
@@ -161,7 +311,41 @@ class TrainingState:
                 if isinstance(entries, Mapping):
                     for key, value in entries.items():
                         if isinstance(value, torch.Tensor):
-                            yield f"{name} ({key})", value
+                            yield f"{name} ({key})", value, False
+
+
+class _OldGradient:
+    """Tells whether a backward adds to the gradient that a parameter has now.
+
+    Not if it was dropped, or zeroed, in whatever way, or if the backward returns it to the caller.
+
+    Args:
+        parameter: with a gradient.
+        report: is called after the first backward, with the answer.
+    """
+
+    def __init__(self, parameter: nn.Parameter, report: Callable[[bool], object]) -> None:
+        assert parameter.grad is not None
+        self._parameter, self._report = parameter, report
+        self._gradient = weakref.ref(parameter.grad)
+        self._version = write_counter(parameter.grad)
+        self._is_there = self._is_done = False
+
+    def before(self, _: object) -> None:
+        """Take note before anything is added."""
+        now = self._parameter.grad
+        self._is_there = (
+            now is not None
+            and now is self._gradient()
+            and write_counter(now) == self._version
+            and bool(local_of(now).any())
+        )
+
+    def after(self, _: object) -> None:
+        """Report whether it was added to."""
+        if not self._is_done:
+            self._is_done = True
+            self._report(self._is_there)
 
 
 def _droppable(

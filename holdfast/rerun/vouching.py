@@ -8,7 +8,6 @@ both are sound. Pairs rotate, so that every device is vouched for by every other
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +18,7 @@ from holdfast.errors import ConfigError, DriftError
 from holdfast.format.values import Codecs
 from holdfast.rerun.kept_trees import keep_tree, revive_tree
 from holdfast.rerun.packing import pack_tree, unpack_tree
-from holdfast.rerun.places import Place
+from holdfast.rerun.places import Place, odd_ones
 from holdfast.rerun.replayed import Replayed
 from holdfast.rerun.team import Team
 from holdfast.state.tensor_elements import local_of, tensor_digest
@@ -77,7 +76,7 @@ class Vouching:
         if len(replicas) > 2:
             everyone = {other: first[0] for other in range(len(replicas)) if other != first[0]}
             digests = self._digests(step, batch, compute, everyone)
-            odd = _odd_replicas([tuple(digests[r] for r in replica) for replica in replicas])
+            odd = odd_ones([tuple(digests[r] for r in replica) for replica in replicas])
         self._report(step, pairs, apart, odd)
 
     def _digests(
@@ -171,14 +170,6 @@ def pairs_of_round(number_of_replicas: int, number: int) -> list[tuple[int, int]
     seats = [*ring, size - 1]
     pairs = [(seats[i], seats[-1 - i]) for i in range(size // 2)]
     return sorted((min(pair), max(pair)) for pair in pairs if max(pair) < number_of_replicas)
-
-
-def _odd_replicas(digests: list[tuple[bytes, ...]]) -> list[int]:
-    """Return the replicas that differ from most others; none without a majority."""
-    (most, count), *_ = Counter(digests).most_common(1)
-    if 2 * count <= len(digests):
-        return []
-    return [i for i, each in enumerate(digests) if each != most]
 
 
 def _digest_of(tensors: Iterable[torch.Tensor]) -> bytes:

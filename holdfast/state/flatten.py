@@ -19,8 +19,8 @@ from holdfast.errors import HoldfastError, PlacementError
 from holdfast.format.values import (
     Codecs,
     Node,
+    are_plain_keys,
     encode_tree,
-    is_like_a_tag,
     is_unicode,
     per_rank_node,
     tag_of,
@@ -61,6 +61,8 @@ from holdfast.state.traits import PLAIN, Traits, held_tensors, traits_of
 from holdfast.state.unfinished import refuse_unfinished
 
 _TENSORS = (torch.Tensor, *get_args(Marked))
+_PLAIN_KINDS = frozenset((str, bytes, list, tuple))
+"""Types that are neither tensors nor markers."""
 _OF_ONE_BOX = (torch.Tensor, Pieces, Sharded)
 """What may hold just one box, as it is."""
 _NONE: Any = None
@@ -318,10 +320,13 @@ class _Flattener:
             )
 
     def _on_leaf(self, path: str, obj: object) -> Node | None:
-        if isinstance(obj, _TENSORS):
-            return self._add(path, obj, "tensor")
         if type(obj) is dict:
             return self._dict_node(path, obj)
+        kind = type(obj)
+        if kind in _PLAIN_KINDS:
+            return None
+        if isinstance(obj, _TENSORS):
+            return self._add(path, obj, "tensor")
         if isinstance(obj, np.ndarray) and self._codecs.codec_for(type(obj)) is None:
             return self._array_node(path, obj)
         if isinstance(obj, PerRank):
@@ -344,17 +349,16 @@ class _Flattener:
         if isinstance(obj, Stored):
             raise PlacementError(f"{path}: Stored() asks a load for what is there; nothing to save")
         if isinstance(obj, nn.Module | OptimizerState | torch.optim.Optimizer):
-            kind = type(obj).__name__
             if self._open:
                 raise PlacementError(
-                    f"{path}: PerRank takes values, not a {kind}, which a load has to fill; make "
-                    f"the part an object of yours whose state_dict() returns "
+                    f"{path}: PerRank takes values, not a {kind.__name__}, which a load has to "
+                    f"fill; make the part an object of yours whose state_dict() returns "
                     f"PerRank(....state_dict()) and whose load_state_dict() passes it on"
                 )
             raise PlacementError(
-                f"{path}: a {kind} inside of a tree is not flattened; make it a part of its own, "
-                f"as in {{'{path.rpartition('.')[2]}': ...}}, or several modules one part by "
-                f"nn.ModuleDict or nn.ModuleList"
+                f"{path}: a {kind.__name__} inside of a tree is not flattened; make it a part of "
+                f"its own, as in {{'{path.rpartition('.')[2]}': ...}}, or several modules one part "
+                f"by nn.ModuleDict or nn.ModuleList"
             )
         return None
 
@@ -382,12 +386,13 @@ class _Flattener:
         """Return the node of a dict that has only text keys and tensors; None for any other."""
         if set(map(type, obj)) != {str}:
             return None
-        if not all(issubclass(kind, _TENSORS) for kind in set(map(type, obj.values()))):
+        kinds = set(map(type, obj.values()))
+        if not (kinds <= PLAIN or all(issubclass(kind, _TENSORS) for kind in kinds)):
             return None
         names = list(obj)
         branch = self._before.branches.get(path)
         if branch is None or branch.names != names:
-            if not all(map(str.isascii, names)) or any(map(is_like_a_tag, names)):
+            if not are_plain_keys(names):
                 return None
             paths = [f"{path}.{name}" for name in names]
             nodes = dict(zip(names, map(tensor_node, paths), strict=True))

@@ -248,6 +248,10 @@ class Matcher:
 
     def build(self, template: object, node: Any, path: str) -> Any:
         """Return the loaded tree of a template whose targets are filled; set padding to zero."""
+        if type(template) is dict and is_plain_dict(node) and template.keys() == node.keys():
+            kinds = set(map(type, template.values()))
+            if kinds <= PLAIN or all(issubclass(kind, torch.Tensor) for kind in kinds):
+                return mapping_of(node, {name: template[name] for name in node})
         if isinstance(template, Transient):
             return template.value
         if isinstance(template, PerRank):
@@ -264,10 +268,6 @@ class Matcher:
         inner = self._fields(template)
         if inner is not None:
             return self._build_registered(template, inner, node, path)
-        if type(template) is dict and is_plain_dict(node) and template.keys() == node.keys():
-            kinds = set(map(type, template.values()))
-            if all(issubclass(kind, torch.Tensor) for kind in kinds):
-                return mapping_of(node, {name: template[name] for name in node})
         named = members_of(node, self._codecs) if isinstance(template, Mapping) else None
         if isinstance(template, Mapping) and named is not None:
             return self._build_mapping(template, named, node, path)
@@ -334,6 +334,7 @@ class Matcher:
         """Match the entries of a mapping with the stored ones, by name."""
         if (
             type(template) is dict
+            and len(template) >= _MIN_COLUMNAR
             and is_plain_dict(node)
             and self._match_dict(template, node, path)
         ):
@@ -371,19 +372,24 @@ class Matcher:
                 self._request_all(stored, f"{path}.{key_name(name)}")
 
     def _match_dict(self, template: dict[Any, object], node: dict[str, Any], path: str) -> bool:
-        """Match a dict of tensors with the stored one by columns, if all of it fits.
+        """Match a dict of tensors, or of dicts of tensors, with the stored one by columns.
 
         Returns:
-            False if something does not, or is of another kind: then nothing has been done.
+            False if something does not fit, or is of another kind: then nothing has been done.
         """
         names, targets = list(template), list(template.values())
-        if len(names) < _MIN_COLUMNAR or set(map(type, names)) != {str}:
+        if set(map(type, names)) != {str}:
             return False
-        keys = keys_of_tensors(list(map(node.get, names)))
+        paths, nodes = [f"{path}.{name}" for name in names], list(map(node.get, names))
+        if set(map(type, targets)) == {dict}:
+            inner = _members_of_both(targets, nodes, paths)
+            if inner is None:
+                return False
+            targets, nodes, paths = inner
+        keys = keys_of_tensors(nodes)
         ids = list(map(id, targets))
         if keys is None or len(set(ids)) < len(ids) or not self._sources.keys().isdisjoint(ids):
             return False
-        paths = [f"{path}.{name}" for name in names]
         held = self._targets.local_targets(targets, paths, self._layout)
         if held is None:
             return False
@@ -656,6 +662,28 @@ class Matcher:
     def _own_label(self, node: Mapping[str, Any], path: str) -> str:
         """Return this rank's coordinate as a stored value per rank names it."""
         return coordinate_label(self._layout, self._rank, tuple(node["axes"]), path=path)
+
+
+def _members_of_both(
+    templates: Sequence[Any], nodes: Sequence[Any], paths: Sequence[str]
+) -> tuple[list[object], list[Any], list[str]] | None:
+    """Return the members of some dicts, each with its stored node and its path.
+
+    None if one of the dicts is empty or has other keys than text, or is not stored as a plain dict
+    of just its keys.
+    """
+    targets: list[object] = []
+    stored: list[Any] = []
+    below: list[str] = []
+    for template, node, path in zip(templates, nodes, paths, strict=True):
+        if set(map(type, template)) != {str} or not is_plain_dict(node):
+            return None
+        if template.keys() != node.keys():
+            return None
+        targets += template.values()
+        stored += map(node.__getitem__, template)
+        below += [f"{path}.{name}" for name in template]
+    return targets, stored, below
 
 
 class LocalTargets:

@@ -28,6 +28,8 @@ def unusual_orders(entries: object, parameter: torch.Tensor) -> dict[str, list[i
         Path inside of the entries -> dims, outermost first. Tensors with gaps, sparse ones and
         DTensors are left out.
     """
+    if _are_contiguous(entries, parameter):
+        return {}
     orders: dict[str, list[int]] = {}
 
     def visit(path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,12 +83,19 @@ def map_tensors(
 
 
 def _are_contiguous(entries: Any, parameter: torch.Tensor) -> bool:
-    """Return True for a dict of contiguous tensors, as the parameter is: nearly every one."""
-    tensors = (*entries.values(), parameter) if type(entries) is dict else ()
-    return bool(tensors) and all(
-        type(each) in PLAIN and each.layout is torch.strided and each.is_contiguous()
-        for each in tensors
-    )
+    """Return True for a dict of contiguous tensors, as the parameter is: nearly every one.
+
+    DTensors are left out on both sides of a checkpoint, so they may be among them.
+    """
+    if type(entries) is not dict:
+        return False
+    for each in (*entries.values(), parameter):
+        kind = type(each)
+        if kind is DTensor:
+            continue
+        if kind not in PLAIN or each.layout is not torch.strided or not each.is_contiguous():
+            return False
+    return True
 
 
 def _order(tensor: torch.Tensor) -> list[int] | None:

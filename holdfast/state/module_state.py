@@ -581,7 +581,7 @@ class ModuleLoad:
         """
         left = set(wrong)
         keys = {entry.name: entry.key for entry in self.entries}
-        for _, actual, inner, _ in reversed(list(walk_all(self._module))):
+        for _, actual, inner, _ in reversed(walk_all(self._module)):
             mine = [name for name in left if keys[name].startswith(actual)]
             if not actual or not mine or type(inner).load_state_dict is nn.Module.load_state_dict:
                 continue

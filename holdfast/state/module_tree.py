@@ -144,39 +144,48 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def walk(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield (logical prefix, torch prefix, module) for a whole tree; prefixes end in a dot.
+def walk(module: nn.Module) -> list[tuple[str, str, nn.Module]]:
+    """Return (logical prefix, torch prefix, module) of a whole tree; prefixes end in a dot.
 
     Wrappers are looked through and not among them.
 
     Raises:
         PlacementError: If a wrapper holds more than the module it wraps.
     """
-    for logical, actual, inner, is_wrapper in walk_all(module):
-        if not is_wrapper:
-            yield logical, actual, inner
+    return [
+        (logical, actual, inner) for logical, actual, inner, wraps in walk_all(module) if not wraps
+    ]
 
 
-def walk_all(module: nn.Module) -> Iterator[tuple[str, str, nn.Module, bool]]:
+def walk_all(module: nn.Module) -> list[tuple[str, str, nn.Module, bool]]:
     """As `walk`, wrappers included: (logical prefix, torch prefix, module, whether it wraps)."""
-    return _walk_below(module, "", "", {})
+    result: list[tuple[str, str, nn.Module, bool]] = []
+    _walk_below(module, "", "", {}, result)
+    return result
 
 
 def _walk_below(
-    module: nn.Module, logical: str, actual: str, known: dict[type, str | None]
-) -> Iterator[tuple[str, str, nn.Module, bool]]:
-    """Yield what `walk_all` does for a part of the tree; `known` as in `wrapped`."""
+    module: nn.Module,
+    logical: str,
+    actual: str,
+    known: dict[type, str | None],
+    result: list[tuple[str, str, nn.Module, bool]],
+) -> None:
+    """Append what `walk_all` returns of a part of the tree; `known` as in `wrapped`."""
+    table = module_table(module)
+    if not table and known.get(type(module), "") is None:  # as most modules are
+        result.append((logical, actual, module, False))
+        return
     inside = wrapped(module, known)
+    result.append((logical, actual, module, inside is not None))
     if inside is not None:
         name, inner = inside
         _refuse_own(module, name, inner, actual)
-        yield logical, actual, module, True
-        yield from _walk_below(inner, logical, f"{actual}{name}.", known)
+        _walk_below(inner, logical, f"{actual}{name}.", known, result)
         return
-    yield logical, actual, module, False
-    if module_table(module):
-        for name, child in children_of(module).items():
-            yield from _walk_below(child, f"{logical}{name}.", f"{actual}{name}.", known)
+    for name, child in table.items():
+        if child is not None:
+            _walk_below(child, f"{logical}{name}.", f"{actual}{name}.", known, result)
 
 
 def _refuse_own(module: nn.Module, name: str, inner: nn.Module, actual: str) -> None:
@@ -474,7 +483,7 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
     """
     state = _state_dict(module)
     # After the call: hooks may replace parameters.
-    tree = list(walk_all(module))
+    tree = walk_all(module)
     registered = tuple(
         RegisteredTensor(
             name=f"{logical}{attribute}",

@@ -37,6 +37,7 @@ from holdfast.state.optimizer_protocol import (
     with_padding,
 )
 from holdfast.state.optimizer_targets import (
+    StoredParameters,
     absent_groups,
     as_built,
     entry_targets,
@@ -222,10 +223,11 @@ class OptimizerState:
                     parameters[name] |= {"order": orders} if orders else {}
                     followed = {} if param.over else followed_dims(entries, param.parameter)
                     parameters[name] |= {"follows": followed} if followed else {}
-                    entries = {
-                        entry: with_padding(stored_form(param, entry, value), param, padding)
-                        for entry, value in entries.items()
-                    }
+                    if param.over is not None or padding is not None:
+                        entries = {
+                            entry: with_padding(stored_form(param, entry, value), param, padding)
+                            for entry, value in entries.items()
+                        }
                 state[name] = entries
             if param.is_main:
                 value = stored_form(param, "main", param.updated)
@@ -358,20 +360,21 @@ class OptimizerState:
         made: dict[str, object] = {}
         filled: set[int] = set()
         paddings, named = self._paddings(), list(self._named())
+        known = StoredParameters(stored)
         for name, param in named:
             padding = paddings.get(id(param.parameter))
-            why = why_fresh(name, param.parameter, stored)
+            why = why_fresh(name, param.parameter, known)
             if why is not None:
                 state[name] = Fresh(why)
             if param.updated is None:
                 continue
-            if stored.has("state", name):
-                refuse_other_shape(name, param, stored, padding)
+            if known.state.get(name) is not None:
+                refuse_other_shape(name, param, known, padding)
                 have = form.entries.get(id(param.updated)) if form.is_live else None
                 state[name] = entry_targets(
-                    name, param, stored, padding, have=have, made=made, filled=filled
+                    name, param, known, padding, have=have, made=made, filled=filled
                 )
-            if stored.has("main", name):
+            if known.main.get(name) is not None:
                 dtype = stored.tensors_under("main")[name].dtype
                 main[name] = main_target(param, dtype, padding)
         template: dict[str, object] = {"state": state, "groups": Stored(), "membership": Stored()}
@@ -391,7 +394,7 @@ class OptimizerState:
             template["extra"] = extra | {
                 key: Fresh("the checkpoint lacks it", is_required=False) for key in lacking
             }
-        template |= absent_groups(self._optimizer.param_groups, named, stored)
+        template |= absent_groups(self._optimizer.param_groups, named, known)
         if stored.has("parameters"):
             template["parameters"] = Stored()
         once = (NUM_GROUPS, SHARDING)
@@ -616,9 +619,11 @@ class OptimizerState:
         names: dict[torch.Tensor, str] = {}
         for prefix, module in self._modules.items():
             refuse_flat_shards(module)
-            for parameter, name in parameter_names(module).items():
-                # A parameter shared by two of the modules has the first one's name.
-                names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
+            own = parameter_names(module)
+            if prefix:
+                own = {parameter: f"{prefix}.{name}" for parameter, name in own.items()}
+            # A parameter shared by two of the modules has the first one's name.
+            names = names | own | names
         if len(self._modules) > 1 and len(set(names.values())) < len(names):
             listed = list(names.values())
             twice = next(name for name in listed if listed.count(name) > 1)
@@ -630,9 +635,10 @@ class OptimizerState:
         params = self._optimizer.optimizer_parameters()
         names = self._names(params)
         for param in params:
-            if param.parameter not in names:
+            name = names.get(param.parameter)
+            if name is None:
                 raise ConfigError(self._unknown_parameter(param, names))
-            yield names[param.parameter], param
+            yield name, param
 
     def _unknown_parameter(self, param: OptimizerParameter, names: Mapping[Any, str]) -> str:
         """Return the message that a parameter is not the module's, and the likely cause."""
@@ -751,5 +757,5 @@ def _parameter_facts(
     param: OptimizerParameter, padding: tuple[int, ...] | None
 ) -> dict[str, object]:
     """Return what a load must know of a parameter: its real shape, and whether it was frozen."""
-    shape = [int(n) for n in (param.parameter.shape if padding is None else padding)]
+    shape = list(map(int, param.parameter.shape if padding is None else padding))
     return {"shape": shape} if param.parameter.requires_grad else {"shape": shape, "frozen": True}

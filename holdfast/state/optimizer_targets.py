@@ -32,10 +32,40 @@ from holdfast.state.stored import (
 from holdfast.state.tensor_elements import equal_trees, local_of, local_part
 
 
+class StoredParameters:
+    """What a checkpoint has of each of an optimizer's parameters, by name.
+
+    Args:
+        part: The optimizer's.
+    """
+
+    def __init__(self, part: StoredPart) -> None:
+        self.part = part
+        self.state = part.table("state")
+        self.main = part.table("main")
+        self.homes = part.table("membership")
+        """The number of the group of each."""
+        self._facts = part.table("parameters")
+
+    def fact(self, name: str, what: str) -> object:
+        """Return what the save noted of a parameter; None if it did not."""
+        facts = self._facts.get(name)
+        return facts.get(what) if is_plain_dict(facts) else None
+
+    def is_described(self, name: str) -> bool:
+        """Return True if the save noted anything of a parameter."""
+        return self._facts.get(name) is not None
+
+    def home(self, name: str) -> int | None:
+        """Return the number of a parameter's group; None if there is none."""
+        home = self.homes.get(name)
+        return home if isinstance(home, int) else None
+
+
 def entry_targets(
     name: str,
     param: OptimizerParameter,
-    stored: StoredPart,
+    stored: StoredParameters,
     padding: tuple[int, ...] | None,
     *,
     have: object,
@@ -50,8 +80,9 @@ def entry_targets(
             again.
         filled: `id` of the tensors that are a target already, and so cannot be another one's.
     """
-    below = stored.below("state", name)
-    known = stored.at("parameters", name, "follows")
+    part = stored.part
+    below = StoredPart(stored.state.get(name), part.tensors, f"{part.name}.state.{name}")
+    known = stored.fact(name, "follows")
     followed = known if isinstance(known, Mapping) else {}
 
     def nested(info: StoredTensor, current: object, path: str, *, inside: str = "") -> object:
@@ -81,8 +112,10 @@ def entry_targets(
             and id(current) not in filled
             and not is_expanded(local_part(current))
         ):
-            live: Any = with_padding(stored_form(param, entry, current), param, padding)
-            if global_shape(live) == info.shape or not stored.has("parameters", name):
+            live: Any = current
+            if param.over is not None or padding is not None:
+                live = with_padding(stored_form(param, entry, current), param, padding)
+            if global_shape(live) == info.shape or not stored.is_described(name):
                 target = live
                 filled.add(id(current))
         if target is None:
@@ -95,25 +128,25 @@ def entry_targets(
     return entries
 
 
-def _steps_on_device(name: str, stored: StoredPart) -> bool:
+def _steps_on_device(name: str, stored: StoredParameters) -> bool:
     """Return True if a parameter's group keeps its step counters on the device."""
-    home = stored.value("membership", name)
-    return isinstance(home, int) and any(
-        stored.value("groups", home, flag) for flag in ("capturable", "fused")
+    home = stored.home(name)
+    return home is not None and any(
+        stored.part.value("groups", home, flag) for flag in ("capturable", "fused")
     )
 
 
 def refuse_other_shape(
-    name: str, param: OptimizerParameter, stored: StoredPart, padding: tuple[int, ...] | None
+    name: str, param: OptimizerParameter, stored: StoredParameters, padding: tuple[int, ...] | None
 ) -> None:
     """Raise MismatchError if the stored state belongs to a parameter of another shape."""
-    saved = stored.at("parameters", name, "shape")
+    saved = stored.fact(name, "shape")
     shape = list(param.parameter.shape if padding is None else padding)
     if isinstance(saved, list) and saved != shape:
         padded = list(param.parameter.shape)
         declared = "" if padding is None else f", declared as the real one of {padded}"
         raise MismatchError(
-            f"{stored.name}.state.{name} is the state of a parameter of shape {saved}, the "
+            f"{stored.part.name}.state.{name} is the state of a parameter of shape {saved}, the "
             f"optimizer's has {shape}{declared}; if they differ by padding alone, declare the real "
             f"shape where it is saved and where it is loaded: declare_padding(module, name, shape)"
         )
@@ -246,20 +279,20 @@ def is_nothing(stored: StoredPart) -> bool:
     return isinstance(stored.node, Mapping) and not stored.node
 
 
-def why_fresh(name: str, parameter: torch.Tensor, stored: StoredPart) -> str | None:
+def why_fresh(name: str, parameter: torch.Tensor, stored: StoredParameters) -> str | None:
     """Return why a parameter would start fresh; None if it loses nothing.
 
     A parameter that the saved run trained and that had no state (never stepped, unused) is restored
     exactly by having none. That is not so for one that the saved run did not have, or had frozen,
     while others had state.
     """
-    if stored.has("state", name) or not parameter.requires_grad:
+    if stored.state.get(name) is not None or not parameter.requires_grad:
         return None
-    if not stored.keys_under("state"):
+    if not stored.state:
         return None
-    if not stored.has("membership", name):
+    if stored.homes.get(name) is None:
         return "the saved optimizer did not have this parameter"
-    if stored.at("parameters", name, "frozen") is True:
+    if stored.fact(name, "frozen") is True:
         return "it was frozen when it was saved and is trained now"
     return None
 
@@ -267,18 +300,18 @@ def why_fresh(name: str, parameter: torch.Tensor, stored: StoredPart) -> str | N
 def absent_groups(
     groups: Sequence[Mapping[str, Any]],
     named: Iterable[tuple[str, OptimizerParameter]],
-    stored: StoredPart,
+    known_parameters: StoredParameters,
 ) -> dict[str, object]:
     """Return groups and settings of groups of which the checkpoint knows nothing, by path."""
     result: dict[str, object] = {}
-    homes = {name: stored.value("membership", name) for name in stored.keys_under("membership")}
+    stored = known_parameters.part
     members: list[list[str]] = [[] for _ in groups]
     optimizers: dict[int, Any] = {}
     for name, param in named:
         members[param.group].append(name)
         optimizers[param.group] = param.optimizer
     for i, names in enumerate(members):
-        known = [home for name in names if isinstance(home := homes.get(name), int)]
+        known = [home for name in names if (home := known_parameters.home(name)) is not None]
         _refuse_joined(i, len(members), sorted(set(known)), stored)
         if names and not known:
             listed = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"

@@ -136,7 +136,14 @@ class StoredPart:
 
     def keys_under(self, *path: str | int) -> list[str]:
         """Return the dict keys at a path; empty if there is no dict."""
-        return [name for name, _ in pairs_of(self.at(*path)) or () if isinstance(name, str)]
+        return list(self.table(*path))
+
+    def table(self, *path: str | int) -> Mapping[str, Any]:
+        """Return the nodes by text key of the dict at a path; empty if there is no dict."""
+        node = self.at(*path)
+        if is_plain_dict(node):
+            return node
+        return {key: child for key, child in pairs_of(node) or () if isinstance(key, str)}
 
     def tensors_under(self, *path: str | int) -> dict[str, StoredTensor]:
         """Return the direct children of the dict at `path` that are tensors."""
@@ -165,7 +172,7 @@ class StoredPart:
             return None
         key = str(node["k"])
         dtype, shape = self.tensors[key]
-        return StoredTensor(key, tuple(shape), torch_dtype(dtype))
+        return StoredTensor(key, shape, torch_dtype(dtype))
 
     def value(self, *path: str | int) -> object:
         """Return the plain number, text, truth value or null at a path; None for others."""
@@ -249,7 +256,10 @@ def _add_leaf_paths(node: Any, path: str, result: list[str], key_of: Callable[[A
         result += [f"{path}.{i}" for i in range(len(node))]
         return
     if is_plain_dict(node) and node:
-        if are_plain(node.values()) or keys_of_tensors([*node.values()]) is not None:
+        children = node.values()
+        if are_plain(children) or (
+            set(map(type, children)) == {dict} and keys_of_tensors([*children]) is not None
+        ):
             result += [f"{path}.{name}" for name in node]
             return
         for name, child in node.items():  # text, which is a part of a path as it is

@@ -109,7 +109,7 @@ def equal_bits(one: object, other: object) -> bool:
 
 
 def equal_trees(one: object, other: object) -> bool:
-    """Return True if two trees are equal, tensors by dtype and value; NaN equals NaN.
+    """Return True if two trees are equal, tensors and arrays by dtype and value; NaN equals NaN.
 
     Of DTensors only dtype and shape are compared, so that there are no collectives.
     """
@@ -128,6 +128,12 @@ def equal_trees(one: object, other: object) -> bool:
         return one.keys() == other.keys() and all(equal_trees(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(equal_trees, one, other))
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if any(isinstance(each, np.ndarray) and each.size != 1 for each in (one, other)):
+        return False
     return bool(one == other) or (one != one and other != other)
 
 

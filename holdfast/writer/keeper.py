@@ -30,8 +30,8 @@ from holdfast.format.names import list_steps, step_dir
 from holdfast.format.verifier import verify_source
 from holdfast.format.versions import save_id_of
 from holdfast.storage import Storage
+from holdfast.storage.host_memory import available_memory_nbytes, total_memory_nbytes
 from holdfast.writer.kept_images import ANSWER_S, END, TAKE, KeptImages, is_own
-from holdfast.writer.memory import available_memory_nbytes, total_memory_nbytes
 from holdfast.writer.records import KeepImage
 from holdfast.writer.sealed_image import SealedImage, open_for_reading, seal_memory
 

@@ -1,4 +1,4 @@
-"""Memory in which a rank stages a save, mapped by its writer process too; and how much is left."""
+"""Memory in which a rank stages a save, mapped by its writer process too."""
 
 from __future__ import annotations
 
@@ -10,21 +10,12 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 from holdfast.errors import StorageError
 
 HUGE_NBYTES = 2 << 20
 """Of a huge page on x86 and on most of ARM; elsewhere a request for them is refused."""
 _COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
-_UNLIMITED_NBYTES = 1 << 60
-_CONTROL_GROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
-)
 
 
 class SharedMemory:
@@ -144,35 +135,3 @@ def collapse_pages(start: int, stop: int) -> None:
         libc = ctypes.CDLL(None)
         libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         libc.madvise(first, last - first, _COLLAPSE)
-
-
-def available_memory_nbytes() -> int:
-    """Memory this process may still take: the machine's, or its control group's if that is less."""
-    return _memory_nbytes()[0]
-
-
-def total_memory_nbytes() -> int:
-    """Memory of the machine, or the limit of this process's control group if that is less."""
-    return _memory_nbytes()[1]
-
-
-def _memory_nbytes() -> tuple[int, int]:
-    """Bytes available, and in all; as good as unlimited where the system does not tell."""
-    available = total = _UNLIMITED_NBYTES
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-            elif line.startswith("MemTotal:"):
-                total = int(line.split()[1]) * 1024
-    except OSError:
-        return available, total
-    for limit, used in _CONTROL_GROUPS:
-        try:
-            most = Path(limit).read_text().strip()
-            if most != "max":
-                available = min(available, int(most) - int(Path(used).read_text()))
-                total = min(total, int(most))
-        except (OSError, ValueError):
-            continue
-    return max(available, 0), total

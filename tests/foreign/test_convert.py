@@ -8,6 +8,7 @@ import os
 import signal
 import tracemalloc
 from concurrent.futures import Future
+from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
 
@@ -22,6 +23,7 @@ from holdfast.errors import ConfigError
 from holdfast.foreign import output as output_module
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes, HeldBytes
 from holdfast.foreign.convert import ConvertOptions, TargetFormat, open_any, plan_conversion
+from holdfast.format.envelopes.torch_types import TORCH_DTYPES
 from holdfast.format.names import INDEX, MANIFEST, list_steps
 from holdfast.format.values import tensor_node
 from holdfast.storage import PosixStorage
@@ -432,6 +434,25 @@ def test_types_that_the_format_lacks_are_named(holdfast: Holdfast, tmp_path: Pat
     done = holdfast("convert", tmp_path / "run", tmp_path / "x", "--to", "safetensors")
     assert done.code == 2
     assert "'wave' is C128" in done.err
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_types_that_only_newer_programs_know_are_written_and_named(
+    holdfast: Holdfast, tmp_path: Path, kind: torch.dtype
+) -> None:
+    """T6: safetensors has them from 0.8 on, and earlier releases refuse them."""
+    weights = torch.arange(6, dtype=torch.uint8).view(kind)
+    torch.save({"w": weights, "b": torch.ones(2)}, tmp_path / "x.pt")
+    done = holdfast("convert", tmp_path / "x.pt", tmp_path / "x.st", "--to", "safetensors")
+    assert (done.code, done.err) == (0, "")
+    assert (
+        f"w: of the type {TORCH_DTYPES[str(kind)[6:]]}, which programs read with safetensors 0.8"
+        in done.out
+    )
+    result = Checkpointer(tmp_path / "run").load_all(source=tmp_path / "x.st").values["model"]
+    assert raw(result["w"]) == raw(weights)
+    if tuple(map(int, version("safetensors").split(".")[:2])) >= (0, 8):
+        assert raw(load_file(tmp_path / "x.st")["w"]) == raw(weights)
 
 
 def test_sizes_are_read_as_people_write_them() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -30,6 +32,7 @@ from holdfast import Checkpointer, ConfigError, CorruptionError, OptimizerState
 from holdfast.foreign import NameMap, transpose
 from holdfast.foreign.convert import ConvertOptions, TargetFormat, plan_conversion
 from holdfast.foreign.formats import open_catalog
+from holdfast.foreign.view import CatalogStorage
 from tests.foreign.contract import Packed, check_format, packed, raw, sample_tensors, unpacked
 from tests.harness import RankContext, run_ranks
 
@@ -166,6 +169,27 @@ def test_a_pickle_that_asks_for_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptionError, match=r"os\.system"):
         open_catalog(tmp_path / "dcp")
     assert not marker.exists()
+
+
+def test_what_a_tensor_of_the_metadata_takes(tmp_path: Path) -> None:
+    """X2: it took 3.8 KB, most of them for numbers of the memo and for what was used already."""
+    num = 500
+    dcp.save({f"w{i}": torch.ones(1) for i in range(num)}, checkpoint_id=tmp_path, no_dist=True)
+    open_catalog(tmp_path)  # what is made once
+    tracemalloc.start()
+    try:
+        CatalogStorage(open_catalog(tmp_path))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2350 * num, peak / num
+
+
+def test_metadata_of_any_size_is_not_read(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path, no_dist=True)
+    os.truncate(tmp_path / ".metadata", (1 << 30) + 1)
+    with pytest.raises(CorruptionError, match=r"\.metadata: 1073741825 bytes are more than what"):
+        open_catalog(tmp_path)
 
 
 def test_metadata_that_lies_is_refused(tmp_path: Path) -> None:

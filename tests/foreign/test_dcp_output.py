@@ -299,19 +299,48 @@ def test_what_is_written_in_another_form_is_noted(tmp_path: Path) -> None:
         }
     }
     output = write(tree, tmp_path / "dcp")
-    assert output.notes == [
+    is_empty = "is an empty dict"
+    assert [note for note in output.notes if is_empty not in note] == [
         "x.od is of type OrderedDict: it is written as a dict",
         "x.ints has keys that are not strings: they become strings",
         "x.pair is a tuple with tensors: it is written as a list",
     ]
+    assert [note.split()[0] for note in output.notes if is_empty in note] == ["x.empty", "x.list.0"]
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "all.pt")
     result = torch.load(tmp_path / "all.pt", weights_only=True)["x"]
     assert equal_bits(result["pair"].pop(0), torch.ones(1))
     assert equal_bits(result["list"][1].pop("t"), torch.ones(1))
     assert result == {
-        "empty": {}, "od": {"a": 1}, "ints": {"1": "a"}, "pair": [[2]], "nothing": [],
+        "od": {"a": 1}, "ints": {"1": "a"}, "pair": [[2]], "nothing": [],
         "list": [{}, {}],
     }  # fmt: skip
+
+
+def test_a_state_dict_with_empty_dicts_is_filled(tmp_path: Path) -> None:
+    """X4: an optimizer without state made every dict of values next to it a missing key.
+
+    PyTorch took the item of an empty dict for a checkpoint of its release 2.3.
+    """
+    tree: dict[str, Any] = {
+        "model": {"w": torch.ones(2)},
+        "optimizer": {"state": {}, "param_groups": [{"lr": 0.1, "params": ["w"]}]},
+        "args": {"a": 1, "none": {}, "z": 2},
+    }
+    output = write(tree, tmp_path / "dcp")
+    assert [note.split(",")[0] for note in output.notes] == [
+        "optimizer.state is an empty dict", "args.none is an empty dict",
+    ]  # fmt: skip
+    target: dict[str, Any] = {
+        "model": {"w": torch.zeros(2)},
+        "optimizer": {"state": {}, "param_groups": [{"lr": 0.0, "params": []}]},
+        "args": {"a": 0, "none": {}, "z": 0},
+    }
+    load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert equal_bits(target["model"].pop("w"), tree["model"].pop("w"))
+    assert target == tree
+    # Our own reader has them, at their place.
+    found = open_catalog(tmp_path / "dcp").parts["args"]
+    assert list(found.items()) == [("a", 1), ("none", {}), ("z", 2)]
 
 
 def test_names_that_are_one_are_refused() -> None:

@@ -34,6 +34,7 @@ VALUES: tuple[Any, ...] = (
     torch.Size([1, 2]), torch.device("cpu"), datetime.date(2020, 1, 2), Path("/x"), np.float32(0.1),
     np.arange(3), np.arange(4.0).reshape(2, 2).T, np.array(["a", "bc"]), np.arange(2, dtype=">i2"),
     np.zeros((0, 2)), Counter("aab"), deque([1], maxlen=3), defaultdict(list, {"a": [1]}),
+    defaultdict(int, {"a": 1}),
 )  # fmt: skip
 KEYS: tuple[Any, ...] = ("a", "b.c", "", "ü/x", "..", "a b", 0, 7, -1, 1.5, (1, 2), None, True)
 

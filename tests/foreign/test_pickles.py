@@ -9,6 +9,7 @@ import io
 import os
 import pathlib
 import pickle
+import random
 import struct
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -43,6 +45,7 @@ from holdfast.foreign.pickles import (
     to_node,
 )
 from holdfast.format.values import Codec, Codecs, decode_tree, walk
+from holdfast.storage import host_memory
 
 PROTOCOLS = range(6)
 
@@ -447,6 +450,36 @@ def test_bombs_are_refused_at_once(name: str) -> None:
     assert peak < 250 * (1 << 20)
 
 
+def test_numbers_of_the_memo_are_those_of_pickle() -> None:
+    """In order, again, with gaps that are filled later: all that PUT, MEMOIZE and GET can do."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        known, code = set[int](), b"\x80\x04]("
+        for value in range(20):
+            code += b"K" + bytes([value])
+            number = rng.choice([len(known), rng.randrange(12)])
+            put = rng.choice([b"\x94", b"q" + bytes([number]), b"r" + struct.pack("<I", number)])
+            known.add(len(known) if put == b"\x94" else number)
+            code += put + b"h" + bytes([rng.choice(sorted(known))])
+        assert read(code + b"e.") == pickle.loads(code + b"e."), seed
+
+
+def test_a_pickle_that_does_not_fit_into_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """X2: values of 1 GiB of a pickle may take a hundred times that."""
+    monkeypatch.setattr(host_memory, "_MACHINE", tmp_path / "meminfo")
+    monkeypatch.setattr(pickles, "_OPCODES_AT_ONCE", 1000)
+    data = pickle.dumps([[i] for i in range(10_000)])
+    for available, is_read in ((1 << 20, True), (200_000, False)):
+        (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {available} kB\n")
+        if is_read:
+            assert read(data) == pickle.loads(data)
+        else:
+            with pytest.raises(CorruptionError, match=r"does not fit into memory: 205 MB are left"):
+                read(data)
+
+
 def test_a_huge_number_of_the_memo_costs_nothing() -> None:
     assert read(b"Nr\xff\xff\xff\xff0j\xff\xff\xff\xff.") is None
     refused(b"Np99999999999999999\n.", "memo")
@@ -654,16 +687,18 @@ class Colour(Enum):
 
 NODES = [
     {"a": 1, 2: (3, None), (4, "b"): {"c": [1.5]}}, OrderedDict(b=1, a=[2]), Counter("aab"),
-    defaultdict(int, {3: 4}), deque([1, 2], maxlen=9), {1, (2, 3)}, frozenset({"x"}),
-    range(1, 5), slice(None, 3), 1 + 2j, b"\x00", bytearray(b"\x01"), 2**70, float("inf"),
-    np.float32(1.5), np.str_("x"), np.datetime64("2020-01-01", "s"), "\ud800", {"$": 1, "$$": 2},
-    [[], {}, (), set()],
+    defaultdict(int, {3: 4}), defaultdict(str, a=""), deque([1, 2], maxlen=9), {1, (2, 3)},
+    frozenset({"x"}), range(1, 5), slice(None, 3), 1 + 2j, b"\x00", bytearray(b"\x01"), 2**70,
+    float("inf"), np.float32(1.5), np.str_("x"), np.datetime64("2020-01-01", "s"), "\ud800",
+    {"$": 1, "$$": 2}, [[], {}, (), set()],
 ]  # fmt: skip
 
 
-def test_nodes_decode_to_what_was_pickled() -> None:
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_nodes_decode_to_what_was_pickled(protocol: int) -> None:
+    """In protocol 2, which `torch.save` writes, `int` and `str` are `long` and `unicode`."""
     for value in NODES:
-        decoded = decode_tree(to_node(read(pickle.dumps(value))).node)
+        decoded = decode_tree(to_node(read(pickle.dumps(value, protocol))).node)
         assert type(decoded) is type(value)
         assert decoded == value
         assert repr(decoded) == repr(value) or isinstance(value, set | frozenset)

@@ -30,6 +30,28 @@ DefaultFlowCallback.on_step_end = kill
 """
 
 
+_SHARDS = """
+from accelerate.state import AcceleratorState, DistributedType
+# Accelerate itself shards on accelerators only; its classes do so on CPUs as well.
+AcceleratorState.distributed_type = property(lambda self: DistributedType.FSDP, lambda *_: None)
+make = AcceleratorState.__init__
+def make_sharded(self, *args, fsdp_plugin=None, **named):
+    make(self, *args, **named)
+    if fsdp_plugin is not None:
+        self.fsdp_plugin = fsdp_plugin
+AcceleratorState.__init__ = make_sharded
+"""
+
+
+def sharded(program: str) -> str:
+    """The program with FSDP of the Trainer: `fsdp=True`."""
+    layers = "'transformer_layer_cls_to_wrap': 'LlamaDecoderLayer'"
+    config = f"fsdp=True, fsdp_config={{{layers}}}"
+    program = program.replace("use_cpu=True", f"use_cpu=True, {config}")
+    whole = "getattr(p, 'full_tensor', lambda p=p: p)().double()"
+    return _SHARDS + program.replace("p.double()", whole)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
     server = ForkServer(
@@ -116,11 +138,12 @@ def test_killed_at_random_steps(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [PROGRAM, sharded(PROGRAM)], ids=["DDP", "FSDP2"])
+def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, program: str) -> None:
     check_four_ranks(
         server,
         tmp_path,
-        PROGRAM,
+        program,
         silent=("", ""),
         every=("save_steps=2", "save_steps=6"),
         kill=lambda at, rank: KILL.format(at=at, rank=rank),
@@ -198,6 +221,7 @@ def test_adapters_callbacks_and_the_trainers_own_files(server: ForkServer, tmp_p
     assert kept == ["iter_0000006"]
 
 
+_BEST = ', load_best_model_at_end="full" not in mode'
 _FROZEN = "model = peft.get_peft_model(model, lora)"
 _HALF = "\n    [p.requires_grad_(False) for n, p in model.named_parameters() if 'lora_A' in n]"
 _RANKED = """
@@ -237,6 +261,20 @@ def test_adapters_with_more_than_what_is_trained(
     assert server.lines(other, tmp_path / "b", "resume", directory=tmp_path) == straight
     with Snapshot.open(PosixStorage(tmp_path / "b" / "holdfast"), step_dir(6)) as saved:
         assert not any("base_layer" in key for key in saved.keys)
+
+
+@pytest.mark.slow
+def test_adapters_on_a_sharded_base_model(server: ForkServer, tmp_path: Path) -> None:
+    """X20. Sharded by FSDP2, resumed whole; another base model is refused."""
+    program = ADAPTED.replace("1e-9", "1e-2").replace(_BEST, "")
+    shards = sharded(program)
+    named: dict[str, Any] = {"directory": tmp_path, "num_ranks": 2}
+    straight = server.lines(shards, tmp_path / "a", "new", **named)
+    server.lines(shards, tmp_path / "b", "stop", **named)
+    other = shards.replace("set_seed(1)", "set_seed(2)")
+    ends = server.run(other, tmp_path / "b", "resume", **named)
+    assert "other weights than the one that the saved adapters were" in ends[0].output
+    assert server.lines(program, tmp_path / "b", "resume", **named) == straight
 
 
 @pytest.mark.slow
@@ -314,6 +352,13 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     kept = PROGRAM.replace("use_cpu=True", workers)
     ends = server.run(kept, tmp_path / "kept", 1, directory=tmp_path)
     assert "does not support dataloader_persistent_workers" in ends[0].output
+    first = "trainer.accelerator.state.fsdp_plugin.fsdp_version = 1\ncheckpoints ="
+    for program, why in [
+        (sharded(ADAPTED), "load_best_model_at_end under FSDP"),
+        (sharded(PROGRAM).replace("checkpoints =", first), "FSDP of version 1"),
+    ]:
+        ends = server.run(program, tmp_path / "fsdp", 1, directory=tmp_path, num_ranks=2)
+        assert f"does not support {why}" in ends[0].output
     in_time = PROGRAM.replace("use_cpu=True", "enable_jit_checkpoint=True, use_cpu=True")
     ends = server.run(in_time, tmp_path / "in-time", 1, directory=tmp_path)
     assert "does not support enable_jit_checkpoint" in ends[0].output

@@ -211,6 +211,22 @@ class Rotating(torch.optim.Optimizer):
             p.sub_((state["moment"] @ state["bases"][0] @ state["bases"][0].T) * 0.1)
 
 
+class Turning(Rotating):
+    """Its state is tensors alone, the first of them in columns."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state |= {"moment": torch.zeros(p.T.shape).T, "mean": torch.zeros(p.shape)}
+            assert not state["moment"].is_contiguous()
+            assert state["mean"].is_contiguous()
+            state["moment"].mul_(0.9).add_(p.grad)
+            state["mean"].lerp_(p.grad, 0.1)
+            p.sub_((state["moment"] @ state["moment"].T @ state["mean"]) * 0.1)
+
+
 class RotatingByForm(Rotating):
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
@@ -221,7 +237,7 @@ def wide(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 33, bias=False), nn.Tanh(), nn.Linear(33, 3, bias=False))
 
 
-@pytest.mark.parametrize("kind", [Rotating, RotatingByForm])
+@pytest.mark.parametrize("kind", [Rotating, RotatingByForm, Turning])
 def test_the_memory_order_of_state_is_kept(tmp_path: Path, kind: Any) -> None:
     """O1: products of matrices in another order of memory round otherwise."""
     assert_kept(tmp_path, wide, of(kind))

@@ -27,6 +27,7 @@ from holdfast.rerun import (
 )
 from tests.harness import RankContext, run_ranks
 from tests.rerun.job import SavedLoop
+from tests.rerun.threads import ThreadGroups, run_threads
 
 
 class Loop(SavedLoop):
@@ -90,22 +91,32 @@ def with_fault(groups: ProcessGroups, root: Path, **options: Any) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize("what", ["parameter", "optimizer"])
+@pytest.mark.parametrize("what", ["parameter", "optimizer", "buffer"])
 def test_a_state_that_was_bad_before_the_step_has_its_own_verdict(
     groups: ProcessGroups, tmp_path: Path, what: str
 ) -> None:
     """D20: no device is blamed, no checkpoint of it is kept or preferred; the one before is."""
-    loop = Loop(groups, tmp_path)
+
+    def make() -> Loop:
+        loop = Loop(groups, tmp_path)
+        if what == "buffer":
+            loop.model.append(nn.BatchNorm1d(1).eval())
+            loop.model.register_buffer("unset", torch.full((2,), math.nan))
+        return loop
+
+    loop = make()
     batches = loop.machine.replayable(loop.source())
     good = tmp_path / "good"
     loop.run(2, batches)
     loop.save(good)
     loop.run(3, batches)
     # The update of step 2 has spoiled one element: each run of step 3 is bad, on any device.
-    name = "1.weight"
-    parameter = loop.model.get_parameter(name)
+    name = "2.running_var" if what == "buffer" else "1.weight"
+    parameter = loop.model.get_parameter("1.weight")
     with torch.no_grad():
-        if what == "parameter":
+        if what == "buffer":
+            loop.model.get_buffer(name)[0] = math.nan
+        elif what == "parameter":
             parameter[0, 1] = math.inf
         else:
             loop.optimizer.state[parameter]["exp_avg"][0, 1] = math.nan
@@ -119,7 +130,7 @@ def test_a_state_that_was_bad_before_the_step_has_its_own_verdict(
     (verdict,) = [each for each in read_report(tmp_path / "rerun") if each["event"] == "verdict"]
     assert (verdict["convicted"], verdict["values"][0]["num_tensors"]) == ([], 1)
     # The next start leaves the step out; one that loads it all the same ends before it runs.
-    after = Loop(groups, tmp_path)
+    after = make()
     with (
         Checkpointer(good, groups=groups) as checkpoints,
         Checkpointer(after.machine.checkpoints, groups=groups) as faults,
@@ -130,6 +141,40 @@ def test_a_state_that_was_bad_before_the_step_has_its_own_verdict(
     after.run(4, after.machine.replayable(after.source(3)))
     assert after.machine.decision.exit_code == 21
     assert after.taken == []
+
+
+@pytest.mark.parametrize(
+    ("size", "bit", "odd"), [(2, 22, [0, 1]), (3, 22, [1]), (3, 0, [1]), (3, 29, [1])]
+)
+def test_a_parameter_that_has_changed_on_one_replica_blames_no_data_and_no_device(
+    tmp_path: Path, size: int, bit: int, odd: list[int]
+) -> None:
+    """D20: one bit of it, before the step. A checkpoint of the step would hold one of the copies,
+
+    so that what a restart shows says nothing of the data or of the devices.
+    """
+
+    def run(groups: ThreadGroups) -> Loop:
+        loop = Loop(groups, tmp_path, device=f"GPU {groups.rank}")  # type: ignore[arg-type]
+        with torch.no_grad():  # threads draw from one random stream
+            for each in loop.model.parameters():
+                each.copy_(torch.linspace(-1, 1, each.numel()).view_as(each))
+        batches = loop.machine.replayable(loop.source())
+        loop.run(2, batches)
+        if groups.rank == 1:
+            loop.model.get_parameter("1.weight").data.view(torch.int32)[0, 1] ^= 1 << bit
+        loop.run(3, batches, {2: 2} if groups.rank == 1 else None)
+        return loop
+
+    for loop in run_threads(size, run):
+        decision = loop.machine.decision
+        assert (decision.exit_code, decision.save, decision.verdict) == (21, False, "spoiled_state")
+        assert "second_opinion=False" in decision.message
+        assert loop.machine.fault is None
+    events = read_report(tmp_path / "rerun")
+    (drift,) = [each for each in events if each["event"] == "drift"]
+    assert [each["rank"] for each in drift["values"]] == odd
+    assert [each["verdict"] for each in events if each["event"] == "verdict"] == ["spoiled_state"]
 
 
 def test_masks_of_infinities_are_no_fault(groups: ProcessGroups, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
 from holdfast import (
+    RNG,
     ChainedOptimizer,
     Checkpointer,
     ProcessGroups,
@@ -40,6 +41,7 @@ from holdfast.rerun import (
     State,
     read_report,
 )
+from holdfast.state.rng import accessors
 from tests.rerun.job import SavedLoop, load_entry, save_entry
 from tests.rerun.threads import ThreadGroups, run_threads
 
@@ -81,6 +83,10 @@ def sharded(
     )  # fmt: skip
 
 
+def reduced(model: nn.Module, groups: ProcessGroups) -> ReducedOptimizer:
+    return ReducedOptimizer(adam(model, groups), groups, name="all")
+
+
 def chained(model: nn.Module, groups: ProcessGroups) -> ChainedOptimizer:
     *rest, last = model.parameters()
     whole = ReducedOptimizer(torch.optim.Adam([last], lr=0.01), groups, name="last")
@@ -108,6 +114,7 @@ class Loop(SavedLoop):
         device: str = "A",
         layer: nn.Module | None = None,
         hooks: Sequence[Any] = (),
+        streams: Sequence[RNG] = (),
         make: Callable[[nn.Module, ProcessGroups], Any] | None = None,
         is_given: bool = False,
         **options: Any,
@@ -124,17 +131,21 @@ class Loop(SavedLoop):
         self.optimizer = (make or adam)(self.model, groups)
         self.at_end: Callable[[], object] = lambda: None
         """Called at the end of each run."""
+        self.update: Callable[[], object] = lambda: self.optimizer.step()
+        """Called after the runs of a step."""
         if is_given:
             options["optimizers"] = [self.optimizer]
         self.lines: list[str] = []
         self.machine = RerunMachine(
             groups,
             directory=root / "rerun",
-            replayed=Replayed(modules=[self.model], hooks=hooks),
+            replayed=Replayed(modules=[self.model], hooks=hooks, streams=streams),
             device=DeviceIdentity(host="h", uuid=device),
             note=self.lines.append,
             **options,
         )
+        optimizer: Any = self.optimizer
+        self.drop_gradients = getattr(optimizer, "drop_gradients", None) or optimizer.zero_grad
         self.step = 0
         self.taken: list[torch.Tensor] = []
 
@@ -151,6 +162,7 @@ class Loop(SavedLoop):
         num_bad: int = 1,
         left_in: int | None = None,
         drops_before: bool = False,
+        drop: Callable[[], object] | None = None,
     ) -> None:
         """Run to a step.
 
@@ -161,15 +173,16 @@ class Loop(SavedLoop):
             num_bad: in how many runs.
             left_in: a run of the first step that an exception leaves, which is caught.
             drops_before: gradients, before the attempts and not in each.
+            drop: how gradients are dropped; default: by the optimizer.
         """
         was_left = False
         while self.step < until:
             if drops_before and not was_left:
-                self.optimizer.zero_grad()
+                self.drop_gradients()
             try:
                 for number in self.machine.attempts(self.step, batches):
                     if not drops_before:
-                        self.optimizer.zero_grad()
+                        (drop or self.drop_gradients)()
                     taken = []
                     for microbatch in range(2):
                         batch = next(batches)
@@ -190,7 +203,7 @@ class Loop(SavedLoop):
             if self.machine.decision.exit_code is not None:
                 return
             self.taken += taken
-            self.optimizer.step()
+            self.update()
             self.step += 1
 
     def save(self, root: Path) -> None:
@@ -285,6 +298,49 @@ def test_attributes_that_a_rerun_does_not_bring_back_are_named(
     assert same(good, transient) == (not missing)
 
 
+class Noise(nn.Module):
+    """Adds noise of a generator of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        make: dict[str, Callable[[], Any]] = {
+            "torch": lambda: torch.Generator().manual_seed(1),
+            "numpy": lambda: np.random.default_rng(1),
+            "python": lambda: random.Random(1),
+        }
+        self.draws = {kind: make[kind]()}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.draws.values():
+            is_torch = isinstance(each, torch.Generator)
+            x = x + (torch.rand((), generator=each) if is_torch else each.random())
+        return x
+
+
+@pytest.mark.parametrize("given", ["", "streams", "hooks"])
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+def test_a_generator_that_a_rerun_does_not_bring_back_is_named(
+    groups: ProcessGroups, tmp_path: Path, kind: str, given: str
+) -> None:
+    """D7: a module's own, which is neither in streams nor in hooks, in one line."""
+
+    def run(name: str, **fault: Any) -> Loop:
+        layer = Noise(kind)
+        (each,) = layer.draws.values()
+        one = accessors(each)
+        hooks = [(one.get, one.put)] if given == "hooks" else []
+        streams = [RNG(generators=layer.draws)] if given == "streams" else []
+        loop = Loop(groups, tmp_path / name, layer=layer, hooks=hooks, streams=streams)
+        loop.run(4, loop.machine.replayable(numbered()), **fault)
+        return loop
+
+    good, transient = run("good"), run("transient", bad=(2, 1))
+    for loop in (good, transient):
+        named = [line for line in loop.lines if f"4.draws.{kind}" in line and "step 1" in line]
+        assert len(named) == (not given)
+    assert same(good, transient) == bool(given)
+
+
 def test_data_that_is_bad_is_told_from_a_device_under_random_draws(
     groups: ProcessGroups, tmp_path: Path
 ) -> None:
@@ -331,6 +387,110 @@ def test_gradients_of_the_run_before_are_not_added_to(
     loop = Loop(groups, tmp_path / "loop", make=make, is_given=True)
     batches = loop.machine.replayable(numbered())
     loop.run(3, batches, bad=(0, 1), drops_before=True, left_in=left_in)
+    assert same(good, loop)
+
+
+@pytest.mark.parametrize("left_in", [None, 0])
+@pytest.mark.parametrize("make", [adam, reduced])
+@pytest.mark.parametrize("drops", ["no", "but one", "to zero", "past autograd"])
+def test_gradients_of_the_steps_before_are_not_in_an_update_twice(
+    groups: ProcessGroups, tmp_path: Path, drops: str, make: Any, left_in: int | None
+) -> None:
+    """D7: a loop that accumulates over steps is refused, and one that zeroes them is not.
+
+    A parameter that no optimizer has does not count.
+    """
+    is_stray = drops == "but one"
+    is_known = make is not adam or left_in is None
+    make = partial(without_first, make) if is_stray else make
+    good = Loop(groups, tmp_path / "good", make=make)
+    good.run(3, good.machine.replayable(numbered()))
+    loop = Loop(groups, tmp_path / "loop", make=make, is_given=is_known)
+    batches = loop.machine.replayable(numbered())
+
+    def drop() -> None:
+        for each in [*loop.model.parameters()][is_stray:]:
+            if each.grad is not None and is_stray:
+                each.grad = None
+            if each.grad is not None and drops == "to zero":
+                each.grad.zero_()
+            if each.grad is not None and drops == "past autograd":
+                each.grad.data.zero_()
+
+    bad = (1, 0) if left_in is None else None
+    loop.run(1, batches)
+    for each in loop.model.parameters():
+        each.grad = torch.ones_like(each)
+    if drops == "no":
+        with pytest.raises(ConfigError, match=r"were there before the step \(0.bias, .*were still"):
+            loop.run(3, batches, bad=bad, left_in=left_in, drop=drop)
+    else:
+        loop.run(3, batches, bad=bad, left_in=left_in, drop=drop)
+        assert same(good, loop)
+
+
+def without_first(make: Any, model: nn.Module, groups: ProcessGroups) -> Any:
+    """An optimizer that does not have the first parameter, which has gradients all the same."""
+    first, *rest = model.parameters()
+    first.grad = torch.ones_like(first)
+    return make(nn.ParameterList(rest), groups)
+
+
+class Scheduled(Loop):
+    """A loop that steps a schedule inside of its attempts.
+
+    Args:
+        how: what brings it back, or that it is stepped after an update only.
+    """
+
+    def __init__(self, groups: ProcessGroups, root: Path, *, how: str) -> None:
+        group: dict[str, Any] = {}
+        counts = [0]
+        hook: Any = (lambda: dict(group, params=[]), lambda saved: group.update(lr=saved["lr"]))
+        other: Any = (counts.copy, lambda saved: None)
+        hooks = {"a hook": [hook], "another hook": [other]}.get(how, [])
+        make = reduced if "veto" in how else adam
+        super().__init__(groups, root, make=make, is_given=True, hooks=hooks)
+        inner: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        group.update(inner.param_groups[0])
+        inner.param_groups[0] = group
+
+        def schedule() -> None:
+            group["lr"] *= 0.5
+
+        def step() -> None:
+            if not self.optimizer.step(veto=self.machine).vetoed or how == "after a veto":
+                schedule()
+
+        self.at_end = schedule
+        if "veto" in how:
+            self.at_end, self.update = step, lambda: None
+
+
+@pytest.mark.parametrize(
+    ("how", "refused_at"),
+    [
+        ("in any step", 0),
+        ("another hook", 1),
+        ("after a veto", 1),
+        ("a hook", None),
+        ("unless there was a veto", None),
+    ],
+)
+def test_a_schedule_is_not_stepped_twice(
+    groups: ProcessGroups, tmp_path: Path, how: str, refused_at: int | None
+) -> None:
+    """D7: hyperparameters that a run has changed are those of the start again, or it is refused."""
+    loop = Scheduled(groups, tmp_path / "loop", how=how)
+    batches = loop.machine.replayable(numbered())
+    if refused_at is not None:
+        with pytest.raises(ConfigError, match=r"hyperparameters have changed.*lr of group 0"):
+            loop.run(3, batches, bad=(1, 0))
+        assert loop.step == refused_at
+        return
+    loop.run(3, batches, bad=(1, 0))
+    good = Scheduled(groups, tmp_path / "good", how=how)
+    good.run(3, good.machine.replayable(numbered()))
     assert same(good, loop)
 
 

@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from holdfast import RNG, Checkpointer, Layout, OptimizerState, ProcessGroups
+from holdfast import (
+    RNG,
+    Bridge,
+    Checkpointer,
+    Layout,
+    ModuleGroups,
+    ModuleLayouts,
+    OptimizerState,
+    ProcessGroups,
+)
 from holdfast.errors import ConfigError
 from holdfast.optim import ShardedOptimizer, collectives
 from holdfast.rerun import (
@@ -27,6 +37,7 @@ from holdfast.rerun import (
     read_report,
 )
 from tests.harness import RankContext, run_ranks
+from tests.rerun.job import load_entry, save_entry
 
 NUM_STEPS, AT = 4, 2
 RULE = RejectsAny(NotFinite(), Rejects(lambda loss: loss > 1e3, "is a spike"))
@@ -398,3 +409,98 @@ def test_a_second_opinion_is_given_only_where_runs_are_the_same(
     results = run_ranks(2, plain_loop, str(tmp_path), case).results
     assert [each[0] for each in results] == [code, code]
     assert any(words in line for line in results[0][1]), results[0][1]
+
+
+def of_modules(context: RankContext, directory: str, kind: str) -> list[tuple[int | None, str]]:
+    """Starts of a job of two modules, one replica of whose encoder has bad data or a bad device.
+
+    Returns:
+        Of each start the exit code, and the convicted devices.
+    """
+    rank = context.rank
+    layouts = ModuleLayouts(
+        {"vision": Layout(dp=2), "language": Layout(dp=2, ranks=(2, 3))},
+        edges=[("vision", "language")],
+    )
+    endings: list[tuple[int | None, str]] = []
+    entry: Any = None
+    with ModuleGroups.create(layouts) as groups:
+        bridge = Bridge(groups, "vision", "language")
+        for devices in ("ABCD", "ABCX", "AYCX"):
+            torch.manual_seed(0)
+            model = nn.Linear(4, 4)
+            machine = RerunMachine(
+                groups.union,
+                directory=directory,
+                replayed=Replayed(modules=[model]),
+                device=DeviceIdentity(host="h", uuid=devices[rank]),
+                note=lambda line: None,
+            )
+            if entry is not None:
+                load_entry(machine, entry)
+            has_data = kind == "data" and rank == 1
+            source = (torch.full((2, 4), math.nan if has_data else 1.0) for _ in range(3))
+            batches = machine.replayable(source)
+            for _ in machine.attempts(1, batches):
+                inputs, tokens, loss = next(batches), None, torch.zeros(())
+                if groups.has("vision"):
+                    tokens = model(inputs)
+                    if (kind, devices[rank]) == ("device", "B"):
+                        tokens = tokens * math.nan
+                bridged = bridge(tokens, None if tokens is None else [1, 1])
+                if groups.has("language"):
+                    loss = model(bridged.tokens).square().mean()
+                    machine.validate("loss", loss, NotFinite())
+                (loss + bridged.anchor).backward()
+                model.zero_grad()
+            entry = save_entry(machine)
+            verdict = verdicts(Path(directory).parent)[-1:] or [("", [])]
+            endings.append((machine.decision.exit_code, "".join(verdict[0][1])))
+            if endings[-1][0] != 16:
+                return endings
+    return endings
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("device", [(16, ""), (16, ""), (18, "B")]), ("data", [(19, "")])]
+)
+def test_a_module_that_feeds_another_feeds_its_values(
+    tmp_path: Path, kind: str, expected: list[tuple[int | None, str]]
+) -> None:
+    """D19, D23: the language model's devices alone are neither convicted nor proof for the data."""
+    results = run_ranks(4, of_modules, str(tmp_path / "rerun"), kind).results
+    assert results == [expected] * 4
+
+
+def fully_sharded(context: RankContext, directory: str) -> list[str]:
+    """Errors of loops over a model of torch's FSDP2 with one step that runs again."""
+    errors = []
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for drops in (True, False):
+            model = nn.Linear(4, 4)
+            fully_shard(model, mesh=groups.mesh("dp_cp"))
+            root = Path(directory) / str(drops)
+            machine = RerunMachine(groups, directory=root, replayed=Replayed(modules=[model]))
+            error = ""
+            try:
+                for step in range(2):
+                    for number in machine.attempts(step, None):
+                        if drops:
+                            model.zero_grad()
+                        loss = model(torch.ones(2, 4)).square().mean()
+                        loss.backward()
+                        is_bad = (step, number) == (1, 0)
+                        machine.validate(
+                            "loss", math.nan if is_bad else loss, NotFinite(), fatal=False
+                        )
+            except ConfigError as reason:
+                error = str(reason)
+            errors.append(error)
+    return errors
+
+
+def test_gradients_of_a_fully_sharded_model_are_not_in_an_update_twice(tmp_path: Path) -> None:
+    """D7: autograd calls no hook at a shard, so the loop has to drop them before the forward."""
+    for dropped, kept in run_ranks(2, fully_sharded, str(tmp_path)).results:
+        assert not dropped
+        assert "were there before the step (bias, weight)" in kept

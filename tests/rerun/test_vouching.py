@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from holdfast import Layout, ProcessGroups
+from holdfast import Layout, ModuleLayouts, ProcessGroups
 from holdfast.errors import ConfigError, DriftError
 from holdfast.rerun import (
     DeviceIdentity,
@@ -56,6 +57,45 @@ def test_replicas_are_what_a_forward_connects() -> None:
         assert not partners or sorted(partners.values()) == sorted(layout.ranks)
         for rank, other in partners.items():
             assert connected(layout, [rank]) != connected(layout, [other])
+
+
+@pytest.mark.parametrize(
+    ("vision", "language", "replicas"),
+    [
+        # Disjoint: data rank 0 of one side feeds data rank 0 of the other, and so on.
+        ({"dp": 2}, {"dp": 2, "ranks": (2, 3)}, [(0, 2), (1, 3)]),
+        ({"dp": 2}, {"tp": 2, "dp": 2, "ranks": (2, 3, 4, 5)}, [(0, 2, 3), (1, 4, 5)]),
+        ({"dp": 4}, {"dp": 2, "ranks": (4, 5)}, [(0, 1, 4), (2, 3, 5)]),
+        ({"tp": 2}, {"dp": 2, "ranks": (2, 3)}, [(0, 1, 2, 3)]),
+        # On the same ranks: those of the wider replica.
+        ({"dp": 4}, {"tp": 2, "dp": 2}, [(0, 1), (2, 3)]),
+        ({"dp": 2, "pp": 2}, {"tp": 2, "dp": 2}, [(0, 1, 2, 3)]),
+    ],
+)
+def test_replicas_of_several_modules_are_what_bridges_connect(
+    vision: dict[str, Any], language: dict[str, Any], replicas: list[tuple[int, ...]]
+) -> None:
+    """D19: a loss of the language model is the work of the encoders of its images, too."""
+    layouts = ModuleLayouts(
+        {"vision": Layout(**vision), "language": Layout(**language)},
+        edges=[("vision", "language")],
+    )
+    assert sorted(tuple(sorted(each)) for each in replicas_of(layouts)) == replicas
+    for rank in layouts.union.ranks:
+        (own,) = (each for each in replicas if rank in each)
+        assert Feeders(layouts, rank).of(None) == own
+    # The partner has the same modules, at the same place in them.
+    for rank, other in partner_ranks(layouts).items():
+        assert layouts.modules_of(rank) == layouts.modules_of(other)
+        for mine, theirs in zip(
+            layouts.roles_of(rank).values(), layouts.roles_of(other).values(), strict=True
+        ):
+            assert [mine.coordinates[axis] for axis in ("tp", "pp")] == [
+                theirs.coordinates[axis] for axis in ("tp", "pp")
+            ]
+    # Modules that no bridge joins have nothing to do with one another.
+    apart = ModuleLayouts({"one": Layout(dp=2), "other": Layout(tp=2, ranks=(2, 3))})
+    assert [Feeders(apart, rank).of(None) for rank in (1, 2)] == [(1,), (2, 3)]
 
 
 def feeders(context: RankContext, mesh_shape: tuple[int, ...], names: str) -> tuple[int, ...]:

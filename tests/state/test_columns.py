@@ -24,6 +24,7 @@ from holdfast import (
     HoldfastError,
     Layout,
     ModuleState,
+    OptimizerState,
     Padded,
     Replicated,
     Sharded,
@@ -211,17 +212,28 @@ STORED: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 
 
+def grouped(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """The entries in dicts of three, as an optimizer's state is by parameter."""
+    groups: dict[Any, Any] = {f"g{i}": {} for i in range(10)}
+    for name, each in tree.items():
+        groups[f"g{int(str(name).strip('t')) // 3}"][name] = each
+    return groups
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
 @pytest.mark.parametrize("seed", range(60))
 def test_a_dict_of_tensors_is_matched_as_each_of_them(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, is_grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(matching, "_MIN_COLUMNAR", 10)
     choose = random.Random(seed)
     names = [f"t{i}" for i in range(30)]
     template: dict[Any, Any] = {name: ODD["plain"]() for name in names}
     stored = dict.fromkeys(names, STORED["same"])
-    for name in choose.sample(names, choose.choice([0, 0, 1, 3])):
+    most = [0] if is_grouped and choose.random() < 0.7 else [0, 0, 1, 3]
+    for name in choose.sample(names, choose.choice(most)):
         template[name] = ODD[choose.choice(sorted(ODD))]()
-    for name in choose.sample(names, choose.choice([0, 0, 1, 3])):
+    for name in choose.sample(names, choose.choice(most)):
         stored[name] = STORED[choose.choice(sorted(STORED))]
     if choose.random() < 0.3:  # as for a whole model in half precision
         stored = dict.fromkeys(names, choose.choice([STORED["half"], STORED["double"]]))
@@ -241,15 +253,41 @@ def test_a_dict_of_tensors_is_matched_as_each_of_them(
         template[7] = grid(4, 6)
     choose.shuffle(names)
     node = {name: node[name] for name in names if name in node}
+    if is_grouped:
+        template, node = grouped(template), grouped(node)
+        if choose.random() < 0.2:
+            node[f"g{choose.randrange(10)}"] = choose.choice([{}, [], 1, {"$": "tuple", "v": []}])
+        if choose.random() < 0.2:
+            template[f"g{choose.randrange(10)}"] = choose.choice([{}, grid(4, 6), 1, {1: grid()}])
+        if choose.random() < 0.2:
+            node["more"] = {"t0": {"$": "tensor", "k": "p.t0"}}
     options = {
         "cast": choose.random() < 0.5,
-        "allow_missing": choose.choice([(), ("p.t2",)]),
+        "allow_missing": choose.choice([(), ("p.*t2",)]),
         "closed": choose.random() < 0.5,
     }
     by_column, _ = match(template, stored, node, **options)
     monkeypatch.setattr(matching, "_MIN_COLUMNAR", sys.maxsize)
     one_by_one, _ = match(template, stored, node, **options)
     assert described(by_column) == described(one_by_one)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_what_groups_of_tensors_do_not_name_is_requested_unless_they_are_closed(
+    closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matching, "_MIN_COLUMNAR", 5)
+    names = [f"t{i}" for i in range(30)]
+    node = grouped({name: {"$": "tensor", "k": f"p.{name}"} for name in names})
+    whole = grouped({name: grid(4, 6) for name in names})
+    for template in (
+        {name: whole[name] for name in list(whole)[:7]},
+        {name: {t: each for t, each in whole[name].items() if t != "t1"} for name in whole},
+    ):
+        named = {t for group in template.values() for t in group}
+        result, _ = match(template, dict.fromkeys(names, STORED["same"]), node, closed=closed)
+        assert isinstance(result, MatchResult)
+        assert len(result.tensors) == (len(named) if closed else 30)
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -263,15 +301,26 @@ def test_what_a_dict_does_not_name_is_requested_unless_it_is_closed(closed: bool
     assert result.touched == {f"p.{name}" for name in (names[:20] if closed else names)}
 
 
-def test_the_same_dict_is_matched_by_columns() -> None:
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_the_same_dict_is_matched_by_columns(
+    is_grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The comparison above is one of two ways, and not of one with itself."""
     names = [f"t{i}" for i in range(30)]
     node = {name: {"$": "tensor", "k": f"p.{name}"} for name in names}
     template = {name: grid(4, 6) for name in names}
-    result, matcher = match(template, dict.fromkeys(names, STORED["same"]), node)
+    if is_grouped:
+        template, node = grouped(template), grouped(node)
+    stored = dict.fromkeys(names, STORED["same"])
+    calls: dict[int, int] = {}
+    for least in (10, sys.maxsize):
+        monkeypatch.setattr(matching, "_MIN_COLUMNAR", least)
+        calls[least] = count_calls(lambda: match(template, stored, node))
+    assert calls[sys.maxsize] - calls[10] > 30 * 5
+    result, matcher = match(template, stored, node)
     assert isinstance(result, MatchResult)
     assert len(result.tensors) == 30
-    assert count_calls(lambda: matcher.build(template, node, "p")) < 30
+    assert count_calls(lambda: matcher.build(template, node, "p")) < (90 if is_grouped else 30)
     assert matcher.build(template, node, "p") == template
 
 
@@ -478,3 +527,29 @@ def test_a_load_enters_few_functions_for_a_tensor(tmp_path: Path) -> None:
         return calls
 
     assert (load(2000) - load(200)) / 1800 < 8
+
+
+def test_an_optimizer_and_its_module_enter_few_functions_for_a_tensor(tmp_path: Path) -> None:
+    """Steady saves and loads of what nearly every job has: a module and AdamW's moments."""
+
+    def calls(num_layers: int) -> np.ndarray:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        state = {"model": model, "optimizer": OptimizerState(optimizer, model)}
+        cache = LeafCache()
+
+        def flatten() -> None:
+            flatten_state(state, layout=LONE, rank=0, codecs=Codecs(), cache=cache)
+
+        flatten()
+        flatten()
+        with Checkpointer(tmp_path / str(num_layers)) as checkpointer:
+            checkpointer.save(1, state)
+            checkpointer.load(state)
+            return np.array([count_calls(flatten), count_calls(lambda: checkpointer.load(state))])
+
+    per_tensor = (calls(40) - calls(8)) / (32 * 8)
+    assert np.all(per_tensor < (18, 46)), per_tensor

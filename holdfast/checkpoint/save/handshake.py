@@ -41,10 +41,10 @@ from holdfast.parallel.groups.order_comparison import (
     pack_orders,
 )
 from holdfast.storage import Storage
+from holdfast.storage.host_memory import available_memory_nbytes
 from holdfast.storage.reading import pause_of
 from holdfast.writer.kept_images import end_keepers
 from holdfast.writer.leftovers import repair
-from holdfast.writer.memory import available_memory_nbytes
 from holdfast.writer.outcomes import discard_save
 
 _LOG = logging.getLogger("holdfast")

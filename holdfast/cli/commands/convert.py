@@ -71,7 +71,7 @@ class Args:
     """A folder whose config, tokenizer and other small files are copied next to the weights."""
 
     memory: str = "256MiB"
-    """Budget of memory for the bytes on their way; some 2 KB for each tensor come on top."""
+    """Budget of memory for the bytes on their way; 1 to 4 KB for each tensor come on top."""
 
     dry_run: bool = False
     """Only say what would be written, and what would be left out."""

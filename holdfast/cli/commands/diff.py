@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from holdfast.cli.support.compare import (
     value_differences,
 )
 from holdfast.cli.support.elements import refuse_damage, refuse_drift
-from holdfast.cli.support.keys import select_keys
+from holdfast.cli.support.keys import other_names, select_keys
 from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, shape_in_words
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
 from holdfast.cli.support.tables import (
@@ -146,11 +147,14 @@ def _compare_tensors(a: Snapshot, b: Snapshot, args: Args, result: Differences) 
     """Add what differs in structure, then in bytes; reads only what has to be read."""
     common = []
     keys = list(dict.fromkeys([*a.keys, *b.keys]))
-    chosen = keys if args.tensor is None else select_keys(args.tensor, keys)
+    others = [other_names(side) for side in (a, b)]
+    chosen = keys
+    if args.tensor is not None:
+        chosen = select_keys(args.tensor, keys, {**others[1], **others[0]})
     for side in (a, b):
         refuse_drift(side, [key for key in chosen if side.has(key)])
     for key in chosen:
-        kinds = [_kind(side, key) for side in (a, b)]
+        kinds = [_kind(side, key, tied) for side, tied in zip((a, b), others, strict=True)]
         if kinds[0] != kinds[1]:
             result.structure.append(StructureDifference(key=key, a=kinds[0], b=kinds[1]))
         elif not args.read and _same_fingerprint(a, b, key):
@@ -172,10 +176,10 @@ def _compare_tensors(a: Snapshot, b: Snapshot, args: Args, result: Differences) 
     result.nbytes_read = a.stats.nbytes_read + b.stats.nbytes_read
 
 
-def _kind(snapshot: Snapshot, key: str) -> str | None:
-    """Dtype and shape of a tensor in words; None if the tensor does not exist."""
+def _kind(snapshot: Snapshot, key: str, tied: Mapping[str, str]) -> str | None:
+    """Dtype and shape of a tensor in words, or what it is tied to; None if it does not exist."""
     if not snapshot.has(key):
-        return None
+        return f"tied to {tied[key]}" if key in tied else None
     info = snapshot.tensor(key)
     return f"{info.dtype} {shape_in_words(info.shape)}"
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -17,7 +15,7 @@ import numpy as np
 
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.elements import read_elements, refuse_damage, refuse_drift
-from holdfast.cli.support.keys import select_keys
+from holdfast.cli.support.keys import other_names, select_keys
 from holdfast.cli.support.messages import print_removed
 from holdfast.cli.support.steps import open_checkpoint
 from holdfast.cli.support.tables import make_console, progress_bar
@@ -25,10 +23,9 @@ from holdfast.errors import ConfigError, counted, in_bytes, some_of
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.elements import decode_elements
-from holdfast.format.index import ImageEntry, layout_image
+from holdfast.format.index import ImageEntry, layout_file
 from holdfast.format.manifest import TensorInfo
 from holdfast.format.reader import Snapshot
-from holdfast.format.values import tensor_keys
 from holdfast.storage import PosixStorage, Sink
 from holdfast.storage.unnamed import remove_unnamed, unnamed
 
@@ -88,7 +85,8 @@ def run(args: Args) -> int:
     _refuse_unknown_kind(args.to)
     with open_checkpoint(args.path, step=args.step) as opened:
         snapshot = opened.snapshot
-        keys = select_keys(args.tensor, snapshot.keys)
+        others = other_names(snapshot)
+        keys = select_keys(args.tensor, snapshot.keys, others)
         refuse_drift(snapshot, keys)
         refuse_damage(snapshot, keys)
         outputs = [_output(snapshot.tensor(key), args) for key in keys]
@@ -101,21 +99,15 @@ def run(args: Args) -> int:
     what = counted(len(outputs), "tensor")
     console = make_console()
     console.print(f"{what}, {in_bytes(nbytes)}, written to {args.to}", soft_wrap=True)
-    tied = _tied(snapshot, keys)
+    written = set(keys)
+    tied = [f"{name} is {key}" for name, key in others.items() if key in written]
     if tied:
         console.print(
-            f"tied: {some_of(tied)} {'is' if len(tied) == 1 else 'are'} in the checkpoint under "
-            f"other names, too, and written once",
+            f"tied, and written once, under the name that is stored: {some_of(tied)}",
             soft_wrap=True,
             markup=False,
         )
     return 0
-
-
-def _tied(snapshot: Snapshot, keys: Iterable[str]) -> list[str]:
-    """Return those of some tensors that several names of the tree stand for."""
-    num_names = Counter(chain.from_iterable(map(tensor_keys, snapshot.manifest.parts.values())))
-    return [key for key in keys if num_names[key] > 1]
 
 
 def _refuse_unknown_kind(to: Path) -> None:
@@ -138,14 +130,12 @@ def _output(info: TensorInfo, args: Args) -> _Output:
         dtype = "C64" if dtype == "C32" else "F32"
     elif DTYPES[dtype].numpy is None and not is_one_file:
         advice = "export to a .safetensors file, which keeps it as it is, or "
-        if DTYPES[dtype].envelope != dtype:
+        if DTYPES[dtype].since is None:
             advice = ""
         raise ConfigError(
             f"tensor {info.key!r} is {dtype}, which npy files cannot hold: {advice}add --as-float32"
         )
-    # Our own images state another type for it in their headers, and the index the right one; a
-    # file by itself would say that the bytes are numbers of that other type.
-    if is_one_file and DTYPES[dtype].envelope != dtype:
+    if is_one_file and DTYPES[dtype].since is None:
         advice = "export to a directory, which gets .npy files"
         if DTYPES[dtype].numpy is None:
             advice = "add --as-float32"
@@ -160,7 +150,7 @@ def _write_safetensors(
 ) -> None:
     """One file with all tensors."""
     entries = [ImageEntry(name=x.info.key, dtype=x.dtype, shape=x.shape) for x in outputs]
-    image = layout_image(entries)
+    image = layout_file(entries)
     _make_room(to.parent, [to])
     with _new_file(to, nbytes=image.nbytes) as sink:
         sink.write_at(0, memoryview(image.header))

@@ -13,7 +13,7 @@ from rich.text import Text
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.elements import refuse_damage, refuse_drift
 from holdfast.cli.support.holders import SavedPlacement
-from holdfast.cli.support.keys import select_keys
+from holdfast.cli.support.keys import other_names, select_keys
 from holdfast.cli.support.locality_tables import locality_json, print_locality
 from holdfast.cli.support.messages import (
     in_ranges,
@@ -100,7 +100,9 @@ def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
     manifest = snapshot.manifest
     parts = {key: part for part, node in manifest.parts.items() for key in tensor_keys(node)}
     rows = []
-    chosen = set(snapshot.keys if args.tensor is None else select_keys(args.tensor, snapshot.keys))
+    chosen = set(snapshot.keys)
+    if args.tensor is not None:
+        chosen = set(select_keys(args.tensor, snapshot.keys, other_names(snapshot)))
     if args.stats:
         refuse_drift(snapshot, chosen)
         refuse_damage(snapshot, chosen)

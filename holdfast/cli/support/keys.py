@@ -4,30 +4,54 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from holdfast.errors import ConfigError
+from holdfast.format.reader import Snapshot
+from holdfast.format.values import tensor_paths
 
 _MAX_COMPARED = 10_000
 """Names among which a mistyped one is looked for."""
 
 
-def select_keys(pattern: str, keys: Sequence[str]) -> list[str]:
-    """The keys that equal a pattern, or match it (`*`, `?`).
+def other_names(snapshot: Snapshot) -> dict[str, str]:
+    """Return by name the key of the tensor for each name that is not a key: of tied tensors.
+
+    Cost: a walk of the stored tree.
+    """
+    return {
+        path: key
+        for part, node in snapshot.manifest.parts.items()
+        for path, key in tensor_paths(node, part)
+        if not snapshot.has(path)
+    }
+
+
+def select_keys(
+    pattern: str, keys: Sequence[str], others: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """The keys of tensors with a name that equals a pattern, or matches it (`*`, `?`).
 
     Keys contain brackets of their own (one per coordinate), so "[" stands for itself.
 
+    Args:
+        pattern: Name or pattern.
+        keys: Of the tensors; each is a name of its tensor.
+        others: By further name of a tensor its key.
+
     Raises:
-        ConfigError: no key matches; it names near ones, or the pattern that was probably meant.
+        ConfigError: no name matches; it names near ones, or the pattern that was probably meant.
     """
     if pattern in keys:
         return [pattern]
+    names = {**others, **dict(zip(keys, keys, strict=True))}
     glob = pattern.replace("[", "[[]")
-    matches = [key for key in keys if fnmatch.fnmatchcase(key, glob)]
-    if not matches:
-        hint = _suggestion(pattern, keys[:_MAX_COMPARED])
+    chosen = {key for name, key in names.items() if fnmatch.fnmatchcase(name, glob)}
+    if not chosen:
+        hint = _suggestion(pattern, [*keys, *others][:_MAX_COMPARED])
         raise ConfigError(f"no tensor matches {pattern!r}{hint}")
-    return matches
+    return [key for key in keys if key in chosen]
 
 
 def _suggestion(pattern: str, keys: Sequence[str]) -> str:

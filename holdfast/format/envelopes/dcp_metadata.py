@@ -18,6 +18,8 @@ from holdfast.format.envelopes.plain_values import TensorRef
 from holdfast.format.envelopes.torch_archive import torch_dtype
 
 METADATA_FILE = ".metadata"
+EMPTY_DICTS = "holdfast_empty_dicts"
+"""Attribute of the metadata: the flat names of empty dicts."""
 _VERSION = "1.0.0"
 _MODULE = "torch.distributed.checkpoint.metadata"
 
@@ -29,12 +31,13 @@ class FlatTree:
 
     Args:
         notes: Get what is written in another form, or left out.
-        is_strict: Refuse two names that are one when they are joined with dots, and keep empty
-            dicts; else these are left out, and of equal names the second.
+        is_strict: Refuse two names that are one when they are joined with dots, and make items of
+            empty dicts in lists; else of equal names the second is left out.
 
     Attributes:
         items: Tensors and values by flat name.
-        paths: By flat name the path in the dict.
+        paths: By flat name the path in the dict, of empty dicts too.
+        empty: Flat names of empty dicts that are not items.
     """
 
     def __init__(self, notes: list[str], *, is_strict: bool = True) -> None:
@@ -42,6 +45,7 @@ class FlatTree:
         self._is_strict = is_strict
         self.items: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
+        self.empty: list[str] = []
 
     def add(self, path: Path, value: Any) -> None:
         """Add a value and what is below it."""
@@ -60,18 +64,21 @@ class FlatTree:
 
     def _add_item(self, path: Path, value: Any, shown: str) -> None:
         """Add a tensor, or a value that is one item."""
-        if shown in self.items:
-            problem = f"{shown!r} would be there twice: as {self.paths[shown]} and as {path}"
-            if self._is_strict:
-                raise PlanError(f"{problem}; rename one")
-            self._notes.append(f"{problem}; the second is left out")
-        else:
+        if self._is_free(path, shown):
             self.items[shown] = value
             self.paths[shown] = path
 
+    def _is_free(self, path: Path, shown: str) -> bool:
+        """Return True if no other path has the name; PlanError if one has and that is refused."""
+        if shown not in self.paths:
+            return True
+        problem = f"{shown!r} would be there twice: as {self.paths[shown]} and as {path}"
+        if self._is_strict:
+            raise PlanError(f"{problem}; rename one")
+        self._notes.append(f"{problem}; the second is left out")
+        return False
+
     def _add_dict(self, path: Path, value: dict[Any, Any], shown: str) -> None:
-        if not value and not self._is_strict:
-            self._notes.append(f"{shown} is empty, which the format cannot hold")
         if type(value) is not dict:
             attached = ", ".join(getattr(value, "__dict__", ()))
             lost = f" without its {attached}" if attached else ""
@@ -80,18 +87,35 @@ class FlatTree:
             )
         if not all(type(key) is str for key in value):
             self._notes.append(f"{shown} has keys that are not strings: they become strings")
-        if not value and self._is_strict and path:
-            # An item of its own, which PyTorch does not write and reads: without it, what is
-            # behind it in a list would have no place.
-            self._add_item(path, {}, shown)
+        if not value and path and self._is_free(path, shown):
+            self._add_empty(path, shown)
         for key, member in value.items():
             below = (*path, key if type(key) is str else str(key))
             name = f"{shown}.{key}" if path else str(key)
-            if type(member) is TensorRef and name not in self.items:
+            if type(member) is TensorRef and name not in self.paths:
                 self.items[name] = member
                 self.paths[name] = below
             else:
                 self.add(below, member)
+
+    def _add_empty(self, path: Path, shown: str) -> None:
+        """Add an empty dict, which PyTorch does not store."""
+        self.paths[shown] = path
+        if self._is_strict and not all(type(step) is str for step in path):
+            # An item of its own: without it, what is behind it in the list would have no place.
+            self.items[shown] = {}
+            self._notes.append(
+                f"{shown} is an empty dict in a list: PyTorch may not load a state with one, and "
+                f"not what it has saved of it either ('Missing key')"
+            )
+        else:
+            # Not an item: where the state dict to fill has an empty dict, PyTorch would take the
+            # checkpoint for one of a release before 2.4, and look for other names.
+            self.empty.append(shown)
+            self._notes.append(
+                f"{shown} is an empty dict, which PyTorch does not store: what it loads without a "
+                f"state dict to fill, as dcp_to_torch_save does, lacks it"
+            )
 
 
 def _is_leaf(value: list[Any]) -> bool:
@@ -169,6 +193,7 @@ def metadata_of(
     paths: Mapping[str, Path],
     tensors: Mapping[str, DescribedTensor],
     stored: Sequence[StoredItem],
+    empty: Sequence[str] = (),
 ) -> Made:
     """Describe the object in `.metadata`.
 
@@ -176,17 +201,20 @@ def metadata_of(
         paths: By flat name the path in the dict, of tensors and of values.
         tensors: By flat name what is a tensor.
         stored: Where everything lies.
+        empty: Flat names of empty dicts, which `paths` has, too: for our own reader, in an
+            attribute that PyTorch does not look at, as it does not at paths without an item.
 
     Cost: linear in the number of items.
     """
-    shared = _Shared()
+    shared, without = _Shared(), set(empty)
     items = {
         key: _tensor(tensors[key], shared)
         if key in tensors
         else _made("BytesStorageMetadata", None)
         for key in paths
+        if key not in without
     }
-    state = {
+    state: dict[str, Any] = {
         "state_dict_metadata": items,
         "planner_data": dict(paths),
         "storage_data": Pairs([(_index(each, shared), _place(each)) for each in stored]),
@@ -195,6 +223,8 @@ def metadata_of(
         ),
         "version": _VERSION,
     }
+    if empty:
+        state[EMPTY_DICTS] = list(empty)
     return _made("Metadata", state)
 
 

@@ -252,7 +252,7 @@ def _metadata(
         else:
             place = places[key]
             stored.append(StoredItem(key, None, 0, _VALUES_FILE, place.begin, place.nbytes))
-    return metadata_of(flat.paths, described, stored)
+    return metadata_of(flat.paths, described, stored, flat.empty)
 
 
 def _as_torch(node: Node) -> Node:

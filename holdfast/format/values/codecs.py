@@ -37,6 +37,7 @@ from holdfast.format.values.value_nodes import (
     TAG,
     Node,
     are_plain,
+    are_plain_keys,
     is_like_a_tag,
     is_unicode,
     join_path,
@@ -67,6 +68,8 @@ _GENERATORS = (
 )
 """Types of random generators by name: this room imports no torch."""
 
+_NUMBERS = frozenset((type(None), bool, int, float))
+"""Types of values that no caller stores in a way of its own."""
 _MAX_DECIMAL_BITS = 8192  # beyond this, decimal digits cost more than linear time: hexadecimal
 _DECIMAL = re.compile(r"-?[1-9][0-9]{0,4000}", re.ASCII)
 _HEXADECIMAL = re.compile(r"-?0x[1-9a-f][0-9a-f]*", re.ASCII)
@@ -218,9 +221,9 @@ def encode_tree(
         tree: Plain values, containers, and values of registered types.
         path: Path of the tree, for messages.
         codecs: The registered types.
-        on_leaf: Called first with every object and its path ("a.b.3"), except keys of mappings and
-            members of sets. Returns a node for those that it takes (tensors, arrays, markers), else
-            None.
+        on_leaf: Called first with every object and its path ("a.b.3"), except None, truth values,
+            integers, floats, keys of mappings and members of sets. Returns a node for those that it
+            takes (tensors, arrays, markers), else None.
         on_key: The same for keys of mappings and members of sets.
 
     Raises:
@@ -239,11 +242,12 @@ class _Encoder:
         self._codecs = codecs
         self._on_leaf = on_leaf
         self._on_key = on_key
-        self._open: list[object] = []
+        self._open: list[int] = []
+        """By `id`: callers hold the objects."""
 
     def encode(self, value: object, path: str) -> Node:
         """Encode a value: the caller's `on_leaf` first, then scalars, then containers."""
-        if self._on_leaf is not None:
+        if self._on_leaf is not None and type(value) not in _NUMBERS:
             node = self._on_leaf(path, value)
             if node is not None:
                 return node
@@ -259,13 +263,13 @@ class _Encoder:
             return _encode_float(value)  # type: ignore[arg-type]
         if cls is str:
             return _encode_str(value)  # type: ignore[arg-type]
-        if any(value is outer for outer in self._open):
+        if id(value) in self._open:
             raise PlacementError(f"{path or 'value'}: it contains itself; a cycle cannot be stored")
         if len(self._open) >= MAX_DEPTH:
             raise PlacementError(
                 f"{shorten(path)}: nested deeper than {MAX_DEPTH} levels; store it flatter"
             )
-        self._open.append(value)
+        self._open.append(id(value))
         node = self._compound(value, path)
         self._open.pop()
         return node
@@ -320,11 +324,21 @@ class _Encoder:
         raise self._refusal(value, path)
 
     def _items(self, items: Iterable[object], path: str) -> list[Node]:
-        return [self.encode(item, join_path(path, i)) for i, item in enumerate(items)]
+        return [
+            self._plain(item, "")  # which needs no path, as most items of most lists
+            if type(item) in _NUMBERS
+            else self.encode(item, join_path(path, i))
+            for i, item in enumerate(items)
+        ]
 
     def _dict(self, value: dict[object, object], path: str) -> Node:
-        if all(type(key) is str and _is_plain_key(key) for key in value):
-            return {str(k): self.encode(v, join_path(path, k)) for k, v in value.items()}
+        if are_plain_keys(value):
+            return {
+                str(key): self._plain(item, "")
+                if type(item) in _NUMBERS
+                else self.encode(item, join_path(path, key))
+                for key, item in value.items()
+            }
         return {TAG: "dict", "v": self._pairs(value, path)}
 
     def _pairs(self, value: Mapping[Any, object], path: str) -> list[Node]:
@@ -451,10 +465,6 @@ def _refuse_attributes(value: object, path: str, *, but_for: str = "") -> None:
         )
 
 
-def _is_plain_key(key: str) -> bool:
-    return not is_like_a_tag(key) and (key.isascii() or is_unicode(key))
-
-
 def _encode_int(value: int) -> Node:
     if -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT:
         return value
@@ -532,9 +542,9 @@ class _Decoder:
                 raise
             except (KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
                 raise _malformed(node, path, error) from None
-        for key in node:
-            if is_like_a_tag(key):
-                raise _malformed(node, path, f"unknown member {key!r}")
+        if any(map(is_like_a_tag, node)):
+            key = next(filter(is_like_a_tag, node))
+            raise _malformed(node, path, f"unknown member {key!r}")
         if are_plain(node.values()):
             return node.copy()
         return {key: self.decode(v, join_path(path, key), depth + 1) for key, v in node.items()}

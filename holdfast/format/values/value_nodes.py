@@ -8,7 +8,8 @@ rooms ask here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeGuard
 
@@ -34,6 +35,7 @@ _KEY = "k"
 _TABLES = ("per_rank", "dataclass")
 _WRAPPERS = ("codec", UNION)
 _CONTAINERS = frozenset((*MAPPINGS, *SEQUENCES, *SETS, *_TABLES))
+_TEXT = frozenset((str,))
 _PLAIN_KINDS = frozenset((bool, int, float, str, type(None)))
 
 
@@ -48,9 +50,15 @@ def is_plain_dict(node: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(node, dict) and TAG not in node
 
 
-def is_like_a_tag(key: str) -> bool:
-    """Return True if a key would be read as a tag in a plain dict."""
-    return key.startswith(TAG)
+is_like_a_tag: Callable[[str], bool] = methodcaller("startswith", TAG)
+"""Returns True if a key would be read as a tag in a plain dict; in C, as every key is asked."""
+
+
+def are_plain_keys(keys: Collection[Any]) -> bool:
+    """Return True if all keys are text that a plain dict can have."""
+    if not set(map(type, keys)) <= _TEXT or any(map(is_like_a_tag, keys)):
+        return False
+    return all(map(str.isascii, keys)) or all(map(is_unicode, keys))
 
 
 def is_tensor(node: Any) -> TypeGuard[dict[str, Any]]:
@@ -192,6 +200,25 @@ def walk(node: Any) -> Iterator[Any]:
 def tensor_keys(node: Any) -> Iterator[str]:
     """Yield the keys of the tensors in a tree, one for each reference."""
     return (str(each["k"]) for each in walk(node) if is_tensor(each) and "k" in each)
+
+
+def tensor_paths(node: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield path and key of each tensor in a tree, one pair for each reference.
+
+    A tied tensor has one key and several paths. What is below the key of a mapping that is not a
+    plain value, such as a tuple, has no path.
+    """
+    waiting = [(path, node)]
+    while waiting:
+        path, node = waiting.pop()
+        node = wrapped(node)
+        if is_tensor(node) and _KEY in node:
+            yield path, str(node[_KEY])
+        waiting += [
+            (join_path(path, key_name(name)), member)
+            for name, member in reversed(members(node))
+            if not isinstance(name, dict | list)
+        ]
 
 
 def count_values(node: Any) -> int:
@@ -336,12 +363,8 @@ def _may_hold_tensors(node: Any) -> bool:
 
 def _are_implied(nodes: Collection[Any]) -> bool:
     """Return True if all are tensors or arrays with nothing but a tag."""
-    if set(map(type, nodes)) != {dict} or set(map(len, nodes)) != {1}:
-        return False
-    try:
-        return {node.get(TAG) for node in nodes}.issubset(TENSORS)
-    except TypeError:  # a tag that is not text
-        return False
+    listed = [*nodes]
+    return bool(listed) and sum(map(listed.count, _IMPLIED.values())) == len(listed)
 
 
 def _refuse_long_keys(num_chars: int, limit: int) -> None:

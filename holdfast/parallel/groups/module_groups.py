@@ -81,6 +81,7 @@ class ModuleGroups:
             store=store,
         )
         union = create(layouts.union, names=("dp_cp",))
+        union.module_layouts = layouts
         groups = cls(layouts, union)
         guard = Guard[None](union.control, "create module groups")
         try:

@@ -35,6 +35,7 @@ from holdfast.parallel.groups.planned_groups import (
 )
 from holdfast.parallel.groups.rendezvous import Rendezvous
 from holdfast.parallel.layout import CLONED, Layout
+from holdfast.parallel.module_layouts import ModuleLayouts
 
 DATA_TIMEOUT_S = 600.0
 """The limit of collectives by default: ten minutes, torch's own for NCCL, with every backend."""
@@ -91,6 +92,7 @@ class ProcessGroups:
         "_timeout_s",
         "control",
         "layout",
+        "module_layouts",
         "rank",
         "reducing",
     )
@@ -107,6 +109,8 @@ class ProcessGroups:
     ) -> None:
         """Not for callers: use `create`, `adopt` or `single`."""
         self.layout = layout
+        self.module_layouts: ModuleLayouts | None = None
+        """The modules whose union this is; None if all ranks have one model on `layout`."""
         self.rank = rank
         # This rank's alone until all ranks have met; one process keeps it.
         self.control = Control(

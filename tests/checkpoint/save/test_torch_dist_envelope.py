@@ -267,7 +267,7 @@ def test_what_torch_cannot_have_stays_with_us(
         checkpointer.save(1, {"m": values, "own": PerRank(3)})
         assert checkpointer.load({"m": Stored()}).values["m"] == values
     assert "'m.a.b' would be there twice" in caplog.text
-    assert "m.none is empty" in caplog.text
+    assert "m.none is an empty dict" in caplog.text
     assert "own is left out" in caplog.text
     dcp_to_torch_save(_whole(tmp_path), tmp_path / "all.pt")
     assert torch.load(tmp_path / "all.pt", weights_only=True)["m"]["a.b"] == 1

@@ -43,9 +43,6 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class BaseTrainer(ABC):
     """A training state, the loop that changes it step by step, and its checkpoints."""
 
-    losses_fed_by: str | None = None
-    """The ranks that compute a loss; None for those that share a replica of the model."""
-
     def __init__(
         self,
         config: TrainConfig,
@@ -251,7 +248,6 @@ class BaseTrainer(ABC):
                 num_microbatches=self.num_microbatches,
                 gradient_share=self.gradient_share,
                 scaler=self.scaler,
-                losses_fed_by=self.losses_fed_by,
             )
             # Inside: the sum of the update carries what this rank has rejected.
             loss, outcome = self.finish_update(row_losses)

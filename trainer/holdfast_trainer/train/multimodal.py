@@ -59,9 +59,6 @@ class MultimodalTrainer(BaseTrainer):
     A rank has the modules that the layouts give it, and takes part in every step.
     """
 
-    losses_fed_by = "all"
-    """A loss is fed by encoders on other ranks, which the layout of all ranks does not show."""
-
     def __init__(
         self,
         config: TrainConfig,

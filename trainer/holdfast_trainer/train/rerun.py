@@ -41,7 +41,7 @@ _ADVICE = {
     ExitCode.CORRECT_RESULT: "a bad value is the correct result; look at the data, the code and "
     "the settings",
     ExitCode.UNDECIDED: "a bad value could not be explained; the report has what is known",
-    ExitCode.SPOILED_STATE: "the state was not finite before the step; start again from a "
+    ExitCode.SPOILED_STATE: "the state was bad before the step; start again from a "
     "checkpoint of an earlier step",
 }
 
@@ -142,7 +142,6 @@ def validate_step(
     num_microbatches: int,
     gradient_share: Callable[[], float],
     scaler: LossScaler | None,
-    losses_fed_by: str | None = None,
 ) -> None:
     """Validate what this rank has computed in a step: losses before anything is averaged.
 
@@ -156,8 +155,6 @@ def validate_step(
         num_microbatches: into how many equal parts they are cut.
         gradient_share: see `BaseTrainer.gradient_share`; collective.
         scaler: of the loss.
-        losses_fed_by: the ranks that compute a loss, see `RerunMachine.validate`; default: those of
-            the model's replica. Gradients are reduced over all ranks, so all of them feed it.
 
     Cost: a wait for the device; that of `gradient_share`.
     """
@@ -168,12 +165,11 @@ def validate_step(
     tolerance = rerun.rerun_tolerance
     if row_losses is not None and len(row_losses):
         for loss in row_losses.view(num_microbatches, -1).mean(dim=1).tolist():
-            machine.validate("loss", loss, rule, tolerance=tolerance, fed_by=losses_fed_by)
+            machine.validate("loss", loss, rule, tolerance=tolerance)
             if rerun.rerun_spike_factor:
                 spike = Spike(factor=rerun.rerun_spike_factor)
-                machine.validate(
-                    "spike", loss, spike, fatal=False, tolerance=tolerance, fed_by=losses_fed_by
-                )
+                machine.validate("spike", loss, spike, fatal=False, tolerance=tolerance)
+    # Gradients are reduced over all ranks.
     machine.validate("gradient", gradient_share(), rule, tolerance=tolerance, fed_by="all")
 
 

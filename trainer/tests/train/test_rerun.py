@@ -520,7 +520,7 @@ def test_a_state_that_was_bad_before_its_step_is_blamed_on_no_device(workplace: 
         ):
             trainer.run()
         assert caught.value.exit_code == 21
-        assert str(caught.value).startswith("step 3: the state was not finite before the step")
+        assert str(caught.value).startswith("step 3: the state was bad before the step")
         assert "an earlier step" in caught.value.advice(workplace / "ck")
         checkpoint = config.checkpoint
         begin = checkpoint_to_load(checkpoint)
