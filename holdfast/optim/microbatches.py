@@ -429,22 +429,23 @@ class Microbatches:
                 taker.watch_others(self._look_outside)
 
     def _look_outside(self, waited_s: float) -> None:
-        """Raise as in a microbatch, on all ranks; nothing completes what was launched here."""
-        self._is_victim = False
+        """Raise on all ranks if what this one waits in will never come; nothing completes it.
+
+        Another rank may have failed in the microbatch that follows here: that ends no evaluation.
+        """
         try:
-            self._look(waited_s)
-        except HoldfastError as error:
+            if waited_s >= _COMPARE_AFTER_S:
+                self._compare_progress()
+        except PlanError as error:
+            self._is_victim = False
             self._end_outside(error)
             raise
 
-    def _end_outside(self, error: HoldfastError) -> None:
-        """Raise on all ranks what ended a wait outside of microbatches; return on its own rank."""
+    def _end_outside(self, error: PlanError) -> None:
+        """Let all ranks raise what ended a wait outside of microbatches."""
         control = self._groups.loop_control
-        if self._is_victim:
-            control.shared_error = error
-        else:
-            control.announce_failure()
-        shared = self._fail(error, is_known=False)
+        control.announce_failure()
+        self._fail(error, is_known=False)
         if not control.is_broken and not control.is_out_of_sync:
             compare_launched(self._takers, control, completes=True)
         for taker in self._takers.values():
@@ -452,8 +453,6 @@ class Microbatches:
                 f"a forward or a backward outside of microbatches waited for launches that other "
                 f"ranks do not make. {_START_AGAIN}"
             )
-        if self._is_victim:
-            raise shared from error
 
     def _look(self, waited_s: float) -> None:
         """Raise HoldfastError if another rank has announced that it has failed.
