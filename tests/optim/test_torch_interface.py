@@ -169,6 +169,10 @@ def test_a_gradient_after_the_last_microbatch_is_refused(make: Any, tmp_path: Pa
     with pytest.raises(ConfigError, match="a gradient came after its bucket was reduced"):
         backward_twice(net, optimizer)
     optimizer.drop_gradients()
+    backward(net, optimizer)
+    net[0].weight.grad = torch.ones(4, 4)
+    with pytest.raises(ConfigError, match="a gradient came after its bucket was reduced"):
+        optimizer.step()
     with optimizer.microbatch(is_last=False):
         net(torch.ones(3, 4)).sum().backward()
     mine = torch.ones(4, 4)
@@ -228,6 +232,7 @@ def test_zero_grad_forgets_what_lies_in_buckets(make: Any) -> None:
     net, other = net_of(), net_of()
     optimizer, straight = make(net), make(other)
     backward(net, optimizer, scale=100.0)
+    net[0].weight.grad = torch.ones(4, 4)  # by hand: in no bucket yet
     optimizer.zero_grad()
     backward(net, optimizer)
     backward(other, straight)
@@ -302,6 +307,12 @@ def test_reading_gradients_inside_of_microbatch_says_so_too() -> None:
             with pytest.warns(RuntimeWarning, match="find nothing"):
                 nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     assert optimizer.step().norm > 0
+    # After the last one also of a parameter without any here: another rank may have some.
+    with optimizer.microbatch(is_last=True):
+        net[0](torch.ones(3, 4)).mean().backward()
+    with pytest.raises(ConfigError, match=r"2\.weight: its gradient is in the sharded"):
+        nn.utils.clip_grad_norm_(net[2].parameters(), 1.0)
+    optimizer.drop_gradients()
     # a hook of the user's that comes after ours
     net[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad)
     with (
