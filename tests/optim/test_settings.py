@@ -14,6 +14,7 @@ from holdfast import Layout, ProcessGroups
 from holdfast.errors import ConfigError, HoldfastError, PlanError
 from holdfast.optim import LossScaler, MultiModuleOptimizer, ShardedOptimizer
 from holdfast.optim.scalars import ScalarWatch
+from holdfast.optim.step_sum import refuse_different
 from holdfast.parallel import ModuleGroups
 from tests.harness import RankContext, run_ranks
 from tests.optim.multi_module.common import (
@@ -395,6 +396,15 @@ def stages(context: RankContext) -> bool:
 
 def test_pipeline_stages_may_differ_in_hyperparameters() -> None:
     assert run_ranks(2, stages).results == [False, False]
+
+
+def test_settings_that_differ_in_their_last_digits_are_shown_in_all_of_them() -> None:
+    """I2: an error that says 0.1 on rank 0 and 0.1 on rank 1 names nothing."""
+    by_rank = {0: {"lr": 0.1}, 1: {"lr": 0.1 + 1e-12}}
+    with pytest.raises(
+        ConfigError, match=r"differ in lr: 0\.1 on rank 0; 0\.10000000000100001 on rank 1"
+    ):
+        refuse_different(by_rank, where="optimizer")
 
 
 def test_a_step_does_not_look_up_the_place_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

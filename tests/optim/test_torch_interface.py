@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import pickle
 import warnings
 import weakref
 from pathlib import Path
@@ -266,6 +268,8 @@ def test_reading_gradients_before_the_step_says_where_they_are() -> None:
     with optimizer.microbatch(is_last=False):
         net(torch.ones(3, 4)).mean().backward()
     backward(net, optimizer)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert all(type(p) is nn.Parameter and p.grad is None for p in copied.parameters())
     for read in (
         lambda: clip(net.parameters(), 1.0),
         lambda: nn.utils.clip_grad_value_(net.parameters(), 1.0),
