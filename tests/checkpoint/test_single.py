@@ -423,13 +423,20 @@ def test_one_checkpoint_is_no_root(in_bucket: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["file", "link to file", "link to nothing"])
 def test_a_file_is_no_root(tmp_path: Path, place: str) -> None:
-    """R6: and was none before, so it has not vanished. Nothing advises to remove a user's file."""
+    """R6: and was none before, so it has not vanished. Nothing advises to remove a user's file.
+
+    `latest` found nothing: a run would have started afresh, and failed at its first save.
+    """
     (tmp_path / "file").write_text("")
     if place != "file":
         (tmp_path / place).symlink_to(place.removeprefix("link to "))
     checkpointer = Checkpointer(tmp_path / place)
-    assert checkpointer.latest() is None
-    for call in (partial(checkpointer.load, {"t": 1}), partial(checkpointer.save, 1, {"t": 1})):
+    for call in (
+        checkpointer.latest,
+        checkpointer.steps,
+        partial(checkpointer.load, {"t": 1}),
+        partial(checkpointer.save, 1, {"t": 1}),
+    ):
         with pytest.raises(StorageError, match=r"not a directory|link to nothing, which") as raised:
             call()
         assert "remove it" not in str(raised.value)
