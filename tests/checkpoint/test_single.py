@@ -480,8 +480,30 @@ def test_a_part_that_is_misspelled_is_answered_with_those_stored(tmp_path: Path)
         for part in ("modle", "mode", "models"):
             with pytest.raises(MismatchError, match=r"; its parts are model, rng, progress$"):
                 checkpointer.load({part: state["model"]})
-        with pytest.raises(MismatchError, match=r"progress\.epoch.* lets them be\)$"):
+        with pytest.raises(MismatchError, match=r"progress\.epoch.* agrees to that\)$"):
             checkpointer.load({"progress": {"step": 1, "epoch": 1}})
+
+
+def test_what_was_renamed_is_named_on_both_sides(tmp_path: Path) -> None:
+    """Or the first error names half of it, and only the next one the other half."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": nn.Linear(2, 1), "ema": nn.Linear(2, 1)})
+        message = (
+            r"lacks 2 entries .*: model\.0\.weight, model\.0\.bias \(allow_missing.*; it has, and "
+            r"the state does not ask for, model\.weight, model\.bias$"
+        )
+        with pytest.raises(MismatchError, match=message):
+            checkpointer.load({"model": nn.Sequential(nn.Linear(2, 1)), "ema": nn.Linear(2, 1)})
+
+
+def test_advice_on_shapes_is_given_once(tmp_path: Path) -> None:
+    advice = "differ by padding alone"
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"t": {"a": torch.ones(2), "b": torch.ones(3)}})
+        for a, count in ((torch.ones(4), 1), (torch.ones(2, 2), 0)):
+            with pytest.raises(MismatchError, match=r"t\.a: .*; t\.b: ") as error:
+                checkpointer.load({"t": {"a": a, "b": a}})
+            assert str(error.value).count(advice) == count
 
 
 def test_generators_have_names() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -44,6 +44,7 @@ from holdfast.errors import (
     StorageError,
     counted,
     some_of,
+    some_sentences,
 )
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.index import validate_index
@@ -224,7 +225,9 @@ class Loader:
             state = dict.fromkeys(files.manifest.parts, Stored(all_ranks=True))
         matcher, parts, memory = self._match(files, state, options)
         result = matcher.result
-        raise_mismatch(result, chosen, files.manifest.parts)
+        raise_mismatch(
+            result, chosen, files.manifest.parts, lambda: self._unasked(parts, result.touched)
+        )
         _refuse_left_over(written, result, chosen)
         executor, unexpected, dropped = self._agree_on_reads(
             files, hosts, result, memory, parts, options, before
@@ -270,6 +273,11 @@ class Loader:
             requests=dict(requests_of(self._storage) - before),
             seconds=time.perf_counter() - start,
         )
+
+    def _unasked(self, parts: Sequence[PartRequest], touched: Set[str]) -> list[str]:
+        """Return what is stored of the parts that this rank requests, and that it does not."""
+        known = paths_of_sources(parts, self._codecs)
+        return [path for paths in known.values() for path in paths if path not in touched]
 
     def _settings(self, options: LoadOptions) -> dict[str, object]:
         """Return what all ranks must request alike."""
@@ -564,24 +572,32 @@ def describe_fallbacks(failed: Sequence[FellBack]) -> str:
     return "; ".join(f"step {each.step} is damaged: {each.why}" for each in failed)
 
 
-def raise_mismatch(result: MatchResult, step: int, stored: Iterable[str]) -> None:
+def raise_mismatch(
+    result: MatchResult, step: int, stored: Iterable[str], unasked: Callable[[], list[str]]
+) -> None:
     """Raise MismatchError with everything that does not fit and what to do; nothing if all fits.
 
     Args:
         result: What was matched.
         step: The step of the checkpoint.
         stored: The names of its parts: one that is misspelled in the state is missing here.
+        unasked: Makes the paths that are stored and not requested: what is missing may be there
+            under another name.
     """
     sentences = []
     if result.missing:
         sentences.append(
             f"the checkpoint lacks {counted(len(result.missing), 'entry')} that the state asks "
-            f"for: {some_of(result.missing)} (allow_missing=[patterns] lets them be)"
+            f"for: {some_of(result.missing)} (allow_missing=[patterns] agrees to that)"
         )
         starts = tuple(f"{name}{end}" for name in stored for end in (".", "["))
         if not all(f"{path}.".startswith(starts) for path in result.missing):
             names = [start.removesuffix(".") for start in starts[::2]]
             sentences[-1] += f"; its parts are {some_of(names)}"
+        within = {f"{path}.".partition(".")[0] for path in result.missing}
+        others = [path for path in unasked() if path.partition(".")[0] in within]
+        if others:
+            sentences[-1] += f"; it has, and the state does not ask for, {some_of(others)}"
         if any(path.endswith("]") for path in result.missing):
             sentences[-1] += (
                 "; a value per rank may have a policy for coordinates that are not stored: "
@@ -591,8 +607,13 @@ def raise_mismatch(result: MatchResult, step: int, stored: Iterable[str]) -> Non
         verb = "does" if len(result.mismatched) == 1 else "do"
         sentences.append(
             f"{counted(len(result.mismatched), 'entry')} {verb} not fit: "
-            f"{some_of(result.mismatched)}"
+            f"{some_sentences(result.mismatched, most=MAX_NAMED)}"
         )
+        if result.may_be_padding:
+            sentences[-1] += (
+                "; where shapes differ by padding alone, declare the real shape both for the save "
+                "and for the load: declare_padding(module, name, shape), Padded(value, shape)"
+            )
     if result.unagreed:
         sentences.append(
             f"{counted(len(result.unagreed), 'entry')} would start fresh: "
