@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from holdfast.checkpoint.load.requests import (
     encode_request,
     find_dropped,
     find_unexpected,
+    not_ignored,
     paths_of_sources,
     refuse_needed,
 )
@@ -225,12 +226,10 @@ class Loader:
             state = dict.fromkeys(files.manifest.parts, Stored(all_ranks=True))
         matcher, parts, memory = self._match(files, state, options)
         result = matcher.result
-        raise_mismatch(
-            result, chosen, files.manifest.parts, lambda: self._unasked(parts, result.touched)
-        )
-        _refuse_left_over(written, result, chosen)
+        if result.fits:
+            _refuse_left_over(written, result, chosen)
         executor, unexpected, dropped = self._agree_on_reads(
-            files, hosts, result, memory, parts, options, before
+            files, hosts, result, memory, parts, options, before, step=chosen
         )
         job = self._fill(executor, files, result, written)
         values = self._restore(matcher, parts)
@@ -274,11 +273,6 @@ class Loader:
             seconds=time.perf_counter() - start,
         )
 
-    def _unasked(self, parts: Sequence[PartRequest], touched: Set[str]) -> list[str]:
-        """Return what is stored of the parts that this rank requests, and that it does not."""
-        known = paths_of_sources(parts, self._codecs)
-        return [path for paths in known.values() for path in paths if path not in touched]
-
     def _settings(self, options: LoadOptions) -> dict[str, object]:
         """Return what all ranks must request alike."""
         return {
@@ -299,8 +293,13 @@ class Loader:
         parts: Sequence[PartRequest],
         options: LoadOptions,
         requests_before: Counter[str],
+        *,
+        step: int,
     ) -> tuple[LoadExecutor, list[str], list[str]]:
         """Plan the reads, and check the requests of all ranks.
+
+        A rank that cannot load what is stored says so here, and not before: only now it knows what
+        no rank requests, such as the other name of an entry that it lacks.
 
         Returns:
             The reads; what no rank requests; and what no rank takes of the values per coordinate.
@@ -321,7 +320,7 @@ class Loader:
             requests_before=requests_before,
         )
         is_shared = control.size > 1 and self._may_share(hosts, options)
-        if not is_shared:
+        if not is_shared and result.fits:
             executor.plan()
         known = paths_of_sources(parts, self._codecs)
         boxes_sent = executor.boxes if is_shared else None
@@ -330,7 +329,10 @@ class Loader:
         requests = [msgspec.msgpack.decode(data, type=LoadRequest) for data in payloads]
         stored = files.manifest.parts
         ignore = options.ignore_unexpected
-        unexpected = find_unexpected(stored, requests, self._codecs, known=known, ignore=ignore)
+        unexpected = find_unexpected(stored, requests, self._codecs, known=known)
+        raise_mismatch(result, step, stored, not_ignored(unexpected, ignore))
+        if not all(request.fits for request in requests):
+            control.agree(None, phase="load: match")  # raises what other ranks have raised
         refuse_needed(stored, requests, ignore=ignore)
         checks = [request.checks for request in requests]
         check_consistency(control.ranks, checks, warn=control.is_coordinator)
@@ -406,6 +408,9 @@ class Loader:
                 template = part.template(
                     StoredPart(node, tensors, name, self._codecs, matcher.may_miss, versions)
                 )
+            except MismatchError as error:
+                matcher.result.mismatched.append(str(error))
+                continue  # what else differs is named with it
             except Exception as error:
                 if not isinstance(error, HoldfastError):
                     error.add_note(f"state part '{name}'")
@@ -573,7 +578,7 @@ def describe_fallbacks(failed: Sequence[FellBack]) -> str:
 
 
 def raise_mismatch(
-    result: MatchResult, step: int, stored: Iterable[str], unasked: Callable[[], list[str]]
+    result: MatchResult, step: int, stored: Iterable[str], unexpected: Sequence[str]
 ) -> None:
     """Raise MismatchError with everything that does not fit and what to do; nothing if all fits.
 
@@ -581,8 +586,7 @@ def raise_mismatch(
         result: What was matched.
         step: The step of the checkpoint.
         stored: The names of its parts: one that is misspelled in the state is missing here.
-        unasked: Makes the paths that are stored and not requested: what is missing may be there
-            under another name.
+        unexpected: What no rank requests, and nobody has agreed to leave.
     """
     sentences = []
     if result.missing:
@@ -594,10 +598,6 @@ def raise_mismatch(
         if not all(f"{path}.".startswith(starts) for path in result.missing):
             names = [start.removesuffix(".") for start in starts[::2]]
             sentences[-1] += f"; its parts are {some_of(names)}"
-        within = {f"{path}.".partition(".")[0] for path in result.missing}
-        others = [path for path in unasked() if path.partition(".")[0] in within]
-        if others:
-            sentences[-1] += f"; it has, and the state does not ask for, {some_of(others)}"
         if any(path.endswith("]") for path in result.missing):
             sentences[-1] += (
                 "; a value per rank may have a policy for coordinates that are not stored: "
@@ -620,11 +620,18 @@ def raise_mismatch(
             f"{some_of(result.unagreed)} (allow_missing=[patterns] agrees to that, as in "
             f"{_patterns(result.unagreed)})"
         )
+    if unexpected:
+        sentences.append(
+            f"the checkpoint holds {counted(len(unexpected), 'entry')} that the state does not ask "
+            f"for: {some_of(unexpected)} (ignore_unexpected=[patterns], or True for all, leaves "
+            f"them)"
+        )
     if sentences:
         raise MismatchError(
             f"step {step}: " + "; ".join(sentences),
             details={
                 "missing": result.missing,
+                "unexpected": list(unexpected),
                 "mismatched": result.mismatched,
                 "unagreed": result.unagreed,
                 "steps": [step],
