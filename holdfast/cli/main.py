@@ -79,7 +79,8 @@ def _dispatch(verb: str, words: list[str]) -> int:
     if verb not in VERBS:
         return _dispatch_elsewhere(verb, words)
     module = import_module(f"holdfast.cli.commands.{verb}")
-    args = parse_arguments(module.Args, words, prog=f"holdfast {verb}", about=VERBS[verb])
+    about = " ".join((module.Args.__doc__ or VERBS[verb]).split())
+    args = parse_arguments(module.Args, words, prog=f"holdfast {verb}", about=about)
     with stopping_cleanly():
         try:
             return int(module.run(args))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -183,12 +184,30 @@ def linked_steps(storage: Storage, steps: Iterable[int]) -> str:
     )
 
 
+def _require_dir_if_any(root: Path) -> None:
+    """Raise StorageError if something else than a directory has the name of a root."""
+    try:
+        if stat.S_ISDIR(os.stat(root).st_mode):
+            return
+        why = "is not a directory, so no checkpoint is in it"
+    except FileNotFoundError:
+        if not os.path.islink(root):
+            return
+        why = f"is a link to {os.readlink(root)}, which does not exist; if it is a volume, mount it"
+    except OSError:
+        return  # the first read of it raises this by name
+    raise StorageError(f"{root} {why}")
+
+
 def require_root_of_checkpoints(storage: Storage) -> None:
     """Raise StorageError if the storage is at one checkpoint, not at the root of a run's.
 
-    A directory inside of one counts, too, in a file system: what is saved there damages it.
+    A directory inside of one counts, too, in a file system: what is saved there damages it. So does
+    a file: a run would find no checkpoint, start afresh, and fail at its first save.
     """
     local = storage.local_path("")
+    if local is not None:
+        _require_dir_if_any(local)
     whole = None if local is None else Path(os.path.abspath(local))
     inside = [] if whole is None else [whole, *whole.parents][:_MAX_ABOVE]
     checkpoints = [

@@ -11,7 +11,7 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.boxes import Box, contiguous_start
 from holdfast.arrays.types import IntArray
-from holdfast.errors import MismatchError
+from holdfast.errors import MismatchError, some_of
 from holdfast.format.byte_ranges import (
     PIECE_NBYTES,
     Overlaps,
@@ -85,7 +85,7 @@ class Snapshot(CheckpointFiles):
         except KeyError:
             raise MismatchError(
                 f"part {part!r} is not in {self.storage.describe(self.directory)}; "
-                f"it has {list(self.manifest.parts)}"
+                f"it has {some_of([*self.manifest.parts])}"
             ) from None
         return node
 

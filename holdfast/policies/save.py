@@ -269,7 +269,10 @@ class OnSignal(SavePolicy):
         self.check_every = check_every
         for number in self.signals:
             if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
-                raise ConfigError(f"OnSignal: a process cannot handle signal {number!r}")
+                raise ConfigError(
+                    f"OnSignal: a process cannot handle signal {number!r}; give numbers of signals "
+                    f"that it can, such as signal.SIGTERM"
+                )
         check_int(check_every, name="OnSignal: check_every", least=1)
         self._notice = notice
         self._received = 0

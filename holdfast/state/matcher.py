@@ -108,6 +108,8 @@ class MatchResult:
     """Paths that are requested and not stored."""
     mismatched: list[str] = field(default_factory=list)
     """One sentence for each difference in shape, dtype or kind."""
+    may_be_padding: bool = False
+    """True if a difference in shape may be one of padding that is not declared."""
     cast: list[str] = field(default_factory=list)
     """Paths of tensors that are converted."""
     kept: list[str] = field(default_factory=list)
@@ -553,6 +555,8 @@ class Matcher:
             )
         elif shape != target_shape:
             result.mismatched.append(shape_mismatch(template, path, target_shape, shape))
+            may_be = not isinstance(template, Padded) and len(shape) == len(target_shape)
+            result.may_be_padding |= may_be
         elif dtype != target_dtype and (why := self._refused_cast(dtype, target_dtype)):
             result.mismatched.append(
                 f"{path}: the state's dtype is {target_dtype}, the checkpoint's {dtype}; {why}"
@@ -853,16 +857,11 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 def shape_mismatch(
     template: torch.Tensor | Marked, path: str, held: tuple[int, ...], stored: tuple[int, ...]
 ) -> str:
-    """In words: the state and the checkpoint differ in shape, and whether padding may be why."""
+    """In words: the state and the checkpoint differ in shape."""
     message = f"{path}: the state's shape is {list(held)}, the checkpoint's {list(stored)}"
     if isinstance(template, Padded):
         return (
             f"{message}; the state's is declared as the real one of {list(template.padded_shape)}"
-        )
-    if len(held) == len(stored):
-        message += (
-            "; if they differ by padding alone, declare the real shape both for the save and for "
-            "the load: declare_padding(module, name, shape), Padded(value, shape)"
         )
     return message
 

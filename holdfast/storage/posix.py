@@ -980,20 +980,24 @@ def _refused(code: int) -> bool:
 def storage_error(error: OSError, *, action: str, place: Path) -> StorageError:
     """Return the StorageError for a failed `action` at `place`: the cause, and advice."""
     cause = error.strerror or str(error)
-    advice = _advice(error.errno, place)
+    advice = _advice(error.errno, place, action)
     return StorageError(
         f"cannot {action}: {place}: {cause}" + (f" ({advice})" if advice else ""),
         details=UNKNOWN if error.errno in _SAYS_NOTHING else None,
     )
 
 
-def _advice(code: int | None, place: Path) -> str:
+def _advice(code: int | None, place: Path, action: str) -> str:
     """Return what a person can do about an error at a place; empty if nothing is known."""
     if code in (errno.ENOSPC, errno.EDQUOT):
         return f"{_free(place)}; make room or choose another directory, then try again"
     if code in (errno.EACCES, errno.EPERM):
         user = f"this process runs as uid {os.geteuid()}, gid {os.getegid()}"
-        return f"{user}; {_owner(place)}{_stickiness(place)}"
+        # Who may write to the directory that a name is in may remove and rename it.
+        is_of_name = action.startswith(("remove", "rename", "exchange"))
+        places = [place.parent, place] if is_of_name else [place]
+        owners = ", ".join(dict.fromkeys(map(_owner, places)))
+        return f"{user}; {owners}{_stickiness(place)}"
     fixed = {
         errno.EROFS: "the file system is mounted read-only; choose another directory",
         errno.EIO: "the device or the network storage failed; see the system log",

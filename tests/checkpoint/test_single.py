@@ -438,13 +438,20 @@ def test_one_checkpoint_is_no_root(in_bucket: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["file", "link to file", "link to nothing"])
 def test_a_file_is_no_root(tmp_path: Path, place: str) -> None:
-    """R6: and was none before, so it has not vanished. Nothing advises to remove a user's file."""
+    """R6: and was none before, so it has not vanished. Nothing advises to remove a user's file.
+
+    `latest` found nothing: a run would have started afresh, and failed at its first save.
+    """
     (tmp_path / "file").write_text("")
     if place != "file":
         (tmp_path / place).symlink_to(place.removeprefix("link to "))
     checkpointer = Checkpointer(tmp_path / place)
-    assert checkpointer.latest() is None
-    for call in (partial(checkpointer.load, {"t": 1}), partial(checkpointer.save, 1, {"t": 1})):
+    for call in (
+        checkpointer.latest,
+        checkpointer.steps,
+        partial(checkpointer.load, {"t": 1}),
+        partial(checkpointer.save, 1, {"t": 1}),
+    ):
         with pytest.raises(StorageError, match=r"not a directory|link to nothing, which") as raised:
             call()
         assert "remove it" not in str(raised.value)
@@ -488,8 +495,18 @@ def test_a_part_that_is_misspelled_is_answered_with_those_stored(tmp_path: Path)
         for part in ("modle", "mode", "models"):
             with pytest.raises(MismatchError, match=r"; its parts are model, rng, progress$"):
                 checkpointer.load({part: state["model"]})
-        with pytest.raises(MismatchError, match=r"progress\.epoch.* lets them be\)$"):
+        with pytest.raises(MismatchError, match=r"progress\.epoch.* agrees to that\)$"):
             checkpointer.load({"progress": {"step": 1, "epoch": 1}})
+
+
+def test_advice_on_shapes_is_given_once(tmp_path: Path) -> None:
+    advice = "differ by padding alone"
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"t": {"a": torch.ones(2), "b": torch.ones(3)}})
+        for a, count in ((torch.ones(4), 1), (torch.ones(2, 2), 0)):
+            with pytest.raises(MismatchError, match=r"t\.a: .*; t\.b: ") as error:
+                checkpointer.load({"t": {"a": a, "b": a}})
+            assert str(error.value).count(advice) == count
 
 
 def test_generators_have_names() -> None:

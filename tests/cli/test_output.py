@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,14 @@ def test_what_may_not_be_read_is_one_line(
         result = holdfast(verb, root)
         assert result.code == 2
         assert result.err == f"holdfast: error: {root} cannot be examined: Permission denied\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams_leave_the_exit_code(root: Path, closed: str) -> None:
+    """As of a scheduler that gives none: 1 would say that what is stored is damaged."""
+    line = f'"$0" -m holdfast prune "$1" --keep-last 1 --dry-run {closed}'
+    done = subprocess.run(["sh", "-c", line, sys.executable, str(root)], check=False, timeout=240)
+    assert done.returncode == 0
 
 
 def test_an_answer_that_never_comes_removes_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import stat
 import subprocess
@@ -246,6 +247,15 @@ def test_permission_denied_says_who_and_whose(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(locked)], capture_output=True, text=True, timeout=240
     )
     locked.chmod(0o700)
+    # A directory is removed by those who may write to the one that it is in.
+    refusal = PermissionError(errno.EACCES, "Permission denied")
+    for action in ("remove", "rename to b", "exchange with b"):
+        (locked / "a").mkdir(exist_ok=True)
+        (locked / "a").chmod(0o755)
+        locked.chmod(0o500)
+        words = str(posix.storage_error(refusal, action=action, place=locked / "a"))
+        assert re.search(rf"{locked} belongs to .* mode 500, {locked}/a belongs .* mode 755", words)
+        locked.chmod(0o700)
     assert "Permission denied" in done.stdout, done.stderr
     assert "this process runs as uid" in done.stdout
     assert "belongs to uid" in done.stdout

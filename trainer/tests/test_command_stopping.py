@@ -171,20 +171,40 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def terminated(context: RankContext, directory: str, words: list[str]) -> tuple[int, str]:
-    """Be sent SIGTERM with the first step that is printed; the exit code, and what was printed."""
+def terminated(
+    context: RankContext, directory: str, words: list[str], at: str = "loss"
+) -> tuple[int, str]:
+    """Be sent SIGTERM with the first step that is printed; the exit code, and what was printed.
+
+    Or with the first line that has the word `at`.
+    """
     del context
     os.chdir(directory)
 
     class Signalling(io.StringIO):
         def write(self, text: str) -> int:
-            if "loss" in text and "loss" not in self.getvalue():
+            if at in text and at not in self.getvalue():
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().write(text)
 
     with redirect_stdout(Signalling()) as out:
         code = main(words)
     return code, out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "saved"),
+    [
+        (["--save", "ck"], "there was nothing to save yet"),
+        ([], "nothing of it is saved; --save DIR does"),
+    ],
+)
+def test_sigterm_before_the_first_step(tmp_path: Path, words: list[str], saved: str) -> None:
+    """A run with --save was told to add it."""
+    run = ([*ENDLESS, *words], "parameters on")
+    outcome = run_ranks(1, terminated, str(tmp_path), *run, init=False, env=environment())
+    assert outcome.results[0][0] == 128 + signal.SIGTERM
+    assert f"holdfast: stopped by SIGTERM after step 0: {saved}" in outcome.outputs[0].splitlines()
 
 
 def test_sigterm_saves_and_says_what_is_safe(

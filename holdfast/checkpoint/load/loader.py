@@ -45,6 +45,7 @@ from holdfast.errors import (
     StorageError,
     counted,
     some_of,
+    some_sentences,
 )
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.index import validate_index
@@ -591,7 +592,7 @@ def raise_mismatch(
     if result.missing:
         sentences.append(
             f"the checkpoint lacks {counted(len(result.missing), 'entry')} that the state asks "
-            f"for: {some_of(result.missing)} (allow_missing=[patterns] lets them be)"
+            f"for: {some_of(result.missing)} (allow_missing=[patterns] agrees to that)"
         )
         starts = tuple(f"{name}{end}" for name in stored for end in (".", "["))
         if not all(f"{path}.".startswith(starts) for path in result.missing):
@@ -606,8 +607,13 @@ def raise_mismatch(
         verb = "does" if len(result.mismatched) == 1 else "do"
         sentences.append(
             f"{counted(len(result.mismatched), 'entry')} {verb} not fit: "
-            f"{some_of(result.mismatched)}"
+            f"{some_sentences(result.mismatched, most=MAX_NAMED)}"
         )
+        if result.may_be_padding:
+            sentences[-1] += (
+                "; where shapes differ by padding alone, declare the real shape both for the save "
+                "and for the load: declare_padding(module, name, shape), Padded(value, shape)"
+            )
     if result.unagreed:
         sentences.append(
             f"{counted(len(result.unagreed), 'entry')} would start fresh: "

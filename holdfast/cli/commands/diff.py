@@ -29,13 +29,13 @@ from holdfast.cli.support.tables import (
 from holdfast.errors import ConfigError, clean, counted, in_bytes
 from holdfast.format.manifest import METADATA_PART, USUAL_VERSION, VERSIONS_PART, Manifest
 from holdfast.format.reader import Snapshot
-from holdfast.format.values import Node, encode_tree
+from holdfast.format.values import Node, count_values, encode_tree, tensor_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Args:
     """Compare two checkpoints: structure, values, metadata, tensors; exit code 1 when they differ,
-    or one has what cannot be read and so not be compared."""
+    or one has what cannot be read and so cannot be compared."""
 
     a: Annotated[Path, POSITIONAL]
     """A checkpoint, or a directory of checkpoints (then the newest committed step)."""
@@ -119,6 +119,8 @@ def run(args: Args) -> int:
             ]
         if args.tensor is not None or not args.values:
             _compare_tensors(a.snapshot, b.snapshot, args, result)
+            lacking = {each.key for each in result.structure if None in (each.a, each.b)}
+            result.values = [each for each in result.values if not _is_tensors(each, lacking)]
         if args.json:
             print_json(_as_json(a, b, result))
         else:
@@ -141,6 +143,15 @@ def _versions(manifest: Manifest, other: Manifest) -> dict[str, Node]:
         if part in others
     }
     return {VERSIONS_PART: parts}
+
+
+def _is_tensors(difference: ValueDifference, lacking: set[str]) -> bool:
+    """Return True if a value is nothing but tensors that one side lacks: these are listed."""
+    if difference.in_a == difference.in_b:
+        return False
+    node = difference.a if difference.in_a else difference.b
+    keys = set(tensor_keys(node))
+    return bool(keys) and keys <= lacking and count_values(node) == 0
 
 
 def _compare_tensors(a: Snapshot, b: Snapshot, args: Args, result: Differences) -> None:
@@ -275,8 +286,13 @@ def _summary(args: Args, result: Differences) -> str:
             f"no difference in {compared}, but not all could be compared (--tensor '*' compares "
             f"nothing but tensors):"
         )
+    only_a = sum(each.b is None for each in result.structure)
+    only_b = sum(each.a is None for each in result.structure)
+    others = len(result.structure) - only_a - only_b
     parts = [
-        (len(result.structure), "tensor of another kind", "tensors of another kind"),
+        (only_a, "tensor only in A", "tensors only in A"),
+        (only_b, "tensor only in B", "tensors only in B"),
+        (others, "tensor of another dtype or shape", "tensors of another dtype or shape"),
         (len(result.values), "value", "values"),
         (len(result.tensors), "tensor", "tensors"),
     ]

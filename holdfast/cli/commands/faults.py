@@ -39,7 +39,8 @@ _MAX_STEPS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Args:
-    """Show the faults of a run by device, over all its jobs; the exit code is the last decision."""
+    """Show the faults of a run by device, over all its jobs; exit code 0 if
+    nothing is to be done, else 16 to 21, as of the newest job's last decision."""
 
     directory: Annotated[Path, POSITIONAL]
     """The directory of a run, or of its rerun machine."""

@@ -37,7 +37,7 @@ class Args:
     """List the checkpoints in a directory."""
 
     root: Annotated[Path, POSITIONAL] = Path()
-    """The directory that holds the checkpoints; default the current one."""
+    """The directory that holds the checkpoints."""
 
     json: bool = False
     """Print JSON instead of a table."""

@@ -50,10 +50,10 @@ class Args:
     """The directory that holds the checkpoints."""
 
     keep_last: int | None = None
-    """Keep the newest so many steps."""
+    """Keep this many of the newest steps."""
 
     keep_every: int | None = None
-    """Keep the steps that this number divides."""
+    """Keep the steps that are multiples of this number."""
 
     keep_within: str | None = None
     """Keep what was saved within this time: 90s, 30m, 12h, 7d, 2w."""

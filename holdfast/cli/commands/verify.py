@@ -23,7 +23,7 @@ from holdfast.format.verifier import Damage, verify_snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Args:
-    """Check every byte of a checkpoint against its digests."""
+    """Check every byte of a checkpoint against its digests; exit code 1 if any is damaged."""
 
     path: Annotated[Path, POSITIONAL]
     """A checkpoint, or a directory of checkpoints (then the newest committed step)."""

@@ -202,7 +202,7 @@ def parse_arguments(
         kind: a dataclass; fields of nested dataclasses become options without a prefix.
         words: the command line after the command's name.
         prog: what the help text calls the command.
-        about: one line of help.
+        about: what the command does, in the first lines of help.
         default: values of the options that are not given; needed where dataclasses are nested.
         has_pairs: whether the help lists `--x` and `--no-x` for each boolean, because a file may
             set it. Both are understood in any case.

@@ -23,6 +23,7 @@ from holdfast.format.values import (
     attributes_of,
     decode_tree,
     is_container,
+    is_tensor,
     join_path,
     members,
     node_bytes,
@@ -69,6 +70,8 @@ def value_differences(a: Mapping[str, Node], b: Mapping[str, Node]) -> Iterator[
 
 def in_words(node: Node) -> str:
     """A value on one short line."""
+    if is_tensor(node):
+        return f"tensor {node['k']}"
     if tag_of(node) in SCALARS:
         try:
             return shorten(repr(decode_tree(node)))

@@ -79,6 +79,7 @@ def run_command(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> in
     Raises:
         SystemExit: With code 2, after any other error, whose traceback is printed.
     """
+    _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names need not be text; bytes that cannot be printed are shown as escapes.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -106,6 +107,19 @@ def run_command(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> in
         raise SystemExit(EXIT_MISTAKE) from None
     finally:
         _flush()
+
+
+def _open_standard_streams() -> None:
+    """Give a process that was started with closed streams (`>&-`, some schedulers) ones to use.
+
+    Otherwise the first file it opens gets their number, and what Python prints fails.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _flush() -> None:

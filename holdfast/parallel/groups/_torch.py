@@ -51,6 +51,11 @@ def default_rank() -> int:
     return dist.get_rank()
 
 
+def default_world_size() -> int:
+    """Return the number of processes that torch.distributed was initialised with."""
+    return dist.get_world_size()
+
+
 def default_store() -> Store:
     """Return the store that init_process_group was given."""
     from torch.distributed import distributed_c10d as c10d

@@ -176,7 +176,8 @@ class ProcessGroups:
                 scope. `ModuleGroups` gives its modules one.
 
         Raises:
-            LayoutError: Ranks have different layouts; they are named, on all ranks.
+            LayoutError: Ranks have different layouts; they are named, on all ranks. Or the layout
+                has ranks that do not exist.
             DeadlineError: Ranks did not arrive; they are named, on all others.
             GroupError: Names are unknown, or torch.distributed is not initialised.
 
@@ -592,6 +593,12 @@ class ProcessGroups:
             raise LayoutError(f"Rank {own} is not in {layout}: only its own ranks make its groups.")
         if is_alone:
             return cls(layout, rank=own, timeout_s=timeout_s, data_timeout_s=data_timeout_s)
+        num_processes, needed = _torch.default_world_size(), max(layout.ranks) + 1
+        if needed > num_processes:
+            raise LayoutError(
+                f"{layout} needs {needed} processes, and {num_processes} run: start {needed} "
+                f"(torchrun --nproc-per-node), or make the layout of dist.get_world_size()"
+            )
         return cls(
             layout,
             rank=own,

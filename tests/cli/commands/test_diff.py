@@ -124,8 +124,30 @@ def test_structure(holdfast: Holdfast, tmp_path: Path) -> None:
         {"key": "only b", "a": None, "b": "U8 scalar"},
     ]
     result = holdfast("diff", a, b)
-    assert "different: 4 tensors of another kind" in result.out
+    assert (
+        "different: 1 tensor only in A, 1 tensor only in B, 2 tensors of another dtype or shape"
+    ) in result.out
     assert "not there" in result.out
+
+
+def test_tensors_of_one_side_are_listed_once(holdfast: Holdfast, tmp_path: Path) -> None:
+    """As tensors; a value among them, and a name for a tensor that both have, are values."""
+
+    def ref(key: str) -> dict[str, str]:
+        return {"$": "tensor", "k": key}
+
+    tensor = random_tensor(1, dtype="U8", shape=(2,))
+    one = {"model": {"w": ref("w"), "layers": {"x": ref("x"), "y": [ref("y")]}, "tied": ref("w")}}
+    two = {"model": {"w": ref("w")}, "extra": {"z": ref("z"), "n": 3}, "w": 1}
+    a = store(tmp_path / "a", dict.fromkeys("wxy", tensor), parts=one)
+    b = store(tmp_path / "b", dict.fromkeys("wz", tensor), parts=two)
+    found = holdfast("diff", a, b, "--json").json
+    assert [each["key"] for each in found["structure"]] == ["x", "y", "z"]
+    assert [each["path"] for each in found["values"]] == ["model.tied", "extra", "w"]
+    assert "tensor w" in holdfast("diff", a, b).out
+    # Where tensors are not compared, all are values.
+    only = holdfast("diff", a, b, "--values", "--json").json["values"]
+    assert [each["path"] for each in only] == ["model.layers", "model.tied", "extra", "w"]
 
 
 def test_values(holdfast: Holdfast, tmp_path: Path) -> None:

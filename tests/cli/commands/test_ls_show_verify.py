@@ -232,7 +232,7 @@ def test_mistakes_are_one_line_and_code_2(holdfast: Holdfast, root: Path, tmp_pa
         (["verify", root, "--step", "7"], "no committed step 7; it has 5, 120"),
         (["show", root / "iter_0000005", "--step", "120"], "the directory above"),
         (["show", root, "--tensor", "model.wieght"], "did you mean model.weight"),
-        (["show", root, "--part", "optimiser"], "it has ['model', 'progress']"),
+        (["show", root, "--part", "optimiser"], "it has model, progress"),
         (["show", root, "--stats"], "--tensor"),
         (["ls", root / "iter_0000005"], "holdfast show"),
         (["show", root, "--stpe", "3"], "--step"),

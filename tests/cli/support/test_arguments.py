@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -231,6 +232,8 @@ def test_help_of_each_command(verb: str, capsys: pytest.CaptureFixture[str]) -> 
     assert result.err == ""
     assert f"usage: holdfast {verb}" in result.out
     assert "{None}" not in result.out
+    args = import_module(f"holdfast.cli.commands.{verb}").Args
+    assert " ".join(args.__doc__.split()) in " ".join(result.out.split())
     lines = [line.strip("│ ") for line in result.out.splitlines()]
     for line in lines:  # an option and its opposite are on one line, so that the text fits both
         if line.startswith("--no-"):

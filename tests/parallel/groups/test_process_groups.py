@@ -205,6 +205,7 @@ def disagreeing(rank: RankContext) -> dict[str, Report]:
     create("names", Layout(tp=2, dp=2), names=["tp"] if me == 0 else ["tp", "dp"])
     create("typo", Layout(tp=2, dp=2), names=["tp", "dq"] if me == 2 else ["tp", "dp"])
     create("orphan", Layout(tp=2, dp=2), names=["dp_cp_ag"])
+    create("world", Layout(dp=2, ranks=(me, 5)), timeout_s=25)
     dist.barrier()
     reports["outsider"] = report(lambda: create_with_outsider(me == 1))
     dist.barrier()
@@ -268,6 +269,7 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
         "halves": (LayoutError, "Ranks [2, 3] disagree with the others"),
         "names": (LayoutError, "Ranks [0] disagree with the others"),
         "typo": (GroupError, "rank 2: Cannot create 'dq'"),
+        "world": (LayoutError, "needs 6 processes, and 4 run: start 6"),
         "orphan": (GroupError, "'dp_cp_ag' is a clone of 'dp_cp': create 'dp_cp' with it"),
     }
     for rank, reports in enumerate(results):

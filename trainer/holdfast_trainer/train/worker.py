@@ -141,6 +141,8 @@ def _end_for_rerun(
 def _stop_message(trainer: BaseTrainer, stop_signal: int) -> str:
     """One line: the signal, the step, and the checkpoint to continue from."""
     stopped = f"stopped by {signal_name(stop_signal)} after step {trainer.progress.step}"
+    if trainer.safe is None and trainer.config.checkpoint.save is not None:
+        return f"{stopped}: there was nothing to save yet"
     if trainer.safe is None:
         return f"{stopped}: nothing of it is saved; --save DIR does"
     step, directory = trainer.safe
