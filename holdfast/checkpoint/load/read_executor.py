@@ -19,11 +19,11 @@ import msgspec
 import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, enumerate_ranges, pad_shapes, union_nbytes
-from holdfast.arrays.memory import copy_ranges, join_ranges
+from holdfast.arrays.memory import copy_ranges, join_ranges, memory_at
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.load.choose_exchange import Choose, host_numbers
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
-from holdfast.checkpoint.load.target_memory import make_targets, memory_at, takes_as_it_is
+from holdfast.checkpoint.load.target_memory import make_targets, takes_as_it_is
 from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory
 from holdfast.checkpoint.options import OnDrift
 from holdfast.checkpoint.reports import JobReading
@@ -79,6 +79,8 @@ class _Kept:
     """Where it goes in plain memory; -1 if a `Target` takes it."""
     num_others: IntArray
     """(n + 1,) how many rows before each a `Target` takes."""
+    num_parts: IntArray
+    """(n + 1,) how many rows before each are not all of their piece, or a `Target` takes them."""
 
 
 class LoadExecutor:
@@ -266,8 +268,7 @@ class LoadExecutor:
         order = np.lexsort((place, file, plan.round[pieces]))
         self._pieces = pieces = pieces[order]
         start, stop, rounds = plan.start[pieces], plan.stop[pieces], plan.round[pieces]
-        self._rows: list[int] = row[order].tolist()
-        self._bounds = list(zip(start.tolist(), stop.tolist(), strict=True))
+        self._rows, self._bounds = row[order], np.stack([start, stop], axis=1)
         # Neighbouring pieces of one round and one file are read together.
         place_of_round = (rounds + 1) * len(files.manifest.files) + file[order]
         self._cuts = join_neighbours(
@@ -365,6 +366,8 @@ class LoadExecutor:
         place = np.where(fits, address[box] + at, -1)
         start = begin + np.where(is_run, source, 0)
         number = np.repeat(np.arange(len(self._pieces)), np.diff(self._kept_ptr))
+        piece_nbytes = self._bounds[:, 1] - self._bounds[:, 0]
+        is_whole = (place >= 0) & is_run & (size == piece_nbytes[number])
         self._kept = _Kept(
             piece=number.tolist(),
             overlap=overlap.tolist(),
@@ -375,6 +378,7 @@ class LoadExecutor:
             nbytes=size,
             address=place,
             num_others=np.concatenate([[0], np.cumsum(place < 0)]),
+            num_parts=np.concatenate([[0], np.cumsum(~is_whole)]),
         )
 
     def _has_small_pieces(self, plan: ReadPlan) -> BoolArray:
@@ -445,8 +449,13 @@ class LoadExecutor:
         """Read pieces, keep what this rank requests of each, and pack what it sends."""
         rows = self._rows[numbers.start : numbers.stop]
         bounds = self._bounds[numbers.start : numbers.stop]
-        nbytes = sum(stop - start for start, stop in bounds)
+        nbytes = int((bounds[:, 1] - bounds[:, 0]).sum())
         first, last = self._kept_ptr[numbers.start], self._kept_ptr[numbers.stop]
+        if messages is None and self._are_apart(numbers, first, last):
+            self._written.append((first, last))
+            address = self._kept.address[first:last]
+            self._files.read_ranges(rows, bounds, address, verify=self._verify)
+            return
         # Straight into the target if possible: no copy, and no page of a buffer to touch first.
         data = self._whole_place(first, last, nbytes)
         is_in_place = data is not None
@@ -455,16 +464,29 @@ class LoadExecutor:
         strips = None
         if len(rows) == 1 and messages is None and not is_in_place and not self._verify:
             needed = self._kept.overlap[first:last]
-            strips = self._plan.overlaps.strips(needed, *bounds[0], max_gap=_PAGE_NBYTES)
-        self._files.read_pieces(rows, bounds, data, verify=self._verify, strips=strips)
+            start, stop = bounds[0].tolist()
+            strips = self._plan.overlaps.strips(needed, start, stop, max_gap=_PAGE_NBYTES)
+        self._files.read_pieces(
+            rows.tolist(), bounds.tolist(), data, verify=self._verify, strips=strips
+        )
         if not is_in_place:
             self._keep(first, last, data)
         if messages is not None:
             at = 0
-            for piece, (start, stop) in zip(self._pieces[numbers].tolist(), bounds, strict=True):
+            numbered = zip(self._pieces[numbers].tolist(), bounds.tolist(), strict=True)
+            for piece, (start, stop) in numbered:
                 # A piece that is sent is sent from where it lies now, the target included.
                 messages.pack(piece, data[at : at + stop - start])
                 at += stop - start
+
+    def _are_apart(self, numbers: range, first: int, last: int) -> bool:
+        """Return True if pieces that lie together go as they are to plain memory, each to its own,
+        and one call can read them: many small tensors."""
+        # Of each piece something is kept: as many rows as pieces are one of each.
+        num_parts, num = self._kept.num_parts, len(numbers)
+        is_each_whole = num == last - first and num_parts[first] == num_parts[last]
+        row = int(self._rows[numbers.start])
+        return bool(num > 1 and is_each_whole and self._files.fills_ranges(row))
 
     def _scratch(self, nbytes: int) -> memoryview:
         """The buffer of this thread: memory that is used again stays in the cache."""
@@ -513,7 +535,7 @@ class LoadExecutor:
                     target.put(at, data[start : start + nbytes])
             else:
                 size = int(overlaps.itemsize[overlap])
-                for copy in overlaps.strided_copies(overlap, *self._bounds[piece]):
+                for copy in overlaps.strided_copies(overlap, *self._bounds[piece].tolist()):
                     values = elements(data[start:], copy.start, copy.shape, size)[copy.source]
                     for target in self._targets[box]:
                         target.put_strided(copy, values, size)
