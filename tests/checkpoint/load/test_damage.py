@@ -87,7 +87,7 @@ def test_targets_that_were_read_with_a_damaged_one_are_named(tmp_path: Path) -> 
         data[data.index(stored["t2"].numpy().tobytes())] ^= 1
         file.write_bytes(data)
         target = {name: torch.zeros(8) for name in stored}
-        with pytest.raises(CorruptionError, match="p.t2") as caught:
+        with pytest.raises(CorruptionError, match=r"p\.t2") as caught:
             checkpointer.load({"p": target})
     written = str(caught.value).partition("Targets already written on this rank:")[2]
     assert all(f"p.{name}" in written for name, each in target.items() if each.any())
