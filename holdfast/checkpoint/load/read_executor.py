@@ -29,7 +29,7 @@ from holdfast.checkpoint.options import OnDrift
 from holdfast.checkpoint.reports import JobReading
 from holdfast.errors import CorruptionError
 from holdfast.format.byte_ranges import DIRECT_NBYTES, elements, join_neighbours
-from holdfast.format.checkpoint_files import CheckpointFiles
+from holdfast.format.checkpoint_files import MIN_COLUMNAR, CheckpointFiles
 from holdfast.format.manifest import TensorForms
 from holdfast.format.stored_copies import choose_copies
 from holdfast.parallel import Control
@@ -268,7 +268,9 @@ class LoadExecutor:
         order = np.lexsort((place, file, plan.round[pieces]))
         self._pieces = pieces = pieces[order]
         start, stop, rounds = plan.start[pieces], plan.stop[pieces], plan.round[pieces]
-        self._rows, self._bounds = row[order], np.stack([start, stop], axis=1)
+        self._row_of_each, self._bounds_of_each = row[order], np.stack([start, stop], axis=1)
+        self._rows: list[int] = self._row_of_each.tolist()
+        self._bounds = list(zip(start.tolist(), stop.tolist(), strict=True))
         # Neighbouring pieces of one round and one file are read together.
         place_of_round = (rounds + 1) * len(files.manifest.files) + file[order]
         self._cuts = join_neighbours(
@@ -366,7 +368,7 @@ class LoadExecutor:
         place = np.where(fits, address[box] + at, -1)
         start = begin + np.where(is_run, source, 0)
         number = np.repeat(np.arange(len(self._pieces)), np.diff(self._kept_ptr))
-        piece_nbytes = self._bounds[:, 1] - self._bounds[:, 0]
+        piece_nbytes = self._bounds_of_each[:, 1] - self._bounds_of_each[:, 0]
         is_whole = (place >= 0) & is_run & (size == piece_nbytes[number])
         self._kept = _Kept(
             piece=number.tolist(),
@@ -449,13 +451,17 @@ class LoadExecutor:
         """Read pieces, keep what this rank requests of each, and pack what it sends."""
         rows = self._rows[numbers.start : numbers.stop]
         bounds = self._bounds[numbers.start : numbers.stop]
-        nbytes = int((bounds[:, 1] - bounds[:, 0]).sum())
         first, last = self._kept_ptr[numbers.start], self._kept_ptr[numbers.stop]
         if messages is None and self._are_apart(numbers, first, last):
             self._written.append((first, last))
-            address = self._kept.address[first:last]
-            self._files.read_ranges(rows, bounds, address, verify=self._verify)
+            self._files.read_ranges(
+                self._row_of_each[numbers.start : numbers.stop],
+                self._bounds_of_each[numbers.start : numbers.stop],
+                self._kept.address[first:last],
+                verify=self._verify,
+            )
             return
+        nbytes = sum(stop - start for start, stop in bounds)
         # Straight into the target if possible: no copy, and no page of a buffer to touch first.
         data = self._whole_place(first, last, nbytes)
         is_in_place = data is not None
@@ -464,17 +470,13 @@ class LoadExecutor:
         strips = None
         if len(rows) == 1 and messages is None and not is_in_place and not self._verify:
             needed = self._kept.overlap[first:last]
-            start, stop = bounds[0].tolist()
-            strips = self._plan.overlaps.strips(needed, start, stop, max_gap=_PAGE_NBYTES)
-        self._files.read_pieces(
-            rows.tolist(), bounds.tolist(), data, verify=self._verify, strips=strips
-        )
+            strips = self._plan.overlaps.strips(needed, *bounds[0], max_gap=_PAGE_NBYTES)
+        self._files.read_pieces(rows, bounds, data, verify=self._verify, strips=strips)
         if not is_in_place:
             self._keep(first, last, data)
         if messages is not None:
             at = 0
-            numbered = zip(self._pieces[numbers].tolist(), bounds.tolist(), strict=True)
-            for piece, (start, stop) in numbered:
+            for piece, (start, stop) in zip(self._pieces[numbers].tolist(), bounds, strict=True):
                 # A piece that is sent is sent from where it lies now, the target included.
                 messages.pack(piece, data[at : at + stop - start])
                 at += stop - start
@@ -485,8 +487,8 @@ class LoadExecutor:
         # Of each piece something is kept: as many rows as pieces are one of each.
         num_parts, num = self._kept.num_parts, len(numbers)
         is_each_whole = num == last - first and num_parts[first] == num_parts[last]
-        row = int(self._rows[numbers.start])
-        return bool(num > 1 and is_each_whole and self._files.fills_ranges(row))
+        is_worth_it = num >= MIN_COLUMNAR and is_each_whole
+        return bool(is_worth_it and self._files.fills_ranges(self._rows[numbers.start]))
 
     def _scratch(self, nbytes: int) -> memoryview:
         """The buffer of this thread: memory that is used again stays in the cache."""
@@ -535,7 +537,7 @@ class LoadExecutor:
                     target.put(at, data[start : start + nbytes])
             else:
                 size = int(overlaps.itemsize[overlap])
-                for copy in overlaps.strided_copies(overlap, *self._bounds[piece].tolist()):
+                for copy in overlaps.strided_copies(overlap, *self._bounds[piece]):
                     values = elements(data[start:], copy.start, copy.shape, size)[copy.source]
                     for target in self._targets[box]:
                         target.put_strided(copy, values, size)
