@@ -33,10 +33,8 @@ def test_the_page_has_the_recipes_that_people_ask_for() -> None:
     assert PAGE.read_text().count("```python") == len(PROGRAMS)  # no program that nobody runs
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "fsdp2" else pytest.mark.slow) for name in PROGRAMS],
-)
+@pytest.mark.slow  # an example of the same kind is in the short tests
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_recipe_goes_on_after_a_stop_as_if_there_had_been_none(name: str, tmp_path: Path) -> None:
     if name == "loader":
         pytest.importorskip("torchdata")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from holdfast.errors import ConfigError, StorageError, counted
@@ -252,7 +253,9 @@ def _is_file_with(storage: Storage, path: str, data: bytes) -> bool:
         return False
 
 
-def _update_pointer(storage: Storage, update: UpdateFile, committed: int | None) -> int | None:
+def _update_pointer(
+    storage: Storage, update: UpdateFile, committed: int | None, looks: Iterator[int | None]
+) -> int | None:
     """`point_to_newest` where a file can be replaced on condition that it has not changed."""
     newest: int | None = None
 
@@ -263,14 +266,26 @@ def _update_pointer(storage: Storage, update: UpdateFile, committed: int | None)
             # This process wrote the pointer last, and to the newest step of then.
             newest = committed
         else:
-            newest = latest_step(storage)
+            newest = next(looks)
         return f"{newest}\n".encode() if newest is not None else None
 
     return newest if update(LATEST, text) else None
 
 
+def _looks_for_newest(storage: Storage, steps: Sequence[int] | None) -> Iterator[int | None]:
+    """Yield the newest committed step again and again, at first what a look has just shown."""
+    if steps is not None:
+        yield max(steps, default=None)
+    while True:
+        yield latest_step(storage)
+
+
 def point_to_newest(
-    storage: Storage, *, committed: int | None = None, dry_run: bool = False
+    storage: Storage,
+    *,
+    committed: int | None = None,
+    steps: Sequence[int] | None = None,
+    dry_run: bool = False,
 ) -> int | None:
     """Make the pointer file name the newest committed step, if any step is committed.
 
@@ -279,6 +294,7 @@ def point_to_newest(
         committed: A step that this process has just committed. Where a look at all steps is a
             request, it is the newest if it is newer than the step to which this process was the
             last to point.
+        steps: The committed ones, if a look has just shown them.
         dry_run: Only look.
 
     Returns:
@@ -286,11 +302,11 @@ def point_to_newest(
     """
     changed: int | None = None
     update = getattr(storage, "update_file", None)
+    looks = _looks_for_newest(storage, steps)
     if update is not None and not dry_run:
-        return _update_pointer(storage, update, committed)
+        return _update_pointer(storage, update, committed, looks)
     # Several looks: a save may commit between the listing and the writing.
-    for _ in range(_NUM_LOOKS):
-        newest = latest_step(storage)
+    for newest in islice(looks, _NUM_LOOKS):
         if newest is None:
             return changed
         text = f"{newest}\n".encode()

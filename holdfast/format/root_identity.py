@@ -16,7 +16,7 @@ import time
 from holdfast.errors import StorageError
 from holdfast.format.names import require_root_of_checkpoints
 from holdfast.storage import Storage
-from holdfast.storage.reading import read_at_most
+from holdfast.storage.reading import is_absence, read_at_most
 
 ROOT_ID = ".root-id"
 
@@ -86,8 +86,8 @@ def read_root_id(storage: Storage) -> str:
     """Return the id of a root; empty if it has none, or does not exist."""
     try:
         data = _read(storage)
-    except StorageError:
-        if not storage.exists(ROOT_ID):
+    except StorageError as error:
+        if is_absence(error) or not storage.exists(ROOT_ID):
             return ""
         data = _read(storage)  # another rank may have created it between the two
     match = _ID.fullmatch(data)

@@ -140,6 +140,8 @@ class _Verifier:
         if not has_digests(manifest):
             self._reach(manifest, index)
             return self._damages
+        # Before the files: a storage that lists them all at once knows their sizes then.
+        strays = self._strays(manifest)
         for number, file in enumerate(manifest.files):
             before = self._done
             try:
@@ -150,7 +152,7 @@ class _Verifier:
             self._advance(file.nbytes - (self._done - before))
         for extra in manifest.extras:
             self._extra(extra)
-        self._strays(manifest)
+        self._damages += strays
         return self._damages
 
     def _reach(self, manifest: Manifest, index: ChunkIndex | None) -> None:
@@ -184,9 +186,15 @@ class _Verifier:
     def _report(
         self, file: str, what: object, *, key: str | None = None, offset: int | None = None
     ) -> None:
+        self._damages.append(self._damage(file, what, key=key, offset=offset))
+
+    def _damage(
+        self, file: str, what: object, *, key: str | None = None, offset: int | None = None
+    ) -> Damage:
+        """Return a defect; an error that says nothing of what is stored is raised instead."""
         if isinstance(what, HoldfastError) and is_unknown(what):
             raise what
-        self._damages.append(Damage(file=file, key=key, offset=offset, what=str(what)))
+        return Damage(file=file, key=key, offset=offset, what=str(what))
 
     def _advance(self, nbytes: int) -> None:
         self._done += nbytes
@@ -320,19 +328,17 @@ class _Verifier:
         for name in entries or ():
             self._report(file.name, f"the header has a chunk {name!r} that the index lacks")
 
-    def _strays(self, manifest: Manifest) -> None:
-        """Report the files that the manifest neither lists nor expects."""
+    def _strays(self, manifest: Manifest) -> list[Damage]:
+        """Return the files that the manifest neither lists nor expects."""
         known = {MANIFEST, INDEX, DATA_DIR, *manifest.file_sizes}
         others = (manifest.metadata or {}).get(OTHER_FILES)
         known.update(map(str, others) if isinstance(others, list) else ())
         try:
             names = _names_in(self._storage, self._directory)
         except StorageError as error:
-            self._report("", error)
-            return
-        for name in names:
-            if name not in known:
-                self._report(name, "not part of the checkpoint: the manifest does not list it")
+            return [self._damage("", error)]
+        what = "not part of the checkpoint: the manifest does not list it"
+        return [self._damage(name, what) for name in names if name not in known]
 
 
 def _names_in(storage: Storage, directory: str) -> list[str]:

@@ -20,6 +20,7 @@ not survive the machine either. A save that replaces a checkpoint takes no lease
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import secrets
@@ -60,12 +61,14 @@ LEASES_DIR = ".reading"
 DEFAULT_LEASE_S = 600.0
 """Seconds after which a lease that is not renewed has expired."""
 
-_LEASE_NAME = re.compile(r"(iter_[0-9]{7,18})\.(read|remove)-[0-9a-f]{16}", re.ASCII)
+_LEASE_NAME = re.compile(r"(iter_[0-9]{7,18})\.(read|remove|copy)-[0-9a-f]{16}", re.ASCII)
 _MAX_LEASE_NBYTES = 4096
 _RENEWALS_PER_LEASE = 8
 _POLL_S = 0.05
+_LEAVE_S = 5.0
+"""Seconds to wait at the end for the last renewal, and for the removal of what was renewed."""
 
-Kind = Literal["read", "remove"]
+Kind = Literal["read", "remove", "copy"]
 _PEEK_NBYTES = 512
 _TAIL_NBYTES = 48  # of a manifest: its last member is the digest of all others
 _NUM_LOOKS = 5
@@ -350,6 +353,8 @@ class Lease:
     save_id: str | None = None
     may_be_there: bool = False
     """A write of its file was tried: one that failed may have happened."""
+    view: Storage | None = None
+    """Of `lease_chosen`: the storage, with the version pinned that had the name under the lease."""
     _origin: str | None = field(default=None, init=False)
 
     def set_version(self, save_id: str) -> None:
@@ -432,17 +437,18 @@ def read_lease(
             lease.problem = str(error)
     with ExitStack() as stack:
         if lease.problem is None:
-            stack.callback(_give_back, lease)
+            every_s = life_s / _RENEWALS_PER_LEASE
+            stack.enter_context(
+                repeated(
+                    lease.renew, every_s=every_s, first_s=after_s, name="holdfast-lease",
+                    at_end=lambda: _give_back(lease),
+                )
+            )  # fmt: skip
         # After its own lease is written: a remover that comes now sees it. Where a look is a
         # request, the next one shows as much: that the checkpoint has its name. A remover takes the
         # name first, looks for leases once more, and gives it back if there is one.
         if not pause_of(storage) or lease.problem is not None:
             _await_removers(storage, directory, wait_s)
-        if lease.problem is None:
-            every_s = life_s / _RENEWALS_PER_LEASE
-            stack.enter_context(
-                repeated(lease.renew, every_s=every_s, first_s=after_s, name="holdfast-lease")
-            )
         yield lease
 
 
@@ -469,7 +475,11 @@ def lease_chosen(choose: Callable[[], F], *, first: F | None = None) -> Iterator
                 if not left:
                     raise
                 continue
-            if left and save_id_of(chosen.storage, chosen.directory) is None:
+            lease.view = chosen.storage
+            if lease.problem is None:
+                with suppress(StorageError):  # it is gone, or cannot be read: as the look will say
+                    lease.view = stack.enter_context(chosen.storage.pin(chosen.directory))
+            if left and save_id_of(lease.view, chosen.directory) is None:
                 continue
             yield chosen, lease
             return
@@ -477,13 +487,21 @@ def lease_chosen(choose: Callable[[], F], *, first: F | None = None) -> Iterator
 
 @contextmanager
 def repeated(
-    action: Callable[[], object], *, every_s: float, name: str, first_s: float = 0.0
+    action: Callable[[], object],
+    *,
+    every_s: float,
+    name: str,
+    first_s: float = 0.0,
+    at_end: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
     """In the body, call `action` every `every_s` seconds in a thread; a StorageError is ignored.
 
-    The first time after `first_s` seconds, if given.
+    The first time after `first_s` seconds, if given. After the last one the thread calls `at_end`,
+    whose error is raised here: what it removes is not written again. If the storage keeps both
+    waiting for longer than five seconds, the caller goes on meanwhile.
     """
     stop = threading.Event()
+    problem: list[BaseException] = []
 
     def repeat() -> None:
         pause_s = first_s or every_s
@@ -491,15 +509,22 @@ def repeated(
             pause_s = every_s
             with suppress(StorageError):
                 action()
+        try:
+            at_end()
+        except BaseException as error:
+            problem.append(error)
 
     thread = threading.Thread(target=repeat, name=name, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        # Joined, so that no file is written again after the caller has removed it.
         stop.set()
-        thread.join()
+        thread.join(_LEAVE_S)
+        if thread.is_alive():
+            atexit.register(thread.join)  # a request must not outlive the interpreter
+        elif problem:
+            raise problem[0]
 
 
 @contextmanager
@@ -518,6 +543,33 @@ def announce_removal(
         yield readers_of(storage, directory)
     finally:
         _remove_lease(storage, path)
+
+
+@contextmanager
+def announce_copy(
+    storage: Storage, directory: str, *, save_id: str, life_s: float = DEFAULT_LEASE_S
+) -> Iterator[None]:
+    """State in the body that this process copies a version to `directory`; see `copiers_of`.
+
+    StorageError if that cannot be written.
+    """
+    path = _new_path(directory, "copy")
+    lease = Lease(storage=storage, directory=directory, path=path, life_s=life_s, save_id=save_id)
+    lease.renew()
+    with repeated(
+        lease.renew, every_s=life_s / _RENEWALS_PER_LEASE, name="holdfast-lease",
+        at_end=lambda: _give_back(lease),
+    ):  # fmt: skip
+        yield
+
+
+def copiers_of(storage: Storage, directory: str, *, save_id: str) -> list[str]:
+    """Describe the processes that copy this version to `directory`, or did and may be dead.
+
+    None of them is known to be: by its process id on this host, or by the time since its lease was
+    renewed.
+    """
+    return _owners(storage, directory, "copy", save_id)
 
 
 def readers_of(storage: Storage, directory: str, *, save_id: str | None = None) -> list[str]:
@@ -648,8 +700,8 @@ def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
         is_expired = _lease_age_s(storage, path, content) >= content.life_s
     except StorageError:
         is_expired = not storage.exists(path)
-    # A killed remover is not waited for. A reader is: other ranks of its job may still read.
-    if is_expired or (".remove-" in path and _is_dead(content)):
+    # What is killed is not waited for, but a reader: other ranks of its job may still read.
+    if is_expired or (".read-" not in path and _is_dead(content)):
         _remove_lease(storage, path)
         return None
     if None not in (save_id, content.save_id) and content.save_id != save_id:

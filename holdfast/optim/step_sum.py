@@ -287,7 +287,7 @@ class StepSum:
             ConfigError: On all ranks: counts of one data rank differ, a data rank has none while
                 another has one, or the total is 0.
         """
-        if self._loss_layout is None or all(count is None for count in sums.tokens.values()):
+        if all(count is None for count in sums.tokens.values()):
             return None
         total = 0
         where = f"num_tokens of module {self._loss_module!r}"

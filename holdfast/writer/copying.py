@@ -12,7 +12,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +21,11 @@ import xxhash
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.digest import digest128
-from holdfast.format.manifest import ExtraInfo, FileInfo
+from holdfast.format.manifest import ExtraInfo, FileInfo, Manifest
 from holdfast.format.names import INDEX, MANIFEST, point_to_newest, saving_dir, step_dir
 from holdfast.format.summaries import annotate
 from holdfast.format.verifier import verify_snapshot, verify_source
-from holdfast.format.versions import Identity, pin_version
+from holdfast.format.versions import Identity, announce_copy, copiers_of, pin_version
 from holdfast.retention.removal import prove_sound
 from holdfast.storage import Source, Storage
 from holdfast.storage.reading import for_each, is_locked, read_at_most
@@ -109,18 +109,19 @@ def copy_checkpoint(
                     f"--overwrite"
                 )
         place = saving_dir(manifest.step, f"copy_{digest128(files.records.manifest)[:24]}")
-        # Where the kernel knows that no process works on it, it is continued at once.
-        is_unlocked = is_locked(target, place) is False
-        alive_s = min(_STARTING_S, _ALIVE_S) if is_unlocked else _ALIVE_S
-        if target.exists(place) and silent_s(target, place) < alive_s:
+        if owner := _owner_of(target, place, manifest):
             raise ConfigError(
-                f"{target.describe(place)}: another process copies this checkpoint there, or did "
-                f"until some seconds ago: wait for it, or try again in {max(alive_s, 1):.0f} s"
+                f"{target.describe(place)}: {owner} copies this checkpoint there, or did until "
+                f"some seconds ago: wait for it, or try again in {_ALIVE_S:.0f} s"
             )
-        target.make_dir(place, durable=False)
         # The version of the records: another one may have its name by now.
         version = pin_version(source, directory, Identity.of(files.records.manifest))
-        with heartbeat(target, place, position=0), version as (held, held_directory):
+        with ExitStack() as stack:
+            held, held_directory = stack.enter_context(version)
+            # Before the directory: a process that finds that finds this, too, while the copy works.
+            stack.enter_context(announce_copy(target, final, save_id=manifest.save_id))
+            target.make_dir(place, durable=False)
+            stack.enter_context(heartbeat(target, place, position=0))
             sent = _Copy(files, held, held_directory, target, place, on_progress).run()
             if verify and (damages := verify_snapshot(target, place)):
                 target.remove_tree(place)
@@ -133,6 +134,19 @@ def copy_checkpoint(
     with suppress(StorageError):  # for people only; a repair corrects it
         point_to_newest(target)
     return CopyReport(step=manifest.step, nbytes=nbytes, nbytes_sent=sent)
+
+
+def _owner_of(target: Storage, place: str, manifest: Manifest) -> str:
+    """Describe the process that may be copying a version to `place`; empty if none does."""
+    if not target.exists(place):
+        return ""
+    owners = copiers_of(target, step_dir(manifest.step), save_id=manifest.save_id)
+    if not owners:
+        return ""
+    # Where the kernel knows that no process works on it, it is continued at once.
+    is_unlocked = is_locked(target, place) is False
+    alive_s = min(_STARTING_S, _ALIVE_S) if is_unlocked else _ALIVE_S
+    return owners[0] if silent_s(target, place) < alive_s else ""
 
 
 def _damage(storage: Storage, directory: str, *, verify: bool) -> str:

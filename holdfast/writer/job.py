@@ -684,9 +684,11 @@ def heartbeat(storage: Storage, directory: str, *, position: int) -> Iterator[th
     is_made = is_over = False
 
     def clear() -> None:
+        nonlocal is_made
         if is_made:
             with suppress(StorageError):
                 storage.remove_tree(path)
+            is_made = False
 
     def beat() -> None:
         nonlocal is_made, is_over
@@ -703,9 +705,6 @@ def heartbeat(storage: Storage, directory: str, *, position: int) -> Iterator[th
 
     # The lock tells this host at once whether the save has a writer; heartbeats tell the others.
     with locking(storage, directory) as release:
-        try:
-            with repeated(beat, every_s=HEARTBEAT_S, name="holdfast-heartbeat"):
-                yield is_written
-        finally:
-            if not is_over:
-                clear()
+        name = "holdfast-heartbeat"
+        with repeated(beat, every_s=HEARTBEAT_S, name=name, at_end=clear):
+            yield is_written

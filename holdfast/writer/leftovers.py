@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,7 @@ from holdfast.format.names import (
     LATEST,
     MANIFEST,
     claimed_dir,
+    list_steps,
     parse_aside_dir,
     parse_replaced_dir,
     parse_saving_dir,
@@ -110,18 +112,33 @@ def repair(storage: Storage, *, alive_s: float = ALIVE_S, dry_run: bool = False)
     replaced if it does not name the newest committed step. Safe to run at any time and again, also
     while jobs save, load and remove here.
     """
+    leftovers = _treat_all(storage, alive_s=alive_s, dry_run=dry_run)
+    return [*leftovers, *_treat_pointer(storage, dry_run=dry_run)]
+
+
+def repair_root(storage: Storage) -> list[int]:
+    """Do what `repair` does, before the first save of a process; return the committed steps."""
+    _treat_all(storage, alive_s=ALIVE_S, dry_run=False)
+    steps = list_steps(storage)
+    _treat_pointer(storage, steps=steps, dry_run=False)
+    return steps
+
+
+def _treat_all(storage: Storage, *, alive_s: float, dry_run: bool) -> list[Leftover]:
+    """Treat every leftover under the root but the pointer file."""
     leftovers = []
     patience = _Patience(alive_s=alive_s, unlocked_s=alive_s)
     for name in storage.list(""):
         leftovers += _look(storage, name, patience, dry_run=dry_run)
-    for name in storage.list(TAGS_DIR) if storage.is_dir(TAGS_DIR) else ():
+    # A bucket has no temporary files, and to look for them is a request.
+    is_local = storage.local_path(TAGS_DIR) is not None
+    for name in storage.list(TAGS_DIR) if is_local and storage.is_dir(TAGS_DIR) else ():
         if name.startswith(".tmp-"):
             path = f"{TAGS_DIR}/{name}"
             leftovers += _treat_file(storage, path, alive_s=alive_s, dry_run=dry_run)
     if not dry_run:
         clear_heartbeats(storage)
-    leftovers += _collect(storage, dry_run=dry_run)
-    return [*leftovers, *_treat_pointer(storage, dry_run=dry_run)]
+    return [*leftovers, *_collect(storage, dry_run=dry_run)]
 
 
 def _collect(storage: Storage, *, dry_run: bool) -> list[Leftover]:
@@ -329,10 +346,12 @@ def _has_no_data(storage: Storage, name: str) -> bool:
     return bool(files) and not any(storage.exists(f"{name}/{file}") for file in files)
 
 
-def _treat_pointer(storage: Storage, *, dry_run: bool) -> list[Leftover]:
+def _treat_pointer(
+    storage: Storage, *, dry_run: bool, steps: Sequence[int] | None = None
+) -> list[Leftover]:
     """Correct the pointer, after a save that failed to replace it or a removal by hand."""
     try:
-        step = point_to_newest(storage, dry_run=dry_run)
+        step = point_to_newest(storage, steps=steps, dry_run=dry_run)
     except StorageError as error:
         return [Leftover(name=LATEST, step=None, fate="kept", why=str(error))]
     if step is None:

@@ -15,6 +15,7 @@ from holdfast.parallel.groups.launches import Launch
 PICTURE = Path(holdfast.__file__).parents[1] / "docs/assets/fsdp-launches.svg"
 
 
+@pytest.mark.slow
 def test_it_measures_every_arm_and_prints_what_was_launched(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -17,9 +17,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 Fault = Literal[
-    "", "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after",
-    "slow down", "delay", "late", "old", "denied", "silent before", "silent after", "silent midway",
-    "dripping",
+    "", "500 before", "500 after", "200 error", "cut before", "cut after", "cut midway",
+    "reset after", "slow down", "delay", "late", "old", "denied", "silent before", "silent after",
+    "silent midway", "dripping",
 ]  # fmt: skip
 FAULTS: tuple[Fault, ...] = (
     "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after", "slow down",
@@ -28,8 +28,9 @@ FAULTS: tuple[Fault, ...] = (
 """Before: the server never sees the request. After: it does, and its answer is lost; midway: of
 which the second half is. Not among these, since no store of its own does so: late, the request
 fails and yet comes to the server, when a second try may have been answered; old, a cache gives the
-answer of some changes before. Nor denied, which no second try changes; nor those after which the
-connection stays open: silent, nothing more comes, and dripping, the answer comes byte by byte."""
+answer of some changes before. Nor 200 error, which only the end of an upload is answered with; nor
+denied, which no second try changes; nor those after which the connection stays open: silent,
+nothing more comes, and dripping, the answer comes byte by byte."""
 _DELAY_S = 0.05
 _DRIP_S = 0.2
 _STAY_S = 60.0
@@ -81,8 +82,9 @@ class FaultProxy:
                 self.faults[fault] += 1
         if fault == "delay":
             time.sleep(_DELAY_S)
-        if fault in ("500 before", "slow down"):
-            return self._refuse(handler, 503 if fault == "slow down" else 500)
+        if fault in ("500 before", "slow down", "200 error"):
+            status = {"slow down": 503, "200 error": 200}.get(fault, 500)
+            return self._refuse(handler, status)
         if fault == "denied":
             return self._deny(handler, body)
         if fault == "cut before":

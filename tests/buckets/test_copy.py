@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import secrets
 import shutil
+import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -97,30 +100,53 @@ def test_what_is_there_and_damaged_is_no_copy(tmp_path: Path, how: str) -> None:
     assert copy_checkpoint(source, step_dir(1), target, verify=True).was_there
 
 
-def test_an_interrupted_copy_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
-    source = PosixStorage(tmp_path / "a")
-
-    def kill(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    for target in (PosixStorage(tmp_path / "b"), ObjectStorage("memory://interrupted/run")):
-        with monkeypatch.context() as patch:
-            patch.setattr(copying, "annotate", kill)
-            with pytest.raises(KeyboardInterrupt):
-                copy_checkpoint(source, step_dir(1), target)
-        assert not target.exists(step_dir(1))
-        with pytest.raises(ConfigError, match="another process copies"):
-            copy_checkpoint(source, step_dir(1), target)
-        with monkeypatch.context() as patch:
-            patch.setattr(copying, "_ALIVE_S", 0.0)
-            report = copy_checkpoint(source, step_dir(1), target)
-        assert report.nbytes_sent == 0  # all of it was there but for the name
-        assert files_of(target, step_dir(1)) == files_of(source, step_dir(1))
-
-
 class _KilledError(BaseException):
     """The process ends here."""
+
+
+def test_an_interrupted_copy_is_continued_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that goes on is named; one that ended, or whose process is gone, is not waited for."""
+    Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
+    source, url = PosixStorage(tmp_path / "a"), f"memory://{secrets.token_hex(8)}/run"
+
+    def at_its_end(act: Callable[[], object]) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(copying, "annotate", lambda *_: act())
+            copy_checkpoint(source, step_dir(1), target)
+
+    def interrupt() -> None:
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} on .* copies this"):
+            copy_checkpoint(source, step_dir(1), target)
+        raise KeyboardInterrupt
+
+    for target in (PosixStorage(tmp_path / "b"), ObjectStorage(url)):
+        with pytest.raises(KeyboardInterrupt):
+            at_its_end(interrupt)
+        assert not target.exists(step_dir(1))
+        report = copy_checkpoint(source, step_dir(1), target)
+        assert report.nbytes_sent == 0  # all of it was there but for the name
+        assert files_of(target, step_dir(1)) == files_of(source, step_dir(1))
+        assert target.list(".reading") == []
+
+    def die(*request: object) -> None:
+        raise _KilledError
+
+    target = ObjectStorage(url := f"memory://{secrets.token_hex(8)}/run")
+    with pytest.raises(_KilledError):
+        at_its_end(lambda: setattr(target._bucket, "_observer", die) or die())
+    target = ObjectStorage(url)
+    (lease,) = target.list(".reading")
+    with pytest.raises(ConfigError, match=r"wait for it, or try again in 10 s"):
+        copy_checkpoint(source, step_dir(1), target)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    content = target.read(f".reading/{lease}")
+    of_dead = content.replace(b'"pid":%d' % os.getpid(), b'"pid":%d' % dead.pid)
+    target.write_file(f".reading/{lease}", of_dead)
+    assert copy_checkpoint(source, step_dir(1), target).nbytes_sent == 0
+    assert target.list(".reading") == []
 
 
 def test_a_source_that_is_replaced_meanwhile_is_not_called_damaged() -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -20,17 +21,20 @@ import torch
 
 from holdfast import Checkpointer, HoldfastError, Layout, ProcessGroups, Sharded, StorageError
 from holdfast.cli.main import main
+from holdfast.format import versions as versions_of_steps
 from holdfast.format.names import LATEST, list_steps, step_dir
+from holdfast.format.versions import read_lease
 from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
+from holdfast.retention.tags import list_tags, set_tag
 from holdfast.storage import Storage
-from holdfast.writer import leftovers
+from holdfast.writer import job, leftovers
+from holdfast.writer.copying import copy_checkpoint
 from holdfast.writer.leftovers import repair
 from tests.crash.common import state_of
 from tests.harness import RankContext, run_ranks
 
 pytest.importorskip("obstore")
-pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage, bucket
 from tests.buckets import gcs
@@ -38,6 +42,7 @@ from tests.buckets.proxy import FAULTS, Fault, at_random, fault_proxy, serving
 from tests.buckets.server import environment, new_bucket, open_uploads
 from tests.buckets.test_saves import version_of, versions
 
+NEVER = 1 << 30
 QUICK = ("PUT", "500 after")
 CASES = [
     pytest.param(m, f, marks=[] if (m, f) == QUICK else pytest.mark.slow)
@@ -280,6 +285,40 @@ def test_after_a_request_in_vain_the_next_ones_are_sent_once(
         with pytest.raises(StorageError):
             storage.write_file("f", b"1")
         assert len(asked) > 1
+
+
+def test_a_heartbeat_or_lease_without_an_answer_holds_up_no_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """P2: a save that is committed, and a load that has all bytes, do not wait for it to fail."""
+    monkeypatch.setattr(versions_of_steps, "_LEAVE_S", 0.01)
+    monkeypatch.setattr(job, "HEARTBEAT_S", 0.001)
+    names = ("holdfast-heartbeat", "holdfast-lease")
+    is_asked, is_answered = threading.Event(), threading.Event()
+
+    def watch(kind: str, key: str, *_: int) -> None:
+        if kind == "put" and key.startswith(".reading/"):
+            is_asked.set()
+            assert is_answered.wait(60)
+        elif kind == "put" and "/data/0" in key:
+            assert is_asked.wait(60)
+
+    def waiting() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each.name in names]
+
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run", observer=watch)
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        checkpointer.save(1, _small(1))
+    assert [each.name for each in waiting()] == ["holdfast-heartbeat"]
+    is_asked.clear()
+    with read_lease(storage, step_dir(1), after_s=0.001):
+        assert is_asked.wait(60)
+    assert len(waiting()) == 2
+    assert storage.list(".reading") == []
+    is_answered.set()
+    for thread in waiting():
+        thread.join(60)
+    assert storage.list(".reading") == []
 
 
 @pytest.mark.slow
@@ -567,19 +606,39 @@ def _prune(storage: ObjectStorage) -> None:
     apply_retention(storage, plan_retention(storage, KeepLast(1)))
 
 
+def _copy(storage: ObjectStorage) -> None:
+    source = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    Checkpointer(source, settle_s=0.0).save(3, _small(3))
+    copy_checkpoint(source, step_dir(3), storage, verify=True)
+
+
+def _tag(storage: ObjectStorage) -> None:
+    set_tag(storage, "best", step=1)
+
+
+def _repair(storage: ObjectStorage) -> None:
+    repair(storage, alive_s=0.0)
+
+
 ACTIONS = {
     "create": (_create, {1: 1, 2: 2, 3: 3}),
     "replace": (_replace, {1: 1, 2: 22}),
     "prune": (_prune, {2: 2}),
+    "copy": (_copy, {1: 1, 2: 2, 3: 3}),
+    "tag": (_tag, {1: 1, 2: 2}),
 }
 
 
-def _killed_at(action: str, at: int) -> tuple[str, int]:
-    """Run an action in which the process dies at a request; its URL, and how many there were."""
+def _two_steps() -> str:
     url = f"memory://{secrets.token_hex(8)}/run"
     with Checkpointer(url, settle_s=0.0) as checkpointer:
         checkpointer.save(1, _small(1))
         checkpointer.save(2, _small(2))
+    return url
+
+
+def _killed_at(url: str, act: Callable[[ObjectStorage], None], at: int) -> int:
+    """Run an action in which the process dies at a request; return how many there were."""
     number = itertools.count(1)
     seen = 0
 
@@ -590,55 +649,84 @@ def _killed_at(action: str, at: int) -> tuple[str, int]:
             raise Killed
 
     with suppress(Killed, HoldfastError):
-        ACTIONS[action][0](ObjectStorage(url, observer=watch))
+        act(ObjectStorage(url, observer=watch))
     # Of a dead process, by which a reader would know them for stale; this one lives.
     storage = ObjectStorage(url)
     for name in storage.list(".reading"):
         storage.remove_tree(f".reading/{name}")
-    return url, seen
+    return seen
+
+
+def _check_after_kill(url: str, action: str, where: str, patch: pytest.MonkeyPatch) -> None:
+    """Each step is in one of its versions, and a repair finishes it or removes it."""
+    before, done = {1: 1, 2: 2}, ACTIONS[action][1]
+    storage = ObjectStorage(url)
+    found = {step: _version(storage, step) for step in list_steps(storage)}
+    for step in {*before, *done}:
+        assert found.get(step) in (before.get(step), done.get(step)), where
+    tags = list_tags(storage)
+    fates = repair(storage, alive_s=0.0)
+    assert not [each for each in fates if each.fate in ("kept", "alive")], (where, fates)
+    after = {step: _version(storage, step) for step in list_steps(storage)}
+    for step in {*before, *done}:
+        allowed = (before.get(step), done.get(step))
+        assert after.get(step) in allowed, where
+        # A removal that waits for its last look may be undone, and is then made again.
+        if found.get(step) == done.get(step) and action != "prune":
+            assert after.get(step) == done.get(step), f"{where}: undone"
+    names = [n for n in storage.list("") if n.startswith((".saving-", ".old-", ".replaced-"))]
+    assert names == [], where
+    assert storage.read(LATEST) == b"%d\n" % max(after)
+    assert list_tags(storage) == tags, where
+    # Data of nothing goes, too, as soon as it is old enough.
+    with patch.context() as old:
+        old.setattr("holdfast.storage.objects.storage._GARBAGE_S", -1.0)
+        repair(storage, alive_s=0.0)
+    assert len(storage._bucket.list(".store/data").dirs) == len(after), where
+    Checkpointer(url, settle_s=0.0).save(2, _small(7), overwrite=True)
+    assert _version(storage, 2) == 7
 
 
 @pytest.mark.parametrize(
     ("action", "every"),
     [
-        *((action, 5) for action in ACTIONS),
-        *(pytest.param(action, 1, marks=pytest.mark.slow) for action in ACTIONS),
+        *((action, 1 if action == "tag" else 5) for action in ACTIONS),
+        *(pytest.param(action, 1, marks=pytest.mark.slow) for action in ACTIONS if action != "tag"),
     ],
 )
 def test_killed_at_every_request_nothing_is_lost_or_mixed(
     action: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leftovers, "ALIVE_S", 0.0)
-    before, done = {1: 1, 2: 2}, ACTIONS[action][1]
-    _, num_requests = _killed_at(action, 1 << 30)
-    assert num_requests > 15
+    act = ACTIONS[action][0]
+    num_requests = _killed_at(_two_steps(), act, NEVER)
+    assert num_requests > 3
     for at in range(1, num_requests + 1, every):
-        url, _ = _killed_at(action, at)
-        storage = ObjectStorage(url)
-        where = f"{action}, killed at request {at}"
-        found = {step: _version(storage, step) for step in list_steps(storage)}
-        for step in {*before, *done}:
-            assert found.get(step) in (before.get(step), done.get(step)), where
-        # A repair finishes it or removes it, and leaves nothing.
-        fates = repair(storage, alive_s=0.0)
-        assert not [each for each in fates if each.fate in ("kept", "alive")], (where, fates)
-        after = {step: _version(storage, step) for step in list_steps(storage)}
-        for step in {*before, *done}:
-            allowed = (before.get(step), done.get(step))
-            assert after.get(step) in allowed, where
-            # A removal that waits for its last look may be undone, and is then made again.
-            if found.get(step) == done.get(step) and action != "prune":
-                assert after.get(step) == done.get(step), f"{where}: undone"
-        names = [n for n in storage.list("") if n.startswith((".saving-", ".old-", ".replaced-"))]
-        assert names == [], where
-        assert storage.read(LATEST) == b"%d\n" % max(after)
-        # Data of nothing goes, too, as soon as it is old enough.
-        monkeypatch.setattr("holdfast.storage.objects.storage._GARBAGE_S", -1.0)
-        repair(storage, alive_s=0.0)
-        assert len(storage._bucket.list(".store/data").dirs) == len(after), where
-        monkeypatch.undo()
-        Checkpointer(url, settle_s=0.0).save(2, _small(7), overwrite=True)
-        assert _version(storage, 2) == 7
+        _killed_at(url := _two_steps(), act, at)
+        _check_after_kill(url, action, f"{action}, killed at request {at}", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("action", "every"),
+    [
+        ("replace", 11),
+        *(pytest.param(action, 1, marks=pytest.mark.slow) for action in ACTIONS if action != "tag"),
+    ],
+)
+def test_a_repair_that_is_killed_leaves_it_to_the_next_one(
+    action: str, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P19: at each of its requests, after a process that was killed at one of its last."""
+    monkeypatch.setattr(leftovers, "ALIVE_S", 0.0)
+    act = ACTIONS[action][0]
+    num_requests = _killed_at(_two_steps(), act, NEVER)
+    for first in range(num_requests, num_requests - 14, -1 - every // 3):
+        _killed_at(url := _two_steps(), act, first)
+        for at in range(1, _killed_at(url, _repair, NEVER) + 1, every):
+            _killed_at(url := _two_steps(), act, first)
+            _killed_at(url, _repair, at)
+            where = f"{action}, killed at request {first}, and a repair at {at}"
+            _check_after_kill(url, action, where, monkeypatch)
 
 
 def test_an_abandoned_step_dir_is_what_it_was(s3: str) -> None:

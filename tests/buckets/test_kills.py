@@ -20,7 +20,6 @@ from holdfast.writer.leftovers import repair
 from tests.crash.common import state_of
 
 pytest.importorskip("obstore")
-pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage
 from tests.buckets.proxy import Fault, fault_proxy

@@ -17,7 +17,6 @@ from holdfast.format.versions import LEASES_DIR, Lease, readers_of
 from holdfast.writer.leftovers import repair
 
 pytest.importorskip("obstore")
-pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage
 from holdfast.storage.objects import storage as storage_module

@@ -417,3 +417,102 @@ def test_one_that_lost_an_answer_learns_what_became_of_it(
         if num_old < (1 if first == "remove if old" else 3):
             assert ((a, done[0]), state) in exact, case
     raise AssertionError("more puts than were tried")
+
+
+@pytest.mark.parametrize("name", REPLACING)
+def test_a_move_is_not_tried_again_with_what_its_source_got_from_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is lost, and the step is removed and saved so often that its name does not state
+    the move any more: the version that it has replaced does not come back over the newest."""
+    monkeypatch.setattr(bucket, "_FIRST_PAUSE_S", 0.0001)
+    for at in range(1, 30):
+        storage = process_of(name, fill(f"memory://{secrets.token_hex(8)}/run"))
+
+        contents = ["newest", "later"]
+
+        def save_again(url: str = storage.url, contents: list[str] = contents) -> None:
+            other = ObjectStorage(url)
+            while contents:
+                content = contents.pop()
+                other.remove_tree(OLD)
+                other.make_dir(f".saving-{content}")
+                other.write_file(f".saving-{content}/f", content.encode())
+                other.rename_dir(f".saving-{content}", OLD)
+
+        cache = Cached(storage._bucket._obstore, at, 0, save_again)
+        storage._bucket._obstore = cache
+        is_done = attempt(OPERATIONS[name], storage)
+        if cache.num_puts < at:
+            return
+        if contents:
+            continue  # that put was refused
+        source = REPLACING[name]
+        end = {**BEFORE, OLD: "newest"}
+        first, last = {**end, source: "old"}, {**end, source: "newest", OLD: BEFORE[source]}
+        allowed = (first, last) if is_done else (first, end)
+        assert state_of(ObjectStorage(storage.url)) in allowed, f"put {at}, {is_done}"
+
+
+def killed_at_put(operation: Operation, storage: ObjectStorage, at: int) -> Cached:
+    """Do an operation whose process dies when this put was carried out; what a cache has then."""
+
+    def die() -> None:
+        raise Killed
+
+    storage._is_proven = True
+    cache = Cached(storage._bucket._obstore, at, 3, die)
+    storage._bucket._obstore = cache
+    with suppress(Killed):
+        operation(storage)
+    return cache
+
+
+def test_a_removal_that_gets_old_answers_brings_no_name_back() -> None:
+    """The process that moved the directory was killed before it freed the first name."""
+    root = f"memory://{secrets.token_hex(8)}/run"
+    fill(root)
+    cache = killed_at_put(move(OLD, ".replaced"), ObjectStorage(root), 2)
+    remover = ObjectStorage(root)
+    remover._bucket._obstore = SameCache(cache)
+    cache._left = {key: 3 for key in cache._left if key.endswith(f"{OLD}.dir")}
+    assert cache._left
+    attempt(remove(".replaced"), remover)
+    assert OLD not in ObjectStorage(root).list("")
+    assert not ObjectStorage(root).is_dir(OLD)
+
+
+class Between:
+    """obstore's functions: something happens after the first read."""
+
+    def __init__(self, library: Any, then: Callable[[], object]) -> None:
+        self._library, self._then = library, then
+        self._num_reads = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def get(self, *args: object, **options: object) -> object:
+        self._num_reads += 1
+        if self._num_reads == 2:
+            self._then()
+        return self._library.get(*args, **options)
+
+
+def test_a_look_at_a_name_that_was_moved_waits_for_no_other_moment() -> None:
+    """Between its two requests the new name is freed so often that it states the move no more."""
+    root = f"memory://{secrets.token_hex(8)}/run"
+    fill(root)
+    killed_at_put(move(B, NEW), ObjectStorage(root), 2)
+
+    def change() -> None:
+        other = ObjectStorage(root)
+        for number in range(3):
+            other.remove_tree(NEW)
+            other.make_dir(f".saving-{number}")
+            other.rename_dir(f".saving-{number}", NEW)
+
+    reader = ObjectStorage(root)
+    reader._bucket._obstore = Between(reader._bucket._obstore, change)
+    assert not reader.is_dir(B)
+    assert reader._bucket._obstore._num_reads > 2

@@ -4,7 +4,8 @@ In each round up to three clients do one operation each, at once. Each client's 
 at every look another one. In some programs a process stands still in the middle of an operation
 while the others go on and its lease expires; requests are late, and caches answer with what was.
 Whatever happens, a step has one of the versions that the operations allow, whole; what a save has
-reported as committed is there; no command calls anything damaged; and every round ends.
+reported as committed is there, and what is tagged where tagged steps are kept; no command calls
+anything damaged; and every round ends.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from holdfast.format.names import list_steps, step_dir
 from holdfast.format.verifier import verify_snapshot
 from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
+from holdfast.retention.tags import list_tags
 from holdfast.storage import Storage
 from holdfast.writer import job
 from holdfast.writer.copying import copy_checkpoint
 from holdfast.writer.leftovers import repair
 
 pytest.importorskip("obstore")
-pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage, bucket
 from holdfast.storage.objects import storage as storage_module
@@ -81,6 +82,16 @@ class Operation:
     loaded: tuple[int, int] | None = None
     crash: BaseException | None = None
 
+    @property
+    def is_command(self) -> bool:
+        """Whether it is done by the terminal."""
+        return self.kind in LOOKS or (self.kind in ("prune", "repair") and self.version % 2 == 1)
+
+    @property
+    def keeps_tagged(self) -> bool:
+        """Whether a prune keeps tagged steps."""
+        return self.is_command
+
 
 @dataclass
 class Model:
@@ -90,6 +101,9 @@ class Model:
     unknown: dict[int, set[Version]] = field(default_factory=lambda: defaultdict(set))
     ever: dict[int, set[Version]] = field(default_factory=lambda: defaultdict(set))
     """All versions that a step has had, which a cache may show."""
+    tag: set[int | None] = field(default_factory=lambda: {None})
+    """The steps that the one tag may name; None if there may be none."""
+    ever_tagged: set[int | None] = field(default_factory=lambda: {None})
     has_caches: bool = False
 
     def allows(self, step: int, version: Version) -> bool:
@@ -118,9 +132,13 @@ class Model:
                 raise AssertionError(f"step {step} was there, and was created")
             if len(created) > 1 and not others:
                 raise AssertionError(f"step {step} was created twice")
-        if any(each.kind == "prune" for each in operations):
-            # Any step but the newest may go.
+        safe = self.tagged(operations)
+        prunes = [each for each in operations if each.kind == "prune"]
+        if prunes:
+            # Any step but the newest may go, and the tagged one if they are to keep it.
             for step in STEPS:
+                if step == safe and all(each.keeps_tagged for each in prunes):
+                    continue
                 if any(self.may_be[later] != {None} for later in STEPS if later > step):
                     self.may_be[step].add(None)
         for each in operations:
@@ -130,6 +148,20 @@ class Model:
                 if self.has_caches:
                     allowed |= self.ever[step]
                 assert version in allowed, f"a load gave {each.loaded}"
+
+    def tagged(self, operations: list[Operation]) -> int | None:
+        """Take in what a round does to the tag; return the step that it names throughout."""
+        tags = [each for each in operations if each.kind == "tag"]
+        if any(each.is_done for each in tags):
+            self.tag = set()
+        self.tag |= {each.step for each in tags}
+        self.ever_tagged |= self.tag
+        if any(each.kind == "prune" and not each.keeps_tagged for each in operations):
+            self.tag.add(None)
+        if self.has_caches:
+            # A request that comes late may set it once more.
+            self.tag |= self.ever_tagged
+        return min(self.tag) if len(self.tag) == 1 else None  # type: ignore[type-var]
 
 
 class SkewedTime:
@@ -179,7 +211,7 @@ class Process:
 def command(operation: Operation, url: str, out: Path) -> None:
     """Run a command of the terminal, which finds nothing damaged, whatever else it meets."""
     words = {
-        "prune": ("--keep-last", "1", "--yes"), "repair": (), **LOOKS,
+        "prune": ("--keep-last", "1", "--keep-tagged", "--yes"), "repair": (), **LOOKS,
     }[operation.kind]  # fmt: skip
     said = {"URL": url, "OUT": str(out), "OUT.html": f"{out}.html", "STEP": str(operation.step)}
     code = main([operation.kind.split()[0], url, *(said.get(word, word) for word in words)])
@@ -202,9 +234,7 @@ def perform(operation: Operation, checkpointer: Checkpointer, out: Path) -> None
             source = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
             Checkpointer(source, settle_s=0.0).save(step, state_of(operation.version))
             copy_checkpoint(source, step_dir(step), storage, overwrite=True, verify=True)
-        elif operation.kind in LOOKS or (
-            operation.kind in ("prune", "repair") and operation.version % 2
-        ):
+        elif operation.is_command:
             command(operation, storage.url, out)
             return
         elif operation.kind == "prune":
@@ -326,6 +356,8 @@ def compare(model: Model, storage: ObjectStorage, seed: int) -> None:
         )
         if version is not None:
             assert verify_snapshot(storage, f"iter_{step:07d}") == []
+    tag = list_tags(storage).get("best")
+    assert tag in model.tag, f"seed {seed}: the tag is at {tag}, not at {model.tag}"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -41,7 +41,6 @@ from tests.crash.common import ROWS, state_of, whole
 from tests.harness import RankContext, run_ranks
 
 pytest.importorskip("obstore")
-pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage
 from tests.buckets.proxy import Fault, fault_proxy

@@ -9,14 +9,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from holdfast import Checkpointer
+from holdfast import Checkpointer, StorageError
 from holdfast.cli.main import main
 from holdfast.format.names import saving_dir
 from holdfast.writer.leftovers import repair
 from tests.crash.common import state_of
 
 pytest.importorskip("obstore")
-pytest.importorskip("moto")
 
 from holdfast.storage.objects import ObjectStorage, uploads
 from tests.buckets.proxy import Fault, fault_proxy
@@ -124,3 +123,36 @@ def test_signatures_are_those_of_botocore(
     monkeypatch.setattr(uploads.time, "gmtime", lambda: at)
     ours = urlsplit(uploads._signed(account, "DELETE", key, query))
     assert parse_qs(ours.query)["X-Amz-Signature"] == theirs["X-Amz-Signature"]
+
+
+@pytest.mark.parametrize("num_errors", [2, 1 << 30])
+def test_an_upload_whose_end_is_answered_with_an_error_is_not_there(
+    s3: str, num_errors: int
+) -> None:
+    """P19: S3 begins its answer, with status 200, before it knows whether it can put the parts
+    together."""
+    bucket, ends = new_bucket(s3), list[str]()
+
+    def choose(method: str, path: str) -> Fault:
+        if method != "POST" or "uploadId=" not in path:
+            return ""
+        ends.append(path)
+        return "200 error" if len(ends) <= num_errors else ""
+
+    with fault_proxy(s3, choose) as (_, address):
+        storage = ObjectStorage(
+            f"s3://{bucket}/run", endpoint=address, part_nbytes=5 << 20, retry_s=1.0
+        )
+        if num_errors == 2:
+            write_zeros(storage, 6 << 20)
+        else:
+            with pytest.raises(StorageError, match=r"the store failed \(InternalError\)"):
+                write_zeros(storage, 6 << 20)
+    assert len(ends) > 2
+    assert open_uploads(s3, bucket) == []
+    assert ObjectStorage(f"s3://{bucket}/run").exists("f") == (num_errors == 2)
+
+
+def write_zeros(storage: ObjectStorage, nbytes: int) -> None:
+    with storage.create("f", nbytes=nbytes) as sink:
+        sink.write_at(0, memoryview(bytes(nbytes)))

@@ -452,7 +452,7 @@ def call_wrongly(context: RankContext, root: str, victim: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_wrong_arguments_of_one_rank_are_raised_on_both(tmp_path: Path, victim: int) -> None:
     first, second = run_ranks(2, call_wrongly, str(tmp_path), victim, timeout_s=280).results
     assert len(first) == len(wrong_calls())

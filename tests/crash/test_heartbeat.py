@@ -62,7 +62,12 @@ class _Unshared(PosixStorage):
 
 
 @pytest.mark.parametrize(
-    ("slow", "mode"), [pytest.param(1, "sync", marks=pytest.mark.slow), (0, "sync"), (1, "async")]
+    ("slow", "mode"),
+    [
+        pytest.param(1, "sync", marks=pytest.mark.slow),
+        pytest.param(0, "sync", marks=pytest.mark.slow),
+        (1, "async"),
+    ],
 )
 def test_a_save_with_a_slow_rank_is_left_alone(
     tmp_path: Path, slow: int, mode: str, monkeypatch: pytest.MonkeyPatch

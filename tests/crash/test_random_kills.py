@@ -86,6 +86,7 @@ def _sweep(root: Path, *, seed: int, num_instants: int) -> None:
     assert num_leftovers >= num_instants // 6
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_at_a_few_random_instants(fast_dir: Path) -> None:
     """E1, P6: whatever has been committed is whole, and the next save works.

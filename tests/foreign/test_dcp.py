@@ -119,10 +119,10 @@ def _save_trained(context: RankContext, path: str, kind: str, flat: bool) -> Non
 @pytest.mark.parametrize(
     ("kind", "flat"),
     [
-        ("fsdp", False),
-        ("hsdp", True),
+        pytest.param("fsdp", False, marks=pytest.mark.slow),
+        pytest.param("hsdp", True, marks=pytest.mark.slow),
         ("fsdp and tp", False),
-        pytest.param("fsdp", True, marks=pytest.mark.slow),
+        ("fsdp", True),
         pytest.param("hsdp", False, marks=pytest.mark.slow),
     ],
 )

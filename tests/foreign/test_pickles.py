@@ -46,6 +46,7 @@ from holdfast.foreign.pickles import (
 )
 from holdfast.format.values import Codec, Codecs, decode_tree, walk
 from holdfast.storage import host_memory
+from tests.drawn import drawn
 
 PROTOCOLS = range(6)
 
@@ -662,8 +663,13 @@ def _args() -> st.SearchStrategy[object]:
     )  # fmt: skip
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
-@given(st.sampled_from(sorted(STANDARD_TYPES)), st.lists(_args(), max_size=6), _args())
+@drawn(
+    quick=80,
+    slow=250,
+    name=st.sampled_from(sorted(STANDARD_TYPES)),
+    args=st.lists(_args(), max_size=6),
+    state=_args(),
+)
 def test_any_arguments_of_any_listed_name(name: str, args: list[object], state: object) -> None:
     """A constructor returns something inert or refuses, whatever it is given."""
     machine = pickles._Machine(b"", 0, place="f", types=STANDARD_TYPES, persistent=None)

@@ -53,6 +53,7 @@ pytestmark = pytest.mark.skipif(
 # ---- Transformers' files ----
 
 
+@pytest.mark.slow
 def test_the_names_of_mixtral_are_those_that_transformers_writes(tmp_path: Path) -> None:
     model = mixtral()
     result = mapped(tmp_path, own_state(model), "mixtral-hf5-to-mixtral-hf")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.arrays.boxes import Box
@@ -19,6 +18,7 @@ from holdfast.format.reader import Snapshot
 from holdfast.format.versions import read_records
 from holdfast.storage import PosixStorage
 from tests.arrays.test_tiling import split
+from tests.drawn import drawn
 from tests.format.making import Chunk, Tensor, make, random_tensor, sample_tensors, write
 
 
@@ -68,8 +68,7 @@ def stored_and_wanted(draw: st.DrawFn) -> tuple[Tensor, list[Box], int]:
     return tensor, wanted, draw(st.sampled_from([16, 64, 1024]))
 
 
-@settings(max_examples=150, deadline=None)
-@given(stored_and_wanted())
+@drawn(quick=50, slow=150, case=stored_and_wanted())
 def test_any_box_of_any_split_equals_the_slice(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[Tensor, list[Box], int]
 ) -> None:

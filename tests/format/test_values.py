@@ -25,6 +25,7 @@ from holdfast.format.values import (
     merge_nodes,
     node_bytes,
 )
+from tests.drawn import drawn
 
 
 class Colour(Enum):
@@ -361,17 +362,23 @@ def test_malformed_nodes_are_named_by_their_path(node: Node) -> None:
         decode_tree({"a": node}, path="state", codecs=CODECS)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.recursive(
-        st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=4),
-                  st.sampled_from(["tuple", "dict", "numpy", "enum", "dataclass", "codec", "<f4"])),
+@drawn(
+    quick=60,
+    slow=200,
+    node=st.recursive(
+        st.one_of(
+            st.none(),
+            st.booleans(),
+            st.integers(),
+            st.text(max_size=4),
+            st.sampled_from(["tuple", "dict", "numpy", "enum", "dataclass", "codec", "<f4"]),
+        ),
         lambda inner: st.one_of(
             st.lists(inner, max_size=3),
             st.dictionaries(st.sampled_from(["$", "v", "n", "d", "f", "max", "i", "a"]), inner),
         ),
-    )
-)  # fmt: skip
+    ),
+)
 def test_arbitrary_json_is_decoded_or_refused_but_never_breaks(node: Node) -> None:
     try:
         decode_tree(node, codecs=CODECS)

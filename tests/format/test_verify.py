@@ -46,8 +46,9 @@ def test_a_copied_checkpoint_is_still_whole(store: PosixStorage, tmp_path: Path)
     assert verify_snapshot(PosixStorage(tmp_path / "elsewhere"), "copy") == []
 
 
-def test_any_changed_byte_of_any_file_is_found_and_named(store: PosixStorage) -> None:
-    """Every byte of a checkpoint, the padding of headers (all alike) in steps of 97."""
+@pytest.mark.parametrize("apart", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_any_changed_byte_of_any_file_is_found_and_named(store: PosixStorage, apart: int) -> None:
+    """Of a whole checkpoint; the padding of headers (all alike) in steps of 97."""
     tensor = random_tensor(
         1,
         dtype="U8",
@@ -63,7 +64,7 @@ def test_any_changed_byte_of_any_file_is_found_and_named(store: PosixStorage) ->
             continue
         name = path.relative_to(store.root / directory).as_posix()
         original = path.read_bytes()
-        for at in range(len(original)):
+        for at in range(0, len(original), apart):
             in_padding = path.suffix == ".safetensors" and original[at : at + 1] == b" "
             if in_padding and at % 97:
                 continue
@@ -81,7 +82,7 @@ def test_any_changed_byte_of_any_file_is_found_and_named(store: PosixStorage) ->
                 missed.append((name, at, found))
         path.write_bytes(original)
     assert missed == []
-    assert num_flips > 1500
+    assert num_flips > 1500 / apart
     assert verify_snapshot(store, directory) == []
 
 

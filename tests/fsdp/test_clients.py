@@ -261,14 +261,14 @@ def check_client(
 
 
 def test_a_llama_with_fused_projections(tmp_path: Path) -> None:
-    """F14: hooks split and fuse on the way; data with tensor, and hybrid parallelism."""
-    check_client(tmp_path, "llama", ("optim_grads_params",), [(1, 0), (2, 0)])
+    """F14: hooks split and fuse on the way; data with tensor parallelism."""
+    check_client(tmp_path, "llama", ("optim_grads_params",), [(1, 0)])
 
 
 @pytest.mark.slow
 def test_a_llama_under_every_strategy(tmp_path: Path) -> None:
-    """F14: those that the test above does not use; `no_shard` is in the two tests below."""
-    check_client(tmp_path, "llama", STRATEGIES[1:3], in_turn("llama", 2))
+    """F14: also in hybrid parallelism; `no_shard` is in the two tests below."""
+    check_client(tmp_path, "llama", STRATEGIES[1:], [*in_turn("llama", 2), (2, 2)])
 
 
 @pytest.mark.slow

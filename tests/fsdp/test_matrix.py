@@ -109,12 +109,12 @@ def check_holds(job: Job, expected: dict[str, Tensor], where: object) -> None:
     bitwise(found, expected, where)
 
 
-QUICK = ["dp4 optim_grads_params", "hybrid ep2", "zero1"]
+FIRST = ["dp4 optim_grads_params", "hybrid ep2", "zero1"]
 OTHERS = [
     "dp4 no_shard", "dp4 ep2 optim", "permuted", "hybrid", "tp2 ep4", "only tp2", "cp2", "dp3",
     "compiled", "checkpointed", "zero2 tp2", "tp2 ep2",
 ]  # fmt: skip
-"""Each strategy, axis and wrapping that the quick ones leave out."""
+"""Each strategy, axis and wrapping that the first ones leave out."""
 
 
 def check_ways(tmp_path: Path, names: list[str]) -> None:
@@ -123,9 +123,10 @@ def check_ways(tmp_path: Path, names: list[str]) -> None:
         assert any(name in each for each in done), name
 
 
+@pytest.mark.slow
 def test_any_way_loads_what_another_saved(tmp_path: Path) -> None:
     """K1, K3, K8, F10, E7: bare, strategies, experts, replicas, tensor parallelism, ZeRO."""
-    check_ways(tmp_path, QUICK)
+    check_ways(tmp_path, FIRST)
 
 
 @pytest.mark.slow

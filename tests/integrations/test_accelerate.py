@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,16 @@ from tests.integrations.kills import (
     beside_a_shorter_one,
     check_four_ranks,
     check_kills,
+    check_loop_within_a_loop,
     check_refused_loops,
     check_shorter_loader,
     check_variant,
     in_two_loops,
+    killed_once,
     leaves_early,
+    served_by,
+    straight_of,
+    within_a_loop,
 )
 from tests.integrations.pages import program_of
 
@@ -42,31 +46,15 @@ def kill(self, *args, **named):
 AcceleratedScheduler.step = kill
 """
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer(
-        "accelerate", "torchdata.stateful_dataloader", "holdfast.integrations.accelerate"
-    )
-    yield server
-    server.close()
+server = served_by(
+    "accelerate", "torchdata.stateful_dataloader", "holdfast.integrations.accelerate"
+)
+straight = straight_of(PROGRAM, EPOCHS, f"step {STEPS}, loss ")
+killed_and_resumed = killed_once(PROGRAM, EPOCHS, KILL)
 
 
-def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
-    """What a run prints that is killed once, and started again."""
-    kill = KILL.format(at=at, rank=0)
-    return server.lines_after_kill(PROGRAM, root, EPOCHS, kill=kill, num_ranks=1)
-
-
-@pytest.fixture(scope="module")
-def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    root = tmp_path_factory.mktemp("accelerate") / "straight"
-    lines = server.lines(PROGRAM, root, EPOCHS, directory=root.parent)
-    assert lines[0].startswith(f"step {STEPS}, loss ")
-    return lines
-
-
-@pytest.mark.parametrize("at", [5, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [5, 13])
 def test_killed_and_resumed_bitwise(
     server: ForkServer, straight: list[str], tmp_path: Path, at: int
 ) -> None:
@@ -131,6 +119,13 @@ def test_a_loader_that_has_ended_beside_a_longer_one(server: ForkServer, tmp_pat
     """X28."""
     program = beside_a_shorter_one(PROGRAM, "accelerator.prepare")
     check_shorter_loader(server, tmp_path, program, kill=KILL.format(at=12, rank=0))
+
+
+@pytest.mark.slow
+def test_a_loop_within_a_loop(server: ForkServer, tmp_path: Path) -> None:
+    """X28."""
+    program, kill = within_a_loop(PROGRAM, "accelerator.prepare"), KILL.format(at=8, rank=0)
+    check_loop_within_a_loop(server, tmp_path, program, every="every=2", kill=kill)
 
 
 BETWEEN = """

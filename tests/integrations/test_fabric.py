@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,13 +13,18 @@ from tests.integrations.kills import (
     beside_a_shorter_one,
     check_four_ranks,
     check_kills,
+    check_loop_within_a_loop,
     check_refused_loops,
     check_shorter_loader,
     check_variant,
     in_two_loops,
     kill_at_step_of,
+    killed_once,
     leaves_early,
+    served_by,
+    straight_of,
     with_workers_that_stay,
+    within_a_loop,
 )
 from tests.integrations.pages import program_of
 
@@ -28,29 +32,13 @@ PROGRAM = program_of("lightning", "fabric")
 EPOCHS, STEPS = 3, 30
 KILL = kill_at_step_of("lightning_fabric.wrappers", "_FabricOptimizer")
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("lightning_fabric", "holdfast.integrations.fabric")
-    yield server
-    server.close()
+server = served_by("lightning_fabric", "holdfast.integrations.fabric")
+straight = straight_of(PROGRAM, EPOCHS, f"step {STEPS}, loss ")
+killed_and_resumed = killed_once(PROGRAM, EPOCHS, KILL)
 
 
-def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
-    """What a run prints that is killed once, and started again."""
-    kill = KILL.format(at=at, rank=0)
-    return server.lines_after_kill(PROGRAM, root, EPOCHS, kill=kill, num_ranks=1)
-
-
-@pytest.fixture(scope="module")
-def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    root = tmp_path_factory.mktemp("fabric") / "straight"
-    lines = server.lines(PROGRAM, root, EPOCHS, directory=root.parent)
-    assert lines[0].startswith(f"step {STEPS}, loss ")
-    return lines
-
-
-@pytest.mark.parametrize("at", [6, pytest.param(11, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [6, 11])
 def test_killed_and_resumed_bitwise(
     server: ForkServer, straight: list[str], tmp_path: Path, at: int
 ) -> None:
@@ -100,6 +88,13 @@ def test_a_loader_of_fabric_that_has_ended_beside_a_longer_one(
     """X28."""
     program = beside_a_shorter_one(PROGRAM, "fabric.setup_dataloaders")
     check_shorter_loader(server, tmp_path, program, kill=KILL.format(at=18, rank=0))
+
+
+def test_a_loop_of_fabric_within_a_loop(server: ForkServer, tmp_path: Path) -> None:
+    """X28."""
+    program = within_a_loop(PROGRAM, "fabric.setup_dataloaders")
+    kill = KILL.format(at=13, rank=0)
+    check_loop_within_a_loop(server, tmp_path, program, every="every=2", kill=kill)
 
 
 SHARDED = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ from tests.integrations.kills import (
     check_four_ranks,
     check_kills,
     check_variant,
+    killed_once,
+    served_by,
+    straight_of,
     with_workers_that_stay,
 )
 from tests.integrations.pages import program_of
@@ -33,26 +35,9 @@ def kill(self, *args):
 _TrainingEpochLoop.on_advance_end = kill
 """
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("lightning.pytorch", "holdfast.integrations.lightning")
-    yield server
-    server.close()
-
-
-def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
-    """What a run prints that is killed once, and started again."""
-    kill = KILL.format(at=at, rank=0)
-    return server.lines_after_kill(PROGRAM, root, EPOCHS, kill=kill, num_ranks=1)
-
-
-@pytest.fixture(scope="module")
-def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    root = tmp_path_factory.mktemp("lightning") / "straight"
-    lines = server.lines(PROGRAM, root, EPOCHS, directory=root.parent)
-    assert lines[0].startswith(f"step {STEPS}, loss ")
-    return lines
+server = served_by("lightning.pytorch", "holdfast.integrations.lightning")
+straight = straight_of(PROGRAM, EPOCHS, f"step {STEPS}, loss ")
+killed_and_resumed = killed_once(PROGRAM, EPOCHS, KILL)
 
 
 @pytest.mark.parametrize("at", [5, pytest.param(11, marks=pytest.mark.slow)])

@@ -58,24 +58,34 @@ def killed_and_resumed(
     return server.lines(PROGRAM, root, STEPS, *layout, prelude=ON_CPU, **named)
 
 
+class Straight(dict[tuple[int, int], list[str]]):
+    """By layout, what a run prints that is not killed: each runs when it is asked for."""
+
+    def __init__(self, server: ForkServer, base: Path) -> None:
+        self._server, self._base = server, base
+
+    def root(self, layout: tuple[int, int]) -> Path:
+        """Return where the checkpoints are of a run that has ended."""
+        assert self[layout]
+        return self._base / str(layout[0])
+
+    def __missing__(self, layout: tuple[int, int]) -> list[str]:
+        named: dict[str, Any] = {"prelude": ON_CPU, "directory": self._base, "num_ranks": 2}
+        words = self._base / str(layout[0]), STEPS, *layout
+        self[layout] = self._server.lines(PROGRAM, *words, **named)
+        return self[layout]
+
+
 @pytest.fixture(scope="module")
-def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """What runs print that are not killed, and where their checkpoints are."""
-    base = tmp_path_factory.mktemp("megatron")
-    return {
-        layout: server.lines(
-            PROGRAM, base / str(layout[0]), STEPS, *layout,
-            prelude=ON_CPU, directory=base, num_ranks=2,
-        )
-        for layout in (DENSE, SPARSE)
-    } | {"root": base}  # fmt: skip
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    return Straight(server, tmp_path_factory.mktemp("megatron"))
 
 
 @pytest.mark.parametrize(
     ("at", "layout"), [(6, DENSE), pytest.param(9, SPARSE, marks=pytest.mark.slow)]
 )
 def test_killed_and_resumed_bitwise(
-    server: ForkServer, straight: dict[Any, Any], tmp_path: Path, at: int, layout: tuple[int, int]
+    server: ForkServer, straight: Straight, tmp_path: Path, at: int, layout: tuple[int, int]
 ) -> None:
     assert killed_and_resumed(server, tmp_path / "run", at, layout) == straight[layout]
 
@@ -85,7 +95,7 @@ def test_killed_and_resumed_bitwise(
 @NUM_KILLS
 def test_killed_at_random_steps(
     server: ForkServer,
-    straight: dict[Any, Any],
+    straight: Straight,
     tmp_path: Path,
     layout: tuple[int, int],
     num_kills: int,
@@ -101,11 +111,9 @@ def test_killed_at_random_steps(
     )
 
 
-def test_another_layout_by_value(
-    server: ForkServer, straight: dict[Any, Any], tmp_path: Path
-) -> None:
+def test_another_layout_by_value(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     """Two tensor-parallel ranks, then one: loaded there and saved, nothing differs."""
-    saved = straight["root"] / "2" / f"iter_{STEPS:07d}"
+    saved = straight.root(DENSE) / f"iter_{STEPS:07d}"
     again = PROGRAM.replace("while step < total_steps:", AGAIN)
     root = tmp_path / "2"
     shutil.copytree(saved, root / saved.name)

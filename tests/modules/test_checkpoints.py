@@ -68,7 +68,7 @@ def _move(context: RankContext, root: str, names: list[str]) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["encoder first", "colocated", "experts"],
+        ["encoder first", "colocated"],
         pytest.param(
             ["language first", *(name for name in PLACEMENTS if name != "language first")],
             marks=pytest.mark.slow,

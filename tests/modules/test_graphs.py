@@ -89,14 +89,18 @@ def _check(tmp_path: Path, seeds: list[int], *, num_ranks: int, first: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "first"), [(4, 0), pytest.param(2, 1, marks=pytest.mark.slow)]
+    ("num_ranks", "first", "count"),
+    [
+        (4, 0, 2),
+        pytest.param(4, 0, 4, marks=pytest.mark.slow),
+        pytest.param(2, 1, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_any_graph_trains_as_one_process_and_moves(
-    tmp_path: Path, num_ranks: int, first: int
+    tmp_path: Path, num_ranks: int, first: int, count: int
 ) -> None:
-    _check(
-        tmp_path, list(range(10 * num_ranks, 10 * num_ranks + 4)), num_ranks=num_ranks, first=first
-    )
+    seeds = list(range(10 * num_ranks, 10 * num_ranks + count))
+    _check(tmp_path, seeds, num_ranks=num_ranks, first=first)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ def _box(parameter: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offset)
 
 
-@pytest.mark.parametrize("ep", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "ep", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4]
+)
 def test_each_box_has_one_writer_which_holds_it(tmp_path: Path, ep: int) -> None:
     held = run_ranks(8, _save, str(tmp_path), ep).results
     with Snapshot.open(PosixStorage(tmp_path), "iter_0000001") as snapshot:

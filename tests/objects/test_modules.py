@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from holdfast import Checkpointer, MismatchError, ModuleState, OptimizerState, PlacementError
 from holdfast.cli.main import main
+from tests.drawn import drawn
 from tests.objects.modules import ODD, ROOTS, WIDTH, Container, Fused, Renamed, randomise
 
 
@@ -84,18 +84,14 @@ def test_the_next_steps_are_the_original_s(name: str, tmp_path: Path) -> None:
     assert same(true, twin)
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    derandomize=True,
-)
-@given(
-    st.recursive(
+@drawn(
+    quick=10,
+    slow=25,
+    plan=st.recursive(
         st.sampled_from(sorted(set(ODD) - {*ROOTS, "observer", "scripted", "compiled"})),
         lambda inner: st.lists(inner, min_size=1, max_size=3),
         max_leaves=5,
-    )
+    ),
 )
 def test_compositions_of_odd_modules(tmp_path_factory: pytest.TempPathFactory, plan: Any) -> None:
     def build(plan: Any) -> nn.Module:

@@ -32,6 +32,7 @@ from holdfast.state.flatten import flatten_state
 from holdfast.state.matcher import Matcher
 from holdfast.state.rng import accessors, global_accessors, state_digest
 from holdfast.state.stored import StoredPart
+from tests.drawn import drawn
 from tests.harness import RankContext, run_ranks
 
 BITS = (
@@ -198,8 +199,9 @@ def value_at(at: dict[str, int], leave_out: str = "") -> int:
     )
 
 
-@settings(deadline=None, max_examples=50)
-@given(
+@drawn(
+    quick=20,
+    slow=50,
     saved=grids,
     loaded=grids,
     equal_along_tp=st.booleans(),

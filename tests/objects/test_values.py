@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast import (
@@ -36,6 +35,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import node_bytes
 from holdfast.format.versions import read_manifest
 from holdfast.state.tensor_elements import TORCH_TO_NAME
+from tests.drawn import drawn
 
 
 class Phase(Enum):
@@ -518,12 +518,7 @@ NESTED = st.recursive(
 )  # fmt: skip
 
 
-@settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(tree=NESTED)  # fmt: skip
+@drawn(quick=15, slow=40, tree=NESTED)
 def test_generated_trees_round_trip(tmp_path: Path, tree: Any) -> None:
     try:
         round_trip(tmp_path, tree)

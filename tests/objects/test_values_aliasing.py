@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -27,6 +26,7 @@ from holdfast.checkpoint.load.target_memory import without_ties
 from holdfast.state import shared_memory as overlaps
 from holdfast.state.matcher import TensorRequest
 from holdfast.state.shared_memory import shared_memory
+from tests.drawn import drawn
 
 
 def save_apart(root: Path, **tensors: torch.Tensor) -> Checkpointer:
@@ -329,8 +329,7 @@ def elements(view: torch.Tensor) -> list[int]:
     return [p + i for p in place for i in range(size)]
 
 
-@settings(max_examples=400, deadline=None)
-@given(views(), st.booleans())
+@drawn(quick=100, slow=400, found=views(), by_map=st.booleans())
 def test_overlaps_equal_brute_force(found: list[torch.Tensor], by_map: bool) -> None:
     kept = overlaps._MAX_RUNS
     overlaps._MAX_RUNS = 0 if by_map else kept

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +28,7 @@ from holdfast import (
     Union,
 )
 from holdfast.format.values import Node, merge_nodes
+from tests.drawn import drawn
 from tests.harness import RankContext, run_ranks
 
 
@@ -236,8 +236,7 @@ def exactly(tree: Tree) -> Any:
     return (type(tree), tree)
 
 
-@settings(max_examples=500, deadline=None)
-@given(variants())
+@drawn(quick=150, slow=500, trees=variants())
 def test_merging_equals_brute_force(trees: list[Tree]) -> None:
     named = [(f"rank {i}", encode(tree)) for i, tree in enumerate(trees)]
     if any(_clashes(tree) for tree in trees):

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast import RNG, Checkpointer, OptimizerState
@@ -23,6 +21,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
+from tests.drawn import drawn
 from tests.objects import zoo
 
 
@@ -136,14 +135,6 @@ def hold_to_the_invariant(spec: dict[str, Any]) -> None:
         assert twin.train(2) == expected
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(spec=SPECS)
+@drawn(quick=10, slow=60, spec=SPECS)
 def test_a_twin_goes_on_as_the_original(spec: dict[str, Any]) -> None:
-    hold_to_the_invariant(spec)
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(spec=SPECS)
-def test_more_twins_go_on_as_the_original(spec: dict[str, Any]) -> None:
     hold_to_the_invariant(spec)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from holdfast import Layout, ProcessGroups
@@ -189,3 +190,25 @@ def test_a_rank_later_than_the_data_limit_is_named(kind: str, lateness: float) -
     assert second[0] == "DeadlineError", second
     if kind == "fsdp" and lateness < 2 * DEADLINE_S:
         assert "waited for rank 1, which came after the time limit" in first[2]
+
+
+def told_in_vain(context: RankContext) -> list[int] | None:
+    """An interrupt leaves a microbatch on rank 1, and the other rank comes to none."""
+    with ProcessGroups.create(Layout(**SIZES), timeout_s=30, data_timeout_s=DEADLINE_S) as groups:
+        alone = Alone("sharded", groups)
+        alone.step(0)
+        groups.control.timeout_s = SHORT_S
+        missing = None
+        if context.rank == 1:
+            with pytest.raises(KeyboardInterrupt), alone.around(is_last=False):
+                raise KeyboardInterrupt
+            with pytest.raises(DeadlineError) as caught:
+                alone.trained.stepper.drop_gradients()  # type: ignore[union-attr]
+            missing = caught.value.details["missing_ranks"]
+        dist.barrier()
+        return missing
+
+
+def test_gradients_dropped_after_an_interrupt_name_ranks_that_do_not_hear_of_it() -> None:
+    """M15: the next microbatch would end with the one that they are in; before, it was no error."""
+    assert run_ranks(2, told_in_vain, fresh=True, timeout_s=60).results == [None, [0]]

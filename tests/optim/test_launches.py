@@ -27,10 +27,11 @@ from tests.harness import RankContext, run_ranks
 from tests.optim.common import adamw, build, sharded, train
 from tests.optim.experts import build_sparse, chain, rows_of
 
-LAYOUTS: list[dict[str, Any]] = [
-    {"tp": 2, "dp": 2, "order": "dp-tp-cp-ep-pp", "ranks": (4, 1, 3, 2)},
-    {"dp": 4, "replicas": 2, "ranks": (2, 4, 1, 3)},
-]
+LAYOUTS: dict[int, dict[str, Any]] = {
+    1: {"tp": 2, "dp": 2, "order": "dp-tp-cp-ep-pp", "ranks": (4, 1, 3, 2)},
+    2: {"dp": 4, "replicas": 2, "ranks": (2, 4, 1, 3)},
+}
+"""By the stage of the optimizer on it."""
 SEVERAL = 64
 """Bytes of buckets of which a model has several."""
 DATA = ("dp_cp", "dp_cp_ag", "dp_cp_intra", "dp_cp_intra_ag", "dp_cp_inter")
@@ -52,10 +53,10 @@ def called(groups: ProcessGroups) -> Iterator[list[Call]]:
     calls: list[Call] = []
     real = {op: getattr(collectives, op) for op in ("reduce_scatter", "all_gather", "all_reduce")}
 
-    def noted(op: str, *args: Any) -> Any:
+    def noted(op: str, *args: Any, **options: Any) -> Any:
         purpose = next(name for name in groups.held() if groups.group(name) is args[-1])
         with LaunchRecorder(groups) as recorder:
-            work = real[op](*args)
+            work = real[op](*args, **options)
         launches = recorder.launches
         assert {launch.purpose for launch in launches} == {purpose}
         others = len(groups.ranks(purpose)) - 1
@@ -74,7 +75,7 @@ def called(groups: ProcessGroups) -> Iterator[list[Call]]:
 
 def recorded(context: RankContext) -> list[list[Launch]]:
     found: list[list[Launch]] = []
-    for sizes in LAYOUTS:
+    for stage, sizes in LAYOUTS.items():
         layout = Layout(**sizes)
         if context.rank not in layout.ranks:
             continue
@@ -83,32 +84,29 @@ def recorded(context: RankContext) -> list[list[Launch]]:
             if over == "dp_cp_intra":
                 groups.clone(over, purpose="dp_cp_intra_ag")
             net = build(groups)
-            for stage in (1, 2):
-                optimizer = sharded(
-                    net, adamw, groups, over=over, divisor=groups.size("dp_cp"), stage=stage
+            optimizer = sharded(
+                net, adamw, groups, over=over, divisor=groups.size("dp_cp"), stage=stage
+            )
+            with LaunchRecorder(groups) as recorder:
+                train(net, optimizer, groups, steps=range(2))
+                optimizer.synchronize()
+            with called(groups) as calls:
+                train(net, optimizer, groups, steps=range(2, 4))
+                optimizer.synchronize()
+            optimizer.close()
+            mine = [launch for launch in recorder.launches if launch.purpose in DATA]
+            for launch in recorder.launches:
+                assert launch.ranks == (
+                    layout.ranks if launch.purpose == "control" else groups.ranks(launch.purpose)
                 )
-                with LaunchRecorder(groups) as recorder:
-                    train(net, optimizer, groups, steps=range(2))
-                    optimizer.synchronize()
-                with called(groups) as calls:
-                    train(net, optimizer, groups, steps=range(2, 4))
-                    optimizer.synchronize()
-                optimizer.close()
-                mine = [launch for launch in recorder.launches if launch.purpose in DATA]
-                for launch in recorder.launches:
-                    assert launch.ranks == (
-                        layout.ranks
-                        if launch.purpose == "control"
-                        else groups.ranks(launch.purpose)
-                    )
-                check(calls, over=over, stage=stage)
-                sent = [launch for call in calls for launch in call.launches]
-                assert Counter((each.op, each.purpose, each.nbytes) for each in sent) == Counter(
-                    (each.op, each.purpose, each.nbytes)
-                    for each in recorder.launches
-                    if each.op in ("send", "receive")
-                )
-                found.append(mine)
+            check(calls, over=over, stage=stage)
+            sent = [launch for call in calls for launch in call.launches]
+            assert Counter((each.op, each.purpose, each.nbytes) for each in sent) == Counter(
+                (each.op, each.purpose, each.nbytes)
+                for each in recorder.launches
+                if each.op in ("send", "receive")
+            )
+            found.append(mine)
     return found
 
 
@@ -130,7 +128,7 @@ def test_parameters_are_gathered_on_their_own_communicator() -> None:
     assert results[0] == []
     made: dict[tuple[int, str, tuple[int, ...]], list[list[tuple[str, int]]]] = {}
     for found in results[1:]:
-        assert len(found) == 2 * len(LAYOUTS)
+        assert len(found) == len(LAYOUTS)
         for number, launches in enumerate(found):
             own: dict[tuple[int, str, tuple[int, ...]], list[tuple[str, int]]] = {}
             for launch in launches:
@@ -186,6 +184,51 @@ def overlapping(context: RankContext) -> list[int]:
 def test_full_buckets_are_reduced_beside_the_backward() -> None:
     for seen in run_ranks(2, overlapping).results:
         assert seen == [0, 0, 0, 0, 0, 1, 2, 3]  # layers come last to first
+
+
+def beside_each_other(context: RankContext) -> list[list[int]]:
+    """How many buckets were on their way after the backward within two microbatches."""
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        found: list[list[int]] = []
+        for others in ("dp_cp", "expt_dp"):
+            net = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+            outer, inner = [
+                ShardedOptimizer(
+                    net,
+                    part.parameters(),
+                    make=adamw,
+                    groups=groups,
+                    over=over,
+                    divisor=2,
+                    bucket_nbytes=256,
+                    name=name,
+                )
+                for name, over, part in (("outer", "dp_cp", net[:2]), ("inner", others, net[2:]))
+            ]
+            with called(groups) as calls:
+                first, second = outer.microbatch(is_last=True), inner.microbatch(is_last=True)
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(first)
+                    second.__enter__()
+                    torch.stack([layer(torch.ones(8)) for layer in net]).sum().backward()
+                    counts = [len(calls)]
+                    if others == "dp_cp":
+                        second.__exit__(None, None, None)
+                    counts.append(len(calls))
+                if others != "dp_cp":
+                    second.__exit__(None, None, None)
+                found.append([*counts, len(calls)])
+            outer.step()
+            inner.step()
+            outer.close()
+            inner.close()
+        return found
+
+
+def test_a_microbatch_within_another_one_reduces_beside_the_backward() -> None:
+    """The outer one waits until it is left, but not for one on another communicator."""
+    for found in run_ranks(2, beside_each_other).results:
+        assert found == [[2, 2, 4], [4, 4, 4]]
 
 
 def small(context: RankContext, nbytes: int) -> list[list[Tensor]]:

@@ -87,6 +87,10 @@ def test_a_gradient_of_an_expert_that_only_some_of_its_ranks_have_is_refused(
     assert not results[3][1]
 
 
+def num_hooks(parameter: Any) -> int:
+    return len(parameter._post_accumulate_grad_hooks or {})
+
+
 def halve_gradient(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.div_(2)
@@ -137,6 +141,7 @@ def averaged(context: RankContext) -> None:
         nn.utils.clip_grad_norm_([parameter], 1.0)
         with pytest.warns(RuntimeWarning, match=r"clip with step\(max_norm="):
             optimizer.step()
+        assert num_hooks(parameter) == 0  # it warns once
         parameter, inner = one(1.0)
         optimizer = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
         with optimizer.microbatch(is_last=False):
@@ -216,6 +221,7 @@ def extended(context: RankContext) -> None:
                 members.pop()
             first.grad = torch.ones(3)
             assert optimizer.step().norm == pytest.approx(3**0.5)
+            assert num_hooks(first) == num_hooks(same) == (reduce is not None)  # one in all
             with pytest.raises(ConfigError, match="cannot be copied or pickled; copy the model"):
                 copy.deepcopy(optimizer)
 

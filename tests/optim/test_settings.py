@@ -14,6 +14,7 @@ from holdfast import Layout, ProcessGroups
 from holdfast.errors import ConfigError, HoldfastError, PlanError
 from holdfast.optim import LossScaler, MultiModuleOptimizer, ShardedOptimizer
 from holdfast.optim.scalars import ScalarWatch
+from holdfast.optim.step_sum import refuse_different
 from holdfast.parallel import ModuleGroups
 from tests.harness import RankContext, run_ranks
 from tests.optim.multi_module.common import (
@@ -22,6 +23,7 @@ from tests.optim.multi_module.common import (
     layouts_of,
     momentum,
     rows_of,
+    sgd,
     train_module,
     whole_values,
 )
@@ -182,6 +184,36 @@ def in_other_orders(context: RankContext) -> None:
                 assert all(torch.equal(now[name], values[name]) for name in values), kind
                 assert not each.step(2).skipped
             ask_before_the_step(both, order, kind=kind)
+    ask_of_small_models(order)
+
+
+def ask_of_small_models(order: tuple[int, int]) -> None:
+    """All parameters of each are in one bucket, which no microbatch reduces, but the norm does."""
+    with ProcessGroups.create(Layout(**SIZES), data_timeout_s=20) as groups:
+        nets = [torch.nn.Linear(3, 3) for _ in range(2)]
+        both = [
+            ShardedOptimizer(
+                net, net.parameters(), make=momentum, groups=groups, over="dp_cp", divisor=2
+            )
+            for net in nets
+        ]
+        for places, is_refused in (((), False), ((1, 0), False), (order, True)):
+            before = [[p.detach().clone() for p in net.parameters()] for net in nets]
+            for net, each in zip(nets, both, strict=True):
+                with each.microbatch(is_last=True):
+                    net(torch.ones(3)).sum().backward()
+            for place in places:
+                for _ in range(1 + (place == order[0])):  # the second time nothing is left to do
+                    both[place].share_norm()
+            for net, each, values in zip(nets, both, before, strict=True):
+                if is_refused:
+                    with pytest.raises(ConfigError, match=r"before the step: \[\d.*added to"):
+                        each.step()
+                    each.synchronize()
+                else:
+                    assert not each.step().skipped
+                for p, value in zip(net.parameters(), values, strict=True):
+                    assert torch.equal(p, value) == is_refused
 
 
 def in_other_orders_on_adopted_groups(context: RankContext) -> None:
@@ -222,18 +254,24 @@ def adopted(groups: ProcessGroups, name: str) -> ProcessGroups:
 
 
 def ask_before_the_step(both: list[Alone], order: tuple[int, int], *, kind: str) -> None:
-    """Norms that each rank asks in an order of its own, and then in one order."""
-    before = [each.values() for each in both]
-    for number in (3, 4):
+    """Norms that each rank asks in an order of its own, and then in one order.
+
+    After a microbatch in which gradients are reduced any order is right.
+    """
+    for number, is_around, has_order in ((3, False, False), (4, False, True), (5, True, False)):
         for each in both:
-            train_module(each.trained, rows_of(number, "one"))  # no microbatch, which reduces
+            if is_around:
+                each.backward(number)
+            else:
+                train_module(each.trained, rows_of(number, "one"))
         steppers = [each.trained.stepper for each in both]
-        for place in order if number == 3 else (1, 0):
+        for place in (1, 0) if has_order else order:
             stepper = steppers[place]
             assert stepper is not None
             stepper.share_norm()
+        before = [each.values() for each in both]
         for each, values in zip(both, before, strict=True):
-            if number == 3 and kind in ASKED:
+            if not has_order and kind in ASKED and (not is_around or kind == "reduced"):
                 with pytest.raises(
                     ConfigError, match=r"before the step: \[\d.* on rank 1; .*added to"
                 ):
@@ -293,6 +331,36 @@ def test_what_fails_on_one_rank_of_any_kind_is_raised_on_all(kind: str) -> None:
     assert first == second
 
 
+def replaced(context: RankContext) -> str:
+    """Slices that hold one whole each: gradients are summed between them alone."""
+    layout = Layout(dp=2, replicas=2)
+    with ProcessGroups.create(layout, timeout_s=20, data_timeout_s=20) as groups:
+        net = torch.nn.Linear(3, 3)
+        optimizer = ShardedOptimizer(
+            net, net.parameters(), make=sgd, groups=groups, over="dp_cp_intra", divisor=2
+        )
+        own = net.weight.data
+        for is_good in (True, False, True):
+            net.weight.data = own if is_good or context.rank == 0 else own.clone()
+            before = net.weight.detach().clone()
+            with optimizer.microbatch(is_last=True):
+                net(torch.full((3,), 1.0 + context.rank)).sum().backward()
+            if is_good:
+                optimizer.step()
+                torch.testing.assert_close(net.weight.detach(), before - 0.1 * 1.5)
+                continue
+            with pytest.raises(HoldfastError, match=r"weight: its memory was replaced") as raised:
+                optimizer.step()
+            assert torch.equal(net.weight, before)
+        return str(raised.value)
+
+
+def test_a_rank_that_cannot_use_its_gradients_adds_them_to_those_of_other_slices() -> None:
+    """M15: the others would wait for its part of the sum between slices."""
+    first, second = run_ranks(2, replaced).results
+    assert first == second
+
+
 def divisors(context: RankContext) -> None:
     """Also on pipeline stages, which share no bucket."""
     with ProcessGroups.create(Layout(pp=2)) as groups:
@@ -328,6 +396,15 @@ def stages(context: RankContext) -> bool:
 
 def test_pipeline_stages_may_differ_in_hyperparameters() -> None:
     assert run_ranks(2, stages).results == [False, False]
+
+
+def test_settings_that_differ_in_their_last_digits_are_shown_in_all_of_them() -> None:
+    """I2: an error that says 0.1 on rank 0 and 0.1 on rank 1 names nothing."""
+    by_rank = {0: {"lr": 0.1}, 1: {"lr": 0.1 + 1e-12}}
+    with pytest.raises(
+        ConfigError, match=r"differ in lr: 0\.1 on rank 0; 0\.10000000000100001 on rank 1"
+    ):
+        refuse_different(by_rank, where="optimizer")
 
 
 def test_a_step_does_not_look_up_the_place_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

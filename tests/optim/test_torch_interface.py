@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import pickle
 import warnings
 import weakref
 from pathlib import Path
@@ -169,6 +171,10 @@ def test_a_gradient_after_the_last_microbatch_is_refused(make: Any, tmp_path: Pa
     with pytest.raises(ConfigError, match="a gradient came after its bucket was reduced"):
         backward_twice(net, optimizer)
     optimizer.drop_gradients()
+    backward(net, optimizer)
+    net[0].weight.grad = torch.ones(4, 4)
+    with pytest.raises(ConfigError, match="a gradient came after its bucket was reduced"):
+        optimizer.step()
     with optimizer.microbatch(is_last=False):
         net(torch.ones(3, 4)).sum().backward()
     mine = torch.ones(4, 4)
@@ -228,6 +234,7 @@ def test_zero_grad_forgets_what_lies_in_buckets(make: Any) -> None:
     net, other = net_of(), net_of()
     optimizer, straight = make(net), make(other)
     backward(net, optimizer, scale=100.0)
+    net[0].weight.grad = torch.ones(4, 4)  # by hand: in no bucket yet
     optimizer.zero_grad()
     backward(net, optimizer)
     backward(other, straight)
@@ -261,6 +268,8 @@ def test_reading_gradients_before_the_step_says_where_they_are() -> None:
     with optimizer.microbatch(is_last=False):
         net(torch.ones(3, 4)).mean().backward()
     backward(net, optimizer)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert all(type(p) is nn.Parameter and p.grad is None for p in copied.parameters())
     for read in (
         lambda: clip(net.parameters(), 1.0),
         lambda: nn.utils.clip_grad_value_(net.parameters(), 1.0),
@@ -268,6 +277,7 @@ def test_reading_gradients_before_the_step_says_where_they_are() -> None:
         lambda: clip(shares, 1.0),  # what a loop over param_groups gets
         lambda: scaler.unscale_(optimizer),
         net.zero_grad,
+        lambda: net.zero_grad(set_to_none=False),
     ):
         with pytest.raises(
             ConfigError, match=r"0\.weight: its gradient is in the sharded.*max_norm"
@@ -301,6 +311,12 @@ def test_reading_gradients_inside_of_microbatch_says_so_too() -> None:
             with pytest.warns(RuntimeWarning, match="find nothing"):
                 nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     assert optimizer.step().norm > 0
+    # After the last one also of a parameter without any here: another rank may have some.
+    with optimizer.microbatch(is_last=True):
+        net[0](torch.ones(3, 4)).mean().backward()
+    with pytest.raises(ConfigError, match=r"2\.weight: its gradient is in the sharded"):
+        nn.utils.clip_grad_norm_(net[2].parameters(), 1.0)
+    optimizer.drop_gradients()
     # a hook of the user's that comes after ours
     net[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad)
     with (
@@ -372,6 +388,12 @@ def test_contexts_do_not_nest_and_steps_are_outside() -> None:
     optimizer.drop_gradients()
     backward(net, optimizer)
     assert optimizer.step().norm > 0
+    # Alone nothing is reduced, so there is no order in which others are left.
+    outer, inner = optimizer.microbatch(is_last=True), sharded(net_of()).microbatch(is_last=True)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize(

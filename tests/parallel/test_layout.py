@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import LayoutError
 from holdfast.parallel.layout import ALIASES, GROUP_NAMES, Layout
+from tests.drawn import drawn
 
 DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}
 EXPERT = {"tp": "expt_tp", "ep": "ep", "dp": "expt_dp", "pp": "pp"}
@@ -102,8 +103,7 @@ def layouts(draw: st.DrawFn, limit: int = 256) -> Layout:
     )
 
 
-@settings(deadline=None, max_examples=120)
-@given(layout=layouts(), data=st.data())
+@drawn(quick=40, slow=120, layout=layouts(), data=st.data())
 def test_every_group_equals_the_brute_force_definition(layout: Layout, data: st.DataObject) -> None:
     subsets = [
         (view, data.draw(st.sets(st.sampled_from(sorted(view.values())), min_size=1)))

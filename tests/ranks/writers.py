@@ -110,8 +110,9 @@ def serve(requests: socket.socket) -> None:
     """Fork a writer for each request, and report how it ended, until no rank is left."""
     running: dict[int, tuple[int, socket.socket]] = {}
     while True:
-        for ready in select.select([requests, *running], [], [])[0]:
-            if ready is not requests:
+        watched: list[socket.socket | int] = [requests, *running]
+        for ready in select.select(watched, [], [])[0]:
+            if isinstance(ready, int):
                 pid, rank = running.pop(ready)
                 _report(rank, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                 rank.close()

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,6 +25,7 @@ from holdfast.rerun.kept_trees import members_of
 from holdfast.rerun.replay import ReplayableBatches
 from holdfast.state import RNG, flatten_state
 from holdfast.state.tensor_elements import tensors_of
+from tests.drawn import drawn
 
 
 class Kind(Enum):
@@ -163,16 +163,20 @@ def moved(batches: ReplayableBatches, **settings: Any) -> ReplayableBatches:
     return result
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(batches(), min_size=1, max_size=3), st.integers(0, 3))
+@drawn(
+    quick=20,
+    slow=60,
+    given_batches=st.lists(batches(), min_size=1, max_size=3),
+    num_first=st.integers(0, 3),
+)
 def test_whatever_is_done_to_a_batch_its_replays_are_the_pristine_one(
-    drawn: list[Any], num_first: int
+    given_batches: list[Any], num_first: int
 ) -> None:
-    expected = [bits(copy.deepcopy(batch)) for batch in drawn]
+    expected = [bits(copy.deepcopy(batch)) for batch in given_batches]
     # Copies, so that batches do not spoil each other: that is the source's doing, not a model's.
-    batches = ReplayableBatches([copy.deepcopy(batch) for batch in drawn], codecs=CODECS)
+    batches = ReplayableBatches([copy.deepcopy(batch) for batch in given_batches], codecs=CODECS)
     batches.begin()
-    num_first = min(num_first, len(drawn))
+    num_first = min(num_first, len(given_batches))
     for i in range(num_first):
         batch = next(batches)
         assert bits(batch) == expected[i]
@@ -188,15 +192,14 @@ def test_whatever_is_done_to_a_batch_its_replays_are_the_pristine_one(
     for _ in range(2):
         replayed = []
         after.rewind()
-        for _ in drawn:
+        for _ in given_batches:
             batch = next(after)
             replayed.append(bits(batch))
             spoil(batch)
         assert replayed == expected
 
 
-@settings(max_examples=60, deadline=None)
-@given(batches(), st.integers(0, 4))
+@drawn(quick=20, slow=60, batch=batches(), which=st.integers(0, 4))
 def test_tensors_that_overlap_in_a_batch_overlap_in_its_replays(batch: Any, which: int) -> None:
     batches = ReplayableBatches([copy.deepcopy(batch)], codecs=CODECS)
     next(batches)

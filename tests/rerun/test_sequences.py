@@ -247,7 +247,7 @@ def is_first_of_its_kind(script: Script) -> bool:
 @pytest.mark.parametrize(
     ("size", "outcomes", "depth"),
     [
-        (1, (GOOD, BAD, OTHER, UNREACHED), 4),
+        (1, (GOOD, BAD, OTHER, UNREACHED), 3),
         pytest.param(1, (GOOD, BAD, OTHER, UNREACHED), 5, marks=pytest.mark.slow),
         (2, (GOOD, BAD), 2),
         pytest.param(3, (GOOD, BAD), 2, marks=pytest.mark.slow),

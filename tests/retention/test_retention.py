@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import Checkpointer, Stored
@@ -37,6 +36,7 @@ from holdfast.retention.removal import (
 from holdfast.retention.tags import set_tag
 from holdfast.storage import PosixStorage, posix
 from holdfast.writer.leftovers import repair
+from tests.drawn import drawn
 from tests.retention.common import DAMAGES, LATEST, damage, fill, is_whole, put, steps_of
 
 
@@ -379,13 +379,14 @@ steps_and_damages = st.dictionaries(
 )
 
 
-@given(
+@drawn(
+    quick=25,
+    slow=60,
     content=steps_and_damages,
     last=st.none() | st.integers(1, 4),
     every=st.none() | st.integers(1, 5),
     tagged=st.sets(st.integers(0, 30)),
 )
-@settings(max_examples=60, deadline=None)
 def test_against_a_plain_statement_of_the_rules(
     content: dict[int, str | None], last: int | None, every: int | None, tagged: set[int]
 ) -> None:

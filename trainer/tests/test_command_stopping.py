@@ -64,7 +64,10 @@ def stopped_rank(rank: RankContext, directory: str, words: tuple[str, ...]) -> t
             return trainer.run(), trainer.progress.step
 
 
-@pytest.mark.parametrize("extra", [(), ("--async-save", "--lazy-staging", "--tp", "2")])
+@pytest.mark.parametrize(
+    "extra",
+    [pytest.param((), marks=pytest.mark.slow), ("--async-save", "--lazy-staging", "--tp", "2")],
+)
 def test_one_rank_that_is_asked_stops_all_at_one_saved_step(
     tmp_path: Path, extra: tuple[str, ...]
 ) -> None:

@@ -29,6 +29,7 @@ from holdfast.arrays.packed_ints import pack_ints, squeeze, unpack_ints, unsquee
 from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.format.digest import digest128
 from holdfast.storage import Storage
+from holdfast.storage.reading import read_at_most
 from holdfast.writer.records import seal, unseal
 
 PLANS_DIR = ".plans"
@@ -98,17 +99,17 @@ class KeptPlan:
     Raises:
         CorruptionError, StorageError: it cannot be read, or is of other ranks or another version.
 
-    Cost: one or two reads, of 70 bytes for each rank; a file of up to 64 KiB is read once for all.
+    Cost: one or two reads, of 70 bytes for each rank; one of less than 64 KiB is read once.
     """
 
     def __init__(self, storage: Storage, path: str, *, num_ranks: int) -> None:
         self._storage = storage
         self._path = path
-        # Looked at before it is read, since a file of any size may be there.
-        size = storage.size(path)
+        start = read_at_most(storage, path, _AT_ONCE)
+        # A file of any size may be there.
+        size = len(start) if len(start) < _AT_ONCE else storage.size(path)
         if size > MAX_NBYTES:
             raise CorruptionError("it is larger than any plan that is kept")
-        start = storage.read(path, nbytes=min(size, _AT_ONCE))
         length = int.from_bytes(start[:_LENGTH_NBYTES], "little")
         end = _LENGTH_NBYTES + length
         if not 0 < length <= min(size - _LENGTH_NBYTES, _MAX_HEADER_NBYTES):

@@ -38,7 +38,7 @@ from holdfast.checkpoint.plan.kept_plans import (
 from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan, rank_plan
 from holdfast.collector import collector_paused
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.manifest import VERSIONS_PART, Envelope
 from holdfast.format.stored_copies import CopyPolicy
@@ -47,6 +47,7 @@ from holdfast.parallel import ProcessGroups
 from holdfast.state.flatten import LeafCache, flatten_state
 from holdfast.state.leaves import FlatState
 from holdfast.storage import Storage
+from holdfast.storage.reading import is_absence
 from holdfast.writer.records import EncodedPlan, encode_plan
 
 _LOG = logging.getLogger("holdfast")
@@ -160,10 +161,10 @@ class Planner:
         self._looked.add(compare_all)
         path = self.path(compare_all=compare_all)
         try:
-            if not self._storage.exists(path):
-                return Rejected("no plan is kept")
             result = self._plan_again(path, local, compare_all)
         except (HoldfastError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, StorageError) and is_absence(error):
+                return Rejected("no plan is kept")
             # Anything may be in the file. It may never cost more than a plan, let alone the save.
             result = Rejected(f"it cannot be read: {error}")
         if isinstance(result, Rejected):

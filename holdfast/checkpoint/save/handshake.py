@@ -31,7 +31,7 @@ from holdfast.errors import (
     some_of,
 )
 from holdfast.format.digest import digest128
-from holdfast.format.names import list_steps, saving_dir, step_dir
+from holdfast.format.names import saving_dir, step_dir
 from holdfast.format.root_identity import RootIdentity, new_root_id
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
@@ -44,7 +44,7 @@ from holdfast.storage import Storage
 from holdfast.storage.host_memory import available_memory_nbytes
 from holdfast.storage.reading import pause_of
 from holdfast.writer.kept_images import end_keepers
-from holdfast.writer.leftovers import repair
+from holdfast.writer.leftovers import repair_root
 from holdfast.writer.outcomes import discard_save
 
 _LOG = logging.getLogger("holdfast")
@@ -213,7 +213,7 @@ class AgreedSave:
             seconds=phases.seconds,
             starts=phases.starts,
             skipped=plan is None,
-            unstored=self.local.flat.unstored,
+            unstored=[*self.local.flat.unstored, *self.local.flat.unstored_orders],
             new_root=self.new_root and plan is not None,
         )
 
@@ -304,9 +304,10 @@ class Handshake:
             envelope=options.envelope,
         )
         self.unreported = UnreportedSaves()
+        self._found: list[int] | None = None
+        self._is_compared = False
         self._steps: set[int] = set()
         self._num_saves = 0
-        self._is_repaired = False
 
     def agree(
         self,
@@ -341,11 +342,13 @@ class Handshake:
             root_id, is_new = self._root.id, False
             if self._groups.control.is_coordinator and request.kind != "prepare":
                 self._prepare_storage(request)
-                is_new = not root_id and not list_steps(self._storage)
+                is_new = not root_id and not self._found
                 root_id = root_id or new_root_id()
             local = self.planner.flatten(state)
             if local.flat.unstored:
                 warn_of_unstored(local.flat.unstored, self._groups.rank)
+            for path, why in local.flat.unstored_orders.items():
+                _LOG.warning("rank %s: %s is not stored: %s", self._groups.rank, path, why)
             plan = self._plan_at_hand(local, compares)
         # Phase 2, one collective: every rank learns what all request, and which plan each holds.
         with phases.timed("plan"):
@@ -408,6 +411,9 @@ class Handshake:
         final = step_dir(request.step)
         if not self._root.id:
             self._storage.make_dir("")
+        if self._found is None:
+            self._found = repair_root(self._storage)
+            self._steps.update(self._found)
         if not request.overwrite and self._may_exist(request.step) and self._storage.exists(final):
             before = max(request.step - 1, 0)
             raise StorageError(
@@ -415,19 +421,14 @@ class Handshake:
                 f"overwrite=True, or, if the run has gone back, remove what it has given up: "
                 f"holdfast prune {self._storage.describe('')} --after {before}"
             )
-        if not self._is_repaired:
-            repair(self._storage)
-            self._is_repaired = True
-            steps = list_steps(self._storage)
-            if pause_of(self._storage):
-                self._steps.update(steps)
-            if steps and steps[-1] > request.step:
-                _LOG.warning(
-                    "step %s is saved below step %s, the newest checkpoint in %s, which a load "
-                    "without step= takes. If the run has gone back, remove what it has given up: "
-                    "holdfast prune %s --after %s",
-                    request.step, steps[-1], *[self._storage.describe("")] * 2, request.step,
-                )  # fmt: skip
+        is_compared, self._is_compared = self._is_compared, True
+        if not is_compared and self._found and self._found[-1] > request.step:
+            _LOG.warning(
+                "step %s is saved below step %s, the newest checkpoint in %s, which a load "
+                "without step= takes. If the run has gone back, remove what it has given up: "
+                "holdfast prune %s --after %s",
+                request.step, self._found[-1], *[self._storage.describe("")] * 2, request.step,
+            )  # fmt: skip
         self._steps.add(request.step)
 
     def _may_exist(self, step: int) -> bool:
@@ -436,7 +437,7 @@ class Handshake:
         Where a look is a request, that is so of a step that was not there at the first save, and
         that this process has not tried to save since.
         """
-        return not self._is_repaired or not pause_of(self._storage) or step in self._steps
+        return not pause_of(self._storage) or step in self._steps
 
     def _plan_at_hand(self, local: LocalState, compares: bool) -> RankPlan | None:
         """Return the plan at hand if it fits the state; StorageError if there is no room for it."""

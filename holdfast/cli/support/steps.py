@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -257,9 +257,11 @@ def lease_checkpoint(
 ) -> Iterator[tuple[StoredCheckpoint, Lease]]:
     """The checkpoint meant by a path; until this is closed, no process removes it.
 
+    Its storage shows the version that has its name now, also if the step is saved again.
+
     Raises:
         ConfigError: as `find_checkpoint`.
         StorageError: the checkpoint was removed each time.
     """
-    with lease_chosen(lambda: find_checkpoint(path, step=step)) as leased:
-        yield leased
+    with lease_chosen(lambda: find_checkpoint(path, step=step)) as (chosen, lease):
+        yield replace(chosen, storage=lease.view or chosen.storage), lease

@@ -49,14 +49,17 @@ _IS_UNKNOWN = frozenset(
 _NOT_GIVEN = frozenset(
     {"NoAuthenticationInformation", "PublicAccessNotPermitted", "AuthenticationRequired"}
 )
+_ASKED_MACHINE = ("169.254.169.254", "metadata.google", "token request")
+"""Words of errors of the machine's metadata service, which is asked if no credentials are given."""
 _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "NoSuchContainer"})
 _OTHER_REGION = frozenset(
     {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 )
 _DENIED = frozenset({"AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch"})
 _ABSENT = frozenset({"NoSuchKey", "BlobNotFound"})
-_TAKEN = frozenset({"", "BlobAlreadyExists"})
-"""With these codes a status of 409 says that a name is taken. Azure has it for refusals, too."""
+_TAKEN = frozenset({"", "BlobAlreadyExists", "PreconditionFailed"})
+"""With these codes a name is taken. Azure has the same status for refusals, and S3 for another
+request for the name that is in progress."""
 _DISABLED = "the account of {place} is disabled: see its billing, or ask the provider"
 _HELD = (
     "a retention policy, a legal hold or immutability of {place} keeps the object as it is: use a "
@@ -257,10 +260,6 @@ def _provider(scheme: str, settings: Mapping[str, Any]) -> Any | None:
         return None
 
 
-def _no_credentials(scheme: str, place: str) -> str:
-    return f"no credentials for {place}: set {_CREDENTIALS.get(scheme, '')}"
-
-
 def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) -> Failure:
     """Say what a failed request means; the result has nothing of the error's own text.
 
@@ -281,10 +280,9 @@ def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) 
     if code in _NO_BUCKET or "bucket does not exist" in text:
         return Failure("final", f"{place} does not exist: make the bucket, or correct its name")
     # Before any status: it is the one of the machine's metadata service, if that answered.
-    if "169.254.169.254" in text or "metadata.google" in text or "token request" in text:
-        return Failure("final", _no_credentials(scheme, place))
-    if code in _NOT_GIVEN:
-        return Failure("final", _no_credentials(scheme, place))
+    if code in _NOT_GIVEN or any(words in text for words in _ASKED_MACHINE):
+        variables = _CREDENTIALS.get(scheme, "")
+        return Failure("final", f"no credentials for {place}: set {variables}")
     if code in _REFUSALS:
         return Failure("final", _REFUSALS[code].format(place=place))
     if isinstance(error, FileNotFoundError) or code in _ABSENT:
@@ -333,8 +331,9 @@ def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) 
         )
     if 400 <= number < 500 and number not in (408, 425):
         return Failure("final", f"{place} refuses the request (status {number} {code})")
-    if number:
-        return Failure("again", f"the store failed (status {number} {code})".replace(" )", ")"))
+    if number or code:  # an upload that cannot be completed is answered with 200, and with a code
+        words = f"status {number} {code}" if number else code
+        return Failure("again", f"the store failed ({words.strip()})")
     names = _ENDPOINTS.get(scheme, ())
     is_set = any(os.environ.get(name) for name in names)
     own = "" if is_set or not names else f"; for another store than the cloud's set {names[-2]}"

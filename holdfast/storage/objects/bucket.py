@@ -288,6 +288,25 @@ class BucketClient:
             time.sleep(pause_s)
         raise AssertionError("the pauses do not end")
 
+    def is_refused(self, key: str, data: bytes, *, tag: Tag | None) -> bool:
+        """Put an object on a condition as `put_if` does; return whether the store refuses it.
+
+        Nothing is read back: after a try whose answer was lost the next one is refused, too.
+        """
+        mode: Any = "create" if tag is None else tag
+        try:
+            self._send(
+                "put",
+                key,
+                lambda: self._obstore.put(self._store, self._key(key), data, mode=mode),
+                nbytes=len(data),
+            )
+        except RequestFailed as error:
+            if error.failure.kind in ("exists", "changed"):
+                return True
+            raise
+        return False
+
     def upload(
         self, key: str, pieces: Iterable[bytes | memoryview], *, part_nbytes: int, at_once: int
     ) -> None:

@@ -439,8 +439,10 @@ class Names:
                 done.append(name)
         return done
 
-    def nameless(self, prefixes: Collection[str]) -> set[str]:
+    def nameless(self, prefixes: Collection[str], listing: ObjectListing | None = None) -> set[str]:
         """Return those of these prefixes of data that no name stands for.
+
+        `listing` is one of the names after the data was listed; None for a new one.
 
         List the data first: who makes a directory writes its name before any data. A name that
         moves during the look may be missed at both of its places, and a listing may be of an
@@ -448,7 +450,7 @@ class Names:
         """
         if not prefixes:
             return set()
-        listing = self._bucket.list("")
+        listing = listing or self._bucket.list("")
         records = [*self.records(listing).values()]
         records += [
             self._known[version]

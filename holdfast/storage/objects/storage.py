@@ -170,6 +170,8 @@ class ObjectStorage:
         self._single_writer = single_writer
         self._is_proven = False
         self._pinned: tuple[str, NameRecord] | None = None
+        # By key, of a pinned directory that was listed: what is there never changes.
+        self._sizes: dict[str, int] = {}
         self._resolved: dict[str, tuple[NameRecord, float]] = {}
         # Readings of the store's clock, the newest last: its time at the start of this machine's
         # count of seconds, and when that was last thought to be so.
@@ -232,9 +234,10 @@ class ObjectStorage:
         (key, held), place = self._file(path, "open"), self.describe(path)
         if held is not None:
             return HeldSource(held, place=place)
+        if self._pinned is not None:
+            return ObjectSource(self._bucket, key, place=place, nbytes=self._sizes.get(key))
         source = ObjectSource(self._bucket, key, place=place)
-        if self._pinned is None:
-            _ = source.nbytes  # whether it is there
+        _ = source.nbytes  # whether it is there
         return source
 
     def size(self, path: str) -> int:
@@ -362,7 +365,7 @@ class ObjectStorage:
 
     def note(self, path: str) -> str:
         """Return the text that a directory got by `annotate`; empty for none. One request."""
-        record = self._do("examine", path, lambda: self._names.look(path))
+        record = self._do("examine", path, lambda: self._find(path))
         return record.note if record is not None else ""
 
     def file_sizes(self, path: str) -> dict[str, int]:
@@ -374,6 +377,8 @@ class ObjectStorage:
         names = split_path(path)
         key = self._names.data_key(record, *names[1:])
         objects = self._do("list", path, lambda: self._bucket.list_all(key))
+        if self._pinned is not None:
+            self._sizes.update((name, meta.nbytes) for name, meta in objects.items())
         below = "/".join((*names[1:], ""))
         sizes = {name[len(key) + 1 :]: meta.nbytes for name, meta in objects.items()}
         sizes |= {
@@ -394,6 +399,7 @@ class ObjectStorage:
                 raise _refused("pin", self.describe(path))
             view = copy.copy(self)
             view._pinned = (names[0], self._resolve(names[0], "open", path))
+            view._sizes = {}
         yield view
 
     # ---- Writing ----
@@ -417,19 +423,19 @@ class ObjectStorage:
         """
         key = self._new_key(path, "write")
         known = self._updated.pop(path, None)
-        own = known[0] if known is not None else None
-        if known is None:
-            known = self._do("read", path, lambda: self._content(key))
+        own, has_looked = (known[0] if known is not None else None), known is not None
         while True:
             if (data := make(own)) is None:
                 return False
-            if known is not None and known[0] == data:
-                # What this process remembers may be of long ago.
-                now = self._do("read", path, lambda: self._content(key))
-                if now == known:
+            if not has_looked or (known is not None and known[0] == data):
+                # What this process remembers may be of long ago; what is there now counts.
+                known = self._do("read", path, lambda: self._content(key))
+                own, has_looked = None, True
+                if known is not None and known[0] == data:
                     self._updated[path] = known
                     return False
-                known = now
+                if known is not None:
+                    continue
             tag = known[1] if known is not None else None
             put = self._do("write", path, partial(self._bucket.put_if, key, data, tag=tag))
             if put.tag is not None:
@@ -579,11 +585,6 @@ class ObjectStorage:
             if they can.
         """
         removed: dict[str, str] = {}
-        listing = self._do("list", "", lambda: self._bucket.list(""))
-        over = self._used_names(listing)
-        removed.update(dict.fromkeys(over, "a name that was used once, and nobody could delete"))
-        if not dry_run:
-            self._do("list", "", lambda: self._names.tidy(listing))
         # Uploads before names: one that begins after this look may be of a name that comes later.
         problem, uploads = "", dict[str, Upload]()
         try:
@@ -592,7 +593,12 @@ class ObjectStorage:
             problem = str(error)
         data = self._do("list", "", lambda: self._bucket.list(DATA))
         started = {key.split("/")[2] for key in uploads}
-        nameless = self._do("list", "", lambda: self._names.nameless(data.dirs | started))
+        listing = self._do("list", "", lambda: self._bucket.list(""))
+        nameless = self._do("list", "", lambda: self._names.nameless(data.dirs | started, listing))
+        over = self._used_names(listing)
+        removed.update(dict.fromkeys(over, "a name that was used once, and nobody could delete"))
+        if not dry_run:
+            self._do("list", "", lambda: self._names.tidy(listing))
         marks = {f"{DATA}/{name}": meta.changed for name, meta in data.objects.items()}
         over += [mark for mark in marks if mark.rpartition("/")[2][: -len(_MARK)] not in nameless]
         for prefix in sorted(nameless):
@@ -898,9 +904,8 @@ class ObjectStorage:
         problem: StorageError | None = None
         try:
             # Of two puts that need a free name one is refused: the first, if the bucket was in use.
-            is_taken = self._probe(None) is None or self._probe(None) is None
             wrong = {"e_tag": '"0123456789abcdef"', "version": "1"}
-            if not is_taken or self._probe(wrong) is not None:
+            if not ((self._is_refused(None) or self._is_refused(None)) and self._is_refused(wrong)):
                 problem = self._unconditional()
         except RequestFailed as error:
             problem = unsettled(error, action="write", place=self.url)
@@ -910,9 +915,9 @@ class ObjectStorage:
             raise problem
         self._is_proven = True
 
-    def _probe(self, tag: Tag | None) -> Tag | None:
-        """Write the probe on a condition; None if the store refuses it."""
-        return self._bucket.put_if(_PROBE, secrets.token_hex(8).encode(), tag=tag).tag
+    def _is_refused(self, tag: Tag | None) -> bool:
+        """Write the probe on a condition; return whether the store refuses it."""
+        return self._bucket.is_refused(_PROBE, secrets.token_hex(8).encode(), tag=tag)
 
     def _unconditional(self) -> StorageError:
         return StorageError(

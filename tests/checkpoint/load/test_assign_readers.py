@@ -20,6 +20,7 @@ from holdfast.checkpoint.load.transfers import RankTransfers, Transfers
 from holdfast.errors import CorruptionError
 from holdfast.format import byte_ranges
 from holdfast.format.index import ChunkIndex
+from tests.drawn import drawn
 
 GRAIN = 16
 
@@ -208,8 +209,7 @@ def letters(transfers: Transfers, plan: ReadPlan, peer: int) -> list[tuple[int, 
     return [tuple(map(int, row)) for row in rows]
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data())
+@drawn(quick=50, slow=150, data=st.data())
 def test_each_element_comes_exactly_once_to_each_that_asks(data: st.DataObject) -> None:
     """P7, R4: blocks are read once over the job, and by each that has them in its own file, and
     every asker gets every element once."""
@@ -245,8 +245,7 @@ def test_each_element_comes_exactly_once_to_each_that_asks(data: st.DataObject) 
     assert (plan.round[alone] >= 0).all()
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
+@drawn(quick=40, slow=100, data=st.data())
 def test_shared_blocks_are_read_in_equal_shares(data: st.DataObject) -> None:
     """B9: all ranks ask for the same; none reads more than its share and a block more, but for what
     its own file has."""
@@ -333,8 +332,7 @@ def test_rounds_bound_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sorted(plan.reader[here]) == [0, 1, 2, 3]
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
+@drawn(quick=40, slow=100, data=st.data())
 def test_a_rank_in_many_sets_holds_one_round(data: st.DataObject) -> None:
     """What a rank sends and receives in one round is bounded, in however many sets it is."""
     most = piece = GRAIN
@@ -376,8 +374,7 @@ def test_sets_without_a_common_rank_are_sent_in_the_same_rounds(
     assert rounds == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
+@drawn(quick=40, slow=100, data=st.data())
 def test_what_is_not_sent_each_of_its_ranks_reads(data: st.DataObject) -> None:
     """P7: whichever sets of ranks are chosen, each element comes once to each that asks."""
     case = Case(data)

@@ -143,7 +143,7 @@ def test_each_set_of_ranks_does_what_is_faster_for_it(tmp_path: Path, hosts: str
 def _measured(context: RankContext, root: str, nbytes: int) -> tuple[str, int, int]:
     """The rates, if measured; what the job read, and this rank."""
     os.environ["HOLDFAST_HOST_ID"] = "aabb"[context.rank]
-    choose_exchange._WORTH_MEASURING = 64 * MIB
+    choose_exchange._WORTH_MEASURING = 16 * MIB
     measured: list[Rates] = []
     measure = loader.measure_rates
 
@@ -166,7 +166,7 @@ def _measured(context: RankContext, root: str, nbytes: int) -> tuple[str, int, i
 
 def test_what_much_depends_on_is_measured_and_agreed(tmp_path: Path) -> None:
     """P7: rates of storage and network."""
-    nbytes = 72 * MIB
+    nbytes = 18 * MIB
     whole = (torch.arange(nbytes // 4) % 1021).float()
     Checkpointer(tmp_path, groups=ProcessGroups.single(rank=40)).save(1, {"t": {"w": whole}})
     results = run_ranks(4, _measured, str(tmp_path), nbytes).results
@@ -190,8 +190,8 @@ def test_little_is_exchanged_without_measuring(tmp_path: Path) -> None:
 def _with_copies(context: RankContext, root: str, hurt: str) -> tuple[int, list[str]]:
     """Two ranks save; a third one, which has nothing in a file of its own, loads with them."""
     os.environ["HOLDFAST_HOST_ID"] = "abb"[context.rank]
-    choose_exchange._WORTH_MEASURING = 64 * MIB
-    whole = (torch.arange(18 * MIB) % 1021).float()
+    choose_exchange._WORTH_MEASURING = 16 * MIB
+    whole = (torch.arange(18 * MIB // 4) % 1021).float()
     with ProcessGroups.create(Layout(tp=3)) as groups:
         if context.rank < 2:
             with (
@@ -214,7 +214,7 @@ def _with_copies(context: RankContext, root: str, hurt: str) -> tuple[int, list[
         return report.nbytes_read, list(report.replaced)
 
 
-@pytest.mark.parametrize("hurt", ["gone", "short"])
+@pytest.mark.parametrize("hurt", [pytest.param("gone", marks=pytest.mark.slow), "short"])
 def test_a_file_that_cannot_be_measured_is_no_error_yet(tmp_path: Path, hurt: str) -> None:
     """B8: the load itself reads another copy, and says so."""
     results = run_ranks(3, _with_copies, str(tmp_path), hurt).results

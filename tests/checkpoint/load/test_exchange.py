@@ -155,7 +155,14 @@ def _load(context: RankContext, roots: list[str], layout: Layout) -> list[dict[s
     return found
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(4, Layout(tp=4)), (8, Layout(tp=2, dp=4))])
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [
+        (4, Layout(tp=2, dp=2)),
+        pytest.param(4, Layout(tp=4), marks=pytest.mark.slow),
+        pytest.param(8, Layout(tp=2, dp=4), marks=pytest.mark.slow),
+    ],
+)
 def test_each_byte_is_read_once_over_the_job(
     tmp_path: Path, num_ranks: int, layout: Layout
 ) -> None:

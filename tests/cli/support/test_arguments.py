@@ -68,7 +68,9 @@ def refusal(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     return result.err
 
 
-@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize(
+    "width", [40, *(pytest.param(width, marks=pytest.mark.slow) for width in (80, 200))]
+)
 def test_a_terminal_reads_what_a_pipe_reads(
     width: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

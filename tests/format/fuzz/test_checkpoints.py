@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast import Checkpointer, PosixStorage, Stored
 from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.names import INDEX, MANIFEST
+from tests.drawn import drawn
 from tests.format.fuzz.making import (
     ALLOWED,
     DIRECTORY,
@@ -36,10 +36,6 @@ from tests.format.fuzz.making import (
 from tests.format.making import sample_tensors
 from tests.harness import RankContext, run_ranks
 
-_QUICK = settings(
-    max_examples=120,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 _TRUTH = {key: tensor.data for key, tensor in sample_tensors().items()}
 _EXTREMES = [0, 1, 2, 3, 7, 255, 256, 2**31, 2**32, 2**62, 2**63 - 1]
 
@@ -61,8 +57,7 @@ def _write(storage: PosixStorage, name: str, data: bytes) -> None:
     (storage.root / DIRECTORY / name).write_bytes(data)
 
 
-@_QUICK
-@given(data=st.data())
+@drawn(quick=40, slow=120, data=st.data())
 def test_changed_bytes_are_refused_or_harmless(storage: PosixStorage, data: st.DataObject) -> None:
     """Any file, any change: the true values come out, or a proper refusal."""
     made = sample(data.draw(st.sampled_from(ENVELOPES)))
@@ -77,8 +72,7 @@ def test_changed_bytes_are_refused_or_harmless(storage: PosixStorage, data: st.D
         assert found is None or path.read_bytes() == before, "no byte of a record is free"
 
 
-@_QUICK
-@given(data=st.data())
+@drawn(quick=40, slow=120, data=st.data())
 def test_manifests_that_lie_under_a_right_digest(
     storage: PosixStorage, data: st.DataObject
 ) -> None:
@@ -95,8 +89,7 @@ def test_manifests_that_lie_under_a_right_digest(
         return
 
 
-@_QUICK
-@given(data=st.data())
+@drawn(quick=40, slow=120, data=st.data())
 def test_indexes_that_lie_under_a_right_digest(storage: PosixStorage, data: st.DataObject) -> None:
     """E5: holes, overlaps, chunks out of bounds, other files, other digests: never wrong bytes."""
     made = sample(data.draw(st.sampled_from(ENVELOPES)))
@@ -115,8 +108,7 @@ def test_indexes_that_lie_under_a_right_digest(storage: PosixStorage, data: st.D
     assert opened(storage) in (None, _TRUTH)
 
 
-@_QUICK
-@given(data=st.data())
+@drawn(quick=40, slow=120, data=st.data())
 def test_headers_that_lie_under_a_right_digest(storage: PosixStorage, data: st.DataObject) -> None:
     """The safetensors headers of the index and of a data file, the digests made anew."""
     put(storage, sample())

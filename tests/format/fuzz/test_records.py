@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast import Checkpointer, PosixStorage
@@ -28,12 +27,9 @@ from holdfast.writer.records import (
     unseal,
 )
 from tests.crash.common import state_of, versions
+from tests.drawn import drawn
 from tests.format.fuzz.making import HOSTILE, byte_changes
 
-_QUICK = settings(
-    max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 _FILES = (PLAN_FILE, HEADER_FILE, done_file(0))
 _WORDS = [0, 1, 2, 5, 2**31, 2**62, 2**63 - 1, -1, -(2**63)]
 
@@ -99,8 +95,7 @@ def _spoil_record(draw: st.DrawFn, path: Path) -> None:
     path.write_bytes(seal(msgspec.msgpack.encode(tree)))
 
 
-@_QUICK
-@given(data=st.data())
+@drawn(quick=40, slow=150, data=st.data())
 def test_changed_records_are_never_committed(
     complete: Path, tmp_path: Path, data: st.DataObject
 ) -> None:
@@ -118,8 +113,7 @@ def test_changed_records_are_never_committed(
     assert versions(root) == {1: 10}
 
 
-@_QUICK
-@given(data=st.data())
+@drawn(quick=40, slow=150, data=st.data())
 def test_records_that_lie_under_a_right_digest(
     complete: Path, tmp_path: Path, data: st.DataObject
 ) -> None:

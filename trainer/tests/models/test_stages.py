@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
 from holdfast_trainer.models.config import GPTConfig
 from holdfast_trainer.models.gpt import GPT
 from holdfast_trainer.models.stages import Pipeline, ScheduleName, split_layers
+from tests.drawn import drawn
 
 INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved", "looped-bfs", "zero-bubble")
 
@@ -49,8 +50,7 @@ def test_stages_cover_the_layers_once_and_in_order(case: tuple[Pipeline, int, in
     assert owners[-1] == (0 if pipeline.is_v_shaped else pp - 1)
 
 
-@settings(deadline=None, max_examples=30)
-@given(pipelines(), st.booleans())
+@drawn(quick=12, slow=30, case=pipelines(), tied=st.booleans())
 def test_parameters_of_all_ranks_are_those_of_the_whole_model(
     case: tuple[Pipeline, int, int], tied: bool
 ) -> None:

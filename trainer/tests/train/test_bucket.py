@@ -17,7 +17,6 @@ from holdfast.format.names import list_steps
 from holdfast.storage import open_storage
 
 pytest.importorskip("obstore")
-pytest.importorskip("moto")
 
 from tests.buckets.server import ACCESS_KEY, SECRET_KEY, environment, new_bucket, s3_server
 from trainer.tests import launches
@@ -26,6 +25,7 @@ from trainer.tests.launches import SMALL, TRAIN, run_on_ranks
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
+    pytest.importorskip("moto")
     with s3_server() as address:
         yield address
 

@@ -99,14 +99,13 @@ def check_curves(workplace: Path, cases: tuple[tuple[str, str, str], ...]) -> No
             assert abs(ours[1] - theirs[1]) < 1e-5, case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         ("--tp 2 --ep 2 --expt-tp 1", "optim_grads", "sgd"),
-        pytest.param(("", "optim_grads_params", "adamw"), marks=pytest.mark.slow),
-        pytest.param(
-            ("--no-tied-head --pp 2", "optim_grads_params", "sgd"), marks=pytest.mark.slow
-        ),
+        ("", "optim_grads_params", "adamw"),
+        ("--no-tied-head --pp 2", "optim_grads_params", "sgd"),
     ],
     ids=" ".join,
 )

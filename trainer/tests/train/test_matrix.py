@@ -164,6 +164,7 @@ def check(
             assert abs(ours - theirs) < LOSS_BOUND * theirs, (layouts[saved], layouts[number])
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_sharded_optimizers_loads_what_experts_over_data_ranks_saved(
     tmp_path: Path,
 ) -> None:

@@ -44,7 +44,7 @@ def compare(num_ranks: int, words: str, *, bound: float = 1e-9) -> list[Seen]:
     [
         pytest.param("--tp 2", marks=pytest.mark.slow),
         "--vision-tp 2 --language-first --tp 2 --projector-on language",
-        "--colocated --tp 2",
+        pytest.param("--colocated --tp 2", marks=pytest.mark.slow),
         pytest.param(f"--ep 2 {EXPERTS}", marks=pytest.mark.slow),
         pytest.param("--pp 2", marks=pytest.mark.slow),
     ],

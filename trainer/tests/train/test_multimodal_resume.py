@@ -176,6 +176,7 @@ def check_moved(directory: Path, before: str, after: str, *, bound: float = 2e-4
             assert theirs == pytest.approx(ours, rel=bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), MOVES[:1])
 def test_a_run_goes_on_after_its_encoder_moved(tmp_path: Path, before: str, after: str) -> None:
     """M7: an encoder of two data ranks becomes one of two tensor ranks."""

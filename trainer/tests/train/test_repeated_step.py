@@ -39,8 +39,8 @@ RUNS = (
     (4, "--num-layers 2 --mixers sa --state-dim 4 --cp 2 --zero 1 --precision bf16"),
 )
 
-# A sharded optimizer, a pipeline, and a sharded model of experts with a loss scale.
-FIRST = (RUNS[2], RUNS[8], RUNS[12])
+# A pipeline with a sharded optimizer, and a sharded model of experts with a loss scale.
+FIRST = (RUNS[8], RUNS[12])
 
 
 def generators() -> tuple[object, ...]:
@@ -144,7 +144,7 @@ def multimodal_once_and_again(rank: RankContext, words: str) -> None:
     "words",
     [
         pytest.param("--colocated", marks=pytest.mark.slow),
-        "--vision-tp 1 --zero 2",
+        pytest.param("--vision-tp 1 --zero 2", marks=pytest.mark.slow),
         "--colocated --precision fp16",
     ],
 )

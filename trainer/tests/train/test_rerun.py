@@ -164,7 +164,7 @@ def test_a_broken_device_is_named_and_training_goes_on_bitwise(
     ("kind", "devices", "codes"),
     [
         ("transient_error", "aa", [17, 0]),
-        ("correct_result", "abb", [16, 19, 0]),
+        pytest.param("correct_result", "abb", [16, 19, 0], marks=pytest.mark.slow),
         # The scheduler gives the same device each time: an end after so many starts.
         ("persistent_error --rerun-max-restarts 2", "aaaa", [16, 16, 20, 0]),
     ],
@@ -184,7 +184,7 @@ def test_each_kind_of_fault_has_its_exit_code(
 @pytest.mark.parametrize(
     ("kind", "code", "convicted", "words"),
     [
-        ("persistent_error", 18, ["b"], DROPOUT),
+        pytest.param("persistent_error", 18, ["b"], DROPOUT, marks=pytest.mark.slow),
         ("correct_result", 19, [], "--zero 1 --precision bf16"),
     ],
 )
