@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
+from holdfast.arrays.box_table import enumerate_ranges
+from holdfast.arrays.memory import MEMORY
+from holdfast.arrays.types import IntArray
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
 from holdfast.format.digest import digest64, digest128
 from holdfast.format.index import decode_index, describe_row, validate_index
@@ -28,8 +31,11 @@ from holdfast.format.versions import (
     read_records,
 )
 from holdfast.storage import Source, Storage
-from holdfast.storage.reading import is_unknown, read_strips
+from holdfast.storage.reading import fills_ranges, is_unknown, read_ranges, read_strips
 
+MIN_COLUMNAR = 16
+"""Fewer pieces are looked at one by one as fast as by columns."""
+_NOT_THE_BYTES = "bytes of it do not have the digests of the index"
 _STEP_NBYTES = 1 << 20
 """Bytes of a piece that are read and then hashed at a time: they fit a core's cache."""
 
@@ -229,55 +235,111 @@ class CheckpointFiles:
             CorruptionError: No copy is good; the message names tensor, file and byte.
         """
         verify = verify and self.has_digests
+        if len(rows) > 1:
+            size = np.diff(bounds)[:, 0]
+            read = partial(_read_into, out)
+            self._read_together(rows, bounds, out, np.cumsum(size) - size, read, verify)
+            return
+        file = int(self.index.file[rows[0]])
+        image = self._image(file)
+        try:
+            self._read_piece(rows[0], *bounds[0], out, verify, image=image, strips=strips)
+            return
+        except (CorruptionError, StorageError) as error:
+            if is_unknown(error) and not self.has_copies:
+                raise
+        if image is not None:
+            self._refuse_image(file, _NOT_THE_BYTES)
+        self._read_again(rows[0], *bounds[0], out, verify)
+
+    def fills_ranges(self, row: int) -> bool:
+        """Return True if `read_ranges` reads pieces of this row's file by one operation."""
+        file = int(self.index.file[row])
+        try:
+            return fills_ranges(self._image(file) or self._source(file))
+        except (CorruptionError, StorageError):
+            return False  # who reads it meets the error
+
+    def read_ranges(
+        self, rows: IntArray, bounds: IntArray, address: IntArray, *, verify: bool
+    ) -> None:
+        """As `read_pieces`, with the memory of each piece by itself.
+
+        Args:
+            rows: (n,) the index row of each piece.
+            bounds: (n, 2) its first byte in the payload of its row, and the byte past its end.
+            address: (n,) where it goes in this process's memory, which the caller keeps alive.
+            verify: Check the digest of every block.
+        """
+        read = partial(read_ranges, address=address, nbytes=bounds[:, 1] - bounds[:, 0])
+        self._read_together(rows, bounds, MEMORY, address, read, verify and self.has_digests)
+
+    def _read_together(
+        self,
+        rows: Sequence[int] | IntArray,
+        bounds: Sequence[tuple[int, int]] | IntArray,
+        memory: memoryview,
+        begin: IntArray,
+        read: Callable[..., None],
+        verify: bool,
+    ) -> None:
+        """Read several adjacent pieces by one call; those that are damaged one by one, again.
+
+        Args:
+            rows: As of `read_pieces`.
+            bounds: Likewise.
+            memory: What the pieces are read to.
+            begin: (n,) the byte of it at which each starts.
+            read: Reads all of them, from a source and a byte of it.
+            verify: Check the digest of every block.
+        """
+        rows, bounds = (np.asarray(each, dtype=np.int64) for each in (rows, bounds))
         file = int(self.index.file[rows[0]])
         image = self._image(file)
         bad: Sequence[int] = range(len(rows))
         try:
-            if len(rows) == 1:
-                self._read_piece(rows[0], *bounds[0], out, verify, image=image, strips=strips)
-                return
             source = image or self._source(file)
-            self._count(read=len(out), file=file, is_image=image is not None)
-            source.readinto(out, start=int(self.index.start[rows[0]]) + bounds[0][0])
-            bad = self._find_damaged(rows, bounds, out) if verify else ()
+            nbytes = int((bounds[:, 1] - bounds[:, 0]).sum())
+            self._count(read=nbytes, file=file, is_image=image is not None)
+            read(source, start=int(self.index.start[rows[0]] + bounds[0, 0]))
+            bad = self._find_damaged(rows, bounds, memory, begin) if verify else ()
         except (CorruptionError, StorageError) as error:
             if is_unknown(error) and not self.has_copies:
                 raise  # each further piece would be asked for as long
             # `bad` still names all pieces: each is read again, from any copy
         if bad and image is not None:
-            self._refuse_image(file, "bytes of it do not have the digests of the index")
-        ends = list(itertools.accumulate(stop - start for start, stop in bounds)) if bad else []
+            self._refuse_image(file, _NOT_THE_BYTES)
         for number in bad:
-            start, stop = bounds[number]
-            data = out[ends[number] - (stop - start) : ends[number]]
-            self._read_again(rows[number], start, stop, data, verify)
+            row, at = int(rows[number]), int(begin[number])
+            start, stop = bounds[number].tolist()
+            self._read_again(row, start, stop, memory[at : at + stop - start], verify)
 
     def _find_damaged(
-        self, rows: Sequence[int], bounds: Sequence[tuple[int, int]], data: memoryview
+        self, rows: IntArray, bounds: IntArray, memory: memoryview, begin: IntArray
     ) -> list[int]:
-        """Return the pieces, end to end in `data`, that have a block with a wrong digest."""
-        block, digest = self._block_nbytes, self.index.digest
+        """Return the pieces with a wrong block, each of which starts at a byte of `memory`."""
+        block, (start, stop) = self._block_nbytes, bounds.T
         # [first, last) are a piece's digests in the index. Pieces start at blocks; a payload's last
         # block may be short, so the division of its end is rounded up: a - -b // c.
-        pointers = self.index.digest_ptr[np.asarray(rows, dtype=np.int64)]
-        start, stop = np.asarray(bounds, dtype=np.int64).T
+        pointers = self.index.digest_ptr[rows]
         first, last = pointers + start // block, pointers - -stop // block
-        ends = np.cumsum(stop - start)
-        damaged: list[int] = []
-        at = 0
-        if (last == first + 1).all():  # many small ones: the least work for each
-            words = digest[first].tolist()
-            for number, (end, word) in enumerate(zip(ends.tolist(), words, strict=True)):
-                if digest64(data[at:end]) != word:
-                    damaged.append(number)
-                at = end
-            return damaged
-        columns = zip(ends.tolist(), first.tolist(), last.tolist(), strict=True)
-        for number, (end, a, b) in enumerate(columns):
-            if _find_wrong_block(data[at:end], digest[a:b].tolist(), block) is not None:
-                damaged.append(number)
-            at = end
-        return damaged
+        if len(rows) < MIN_COLUMNAR:
+            ends = begin + stop - start
+            columns = zip(*(each.tolist() for each in (begin, ends, first, last)), strict=True)
+            return [
+                i
+                for i, (at, end, a, b) in enumerate(columns)
+                if _find_wrong_block(memory[at:end], self.index.digest[a:b].tolist(), block)
+                is not None
+            ]
+        # A loop in C over all blocks, as there may be many small ones.
+        piece, number = enumerate_ranges(last - first)
+        at = begin[piece] + number * block
+        end = np.minimum(at + block, (begin + stop - start)[piece])
+        blocks = map(memory.__getitem__, map(slice, at.tolist(), end.tolist()))
+        digests = np.fromiter(map(digest64, blocks), np.uint64, len(at))
+        is_wrong = digests != self.index.digest[first[piece] + number]
+        return np.unique(piece[is_wrong]).tolist() if is_wrong.any() else []
 
     def _read_again(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
         """Read one piece alone, from the row itself or any other copy of its box."""
@@ -428,6 +490,10 @@ class CheckpointFiles:
             if read:
                 self.stats.ranges += 1
                 self.stats.nbytes_by_file[file] += read
+
+
+def _read_into(out: memoryview, source: Source, *, start: int) -> None:
+    source.readinto(out, start=start)
 
 
 def _find_wrong_block(buffer: memoryview, stated: Sequence[int], block: int) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import chain, count, repeat
-from operator import attrgetter
+from operator import attrgetter, eq, itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -258,7 +258,9 @@ class Matcher:
         if type(template) is dict and is_plain_dict(node) and template.keys() == node.keys():
             kinds = set(map(type, template.values()))
             if kinds <= PLAIN or all(issubclass(kind, torch.Tensor) for kind in kinds):
-                return mapping_of(node, {name: template[name] for name in node})
+                return mapping_of(
+                    node, dict(zip(node, map(template.__getitem__, node), strict=True))
+                )
         if isinstance(template, Transient):
             return template.value
         if isinstance(template, PerRank):
@@ -405,7 +407,7 @@ class Matcher:
         # Many tensors have few forms: each pair of a target's and a stored one is compared once.
         # (Equal stored ones are one object, or few.)
         pairs = list(zip(map(id, forms), map(id, stored), strict=True))
-        distinct = {pair: i for i, pair in enumerate(pairs)}
+        distinct = dict(zip(pairs, count()))
         cast: set[tuple[int, int]] = set()
         for pair, i in distinct.items():
             (target_dtype, target_shape, _), info = forms[i], stored[i]
@@ -421,7 +423,7 @@ class Matcher:
         if cast:
             result.cast += [p for p, pair in zip(paths, pairs, strict=True) if pair in cast]
         positions = map(self._positions.__getitem__, keys)
-        boxes = [form[2] for form in forms]
+        boxes = map(itemgetter(2), forms)
         columns = zip(paths, positions, boxes, locals_, repeat(False), strict=False)
         result.tensors += map(partial(tuple.__new__, TensorRequest), columns)
         if len(node) > len(names) and not self._closed:
@@ -824,14 +826,15 @@ def _bodies(
     meshes, placements, shapes = zip(*map(DTENSOR_PLACED, dtensors), strict=True)
     # Placements of other types may be equal to one of these.
     is_plain = set(map(type, chain.from_iterable(placements))) <= {Replicate, Shard}
-    # Neighbours are compared: hashing costs more.
-    last: object = None
-    same: list[object] = []
-    for each in placements:
-        if each is not last and (each != last or not is_plain):
-            last = known.setdefault(each if is_plain else (each, *map(type, each)), each)
-        same.append(last)
-    placed = zip(map(id, meshes), map(id, same), shapes, strict=True)
+    first = placements[0]
+    same: Iterable[object]
+    # Most are equal to the first: a comparison costs less than a hash.
+    if is_plain and all(map(eq, placements, repeat(first))):
+        same = repeat(known.setdefault(first, first))
+    else:
+        named = [each if is_plain else (each, *map(type, each)) for each in placements]
+        same = map(known.setdefault, named, placements)
+    placed = zip(map(id, meshes), map(id, same), shapes, strict=False)
     if len(dtensors) == len(kinds):
         return zip(forms, placed, strict=True)
     return [

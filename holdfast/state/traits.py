@@ -44,6 +44,8 @@ def held_tensors(objects: Sequence[Any]) -> list[torch.Tensor]:
     distinct = set(kinds)
     if distinct <= PLAIN:
         return list(objects)
+    if distinct == _DTENSOR:
+        return local_tensors(objects)
     if distinct <= PLAIN | {DTensor}:
         is_dtensor = _selector(kinds, distinct, _DTENSOR)
         local = iter(local_tensors(_chosen(objects, is_dtensor)))
@@ -144,7 +146,7 @@ class Traits:
             for question, last in zip(DTENSOR_SPECS, run.specs, strict=True):
                 if not all(map(is_, map(question, dtensors), last)):
                     return None
-            held_now = local_tensors(some) if run.is_dtensor is None else held_tensors(some)
+            held_now = held_tensors(some)
             if not self.forms.are_of(held_now, where):
                 return None
             held += held_now

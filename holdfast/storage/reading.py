@@ -3,8 +3,8 @@
 In a file system an operation costs a microsecond, and a file is examined before it is read. In an
 object store each one is a request of some ten milliseconds, and several may be in progress. A store
 may therefore have a method `read_at_most` (bytes from `start`, fewer where the file ends) and
-numbers `reads_at_once` and `range_nbytes`, and its sources a method `readinto_strips`; without them
-these functions do what any store can.
+numbers `reads_at_once` and `range_nbytes`, and its sources methods `readinto_strips` and
+`readinto_ranges`; without them these functions do what any store can.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
+from holdfast.arrays.memory import memory_at
+from holdfast.arrays.types import IntArray
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.storage_protocol import Source, Storage
 
@@ -90,6 +92,29 @@ def read_strips(
         return len(buffer)
     nbytes: int = read(buffer, start=start, strips=strips)
     return nbytes
+
+
+def fills_ranges(source: Source) -> bool:
+    """Return True if `read_ranges` takes one operation, however many ranges there are."""
+    return hasattr(source, "readinto_ranges")
+
+
+def read_ranges(source: Source, address: IntArray, nbytes: IntArray, *, start: int) -> None:
+    """Fill ranges of this process's memory with the bytes of a file, one range after another.
+
+    Args:
+        source: The file.
+        address: (n,) of each range, which the caller keeps alive.
+        nbytes: (n,) its length.
+        start: Byte of the file at which the first one starts.
+    """
+    read = getattr(source, "readinto_ranges", None)
+    if read is not None:
+        read(address, nbytes, start=start)
+        return
+    for each, size in zip(address.tolist(), nbytes.tolist(), strict=True):
+        source.readinto(memory_at(each, size), start=start)
+        start += size
 
 
 def is_absence(error: StorageError) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
@@ -12,10 +13,12 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from holdfast.errors import StorageError
 from holdfast.storage import PosixStorage, Storage, posix
+from holdfast.storage.reading import read_ranges
 from tests.storage.contract import StorageContract
 
 
@@ -148,6 +151,41 @@ def test_short_reads_and_writes_are_continued(
     with store.create("g", nbytes=100) as sink:
         sink.write_at(0, memoryview(payload))
     assert store.read("f") == store.read("g") == payload
+
+
+def test_ranges_of_memory_are_filled_in_order_however_little_a_call_reads(
+    store: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More ranges than one call takes, some empty; then calls that end within one, and a signal."""
+    draw = np.random.default_rng(11)
+    nbytes = draw.integers(0, 9, 3000)
+    payload = draw.bytes(int(nbytes.sum()) + 7)
+    store.write_file("f", payload)
+    source = store.open("f")
+    real, interrupted = posix._preadv, iter([True])
+
+    def few(fd: int, ranges: int, num: int, start: int) -> int:
+        if next(interrupted, False):
+            ctypes.set_errno(errno.EINTR)
+            return -1
+        size = ctypes.c_int64.from_address(ranges + 8)
+        size.value = min(size.value, 5)
+        return int(real(fd, ranges, 1, start))
+
+    for call in (real, few):
+        monkeypatch.setattr(posix, "_preadv", call)
+        memory = np.zeros(2 * len(payload), dtype=np.uint8)
+        place = np.cumsum(nbytes) - nbytes + np.arange(len(nbytes))  # a gap after each
+        read_ranges(source, memory.ctypes.data + place, nbytes, start=7)
+        filled = [memory[at : at + n].tobytes() for at, n in zip(place, nbytes, strict=True)]
+        assert b"".join(filled) == payload[7:]
+        assert np.count_nonzero(memory) == np.count_nonzero(np.frombuffer(payload[7:], np.uint8))
+    with pytest.raises(StorageError, match="it is truncated"):
+        read_ranges(source, memory.ctypes.data + place, nbytes, start=8)
+    monkeypatch.setattr(posix, "_preadv", real)
+    with pytest.raises(StorageError, match="Bad address"):
+        read_ranges(source, np.array([8]), np.array([4]), start=0)
+    source.close()
 
 
 def test_a_write_that_makes_no_progress_is_an_error(

@@ -19,17 +19,17 @@ import msgspec
 import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, enumerate_ranges, pad_shapes, union_nbytes
-from holdfast.arrays.memory import copy_ranges, join_ranges
+from holdfast.arrays.memory import copy_ranges, join_ranges, memory_at
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.load.choose_exchange import Choose, host_numbers
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
-from holdfast.checkpoint.load.target_memory import make_targets, memory_at, takes_as_it_is
+from holdfast.checkpoint.load.target_memory import make_targets, takes_as_it_is
 from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory
 from holdfast.checkpoint.options import OnDrift
 from holdfast.checkpoint.reports import JobReading
 from holdfast.errors import CorruptionError
 from holdfast.format.byte_ranges import DIRECT_NBYTES, elements, join_neighbours
-from holdfast.format.checkpoint_files import CheckpointFiles
+from holdfast.format.checkpoint_files import MIN_COLUMNAR, CheckpointFiles
 from holdfast.format.manifest import TensorForms
 from holdfast.format.stored_copies import choose_copies
 from holdfast.parallel import Control
@@ -79,6 +79,8 @@ class _Kept:
     """Where it goes in plain memory; -1 if a `Target` takes it."""
     num_others: IntArray
     """(n + 1,) how many rows before each a `Target` takes."""
+    num_parts: IntArray
+    """(n + 1,) how many rows before each are not all of their piece, or a `Target` takes them."""
 
 
 class LoadExecutor:
@@ -266,7 +268,8 @@ class LoadExecutor:
         order = np.lexsort((place, file, plan.round[pieces]))
         self._pieces = pieces = pieces[order]
         start, stop, rounds = plan.start[pieces], plan.stop[pieces], plan.round[pieces]
-        self._rows: list[int] = row[order].tolist()
+        self._row_of_each, self._bounds_of_each = row[order], np.stack([start, stop], axis=1)
+        self._rows: list[int] = self._row_of_each.tolist()
         self._bounds = list(zip(start.tolist(), stop.tolist(), strict=True))
         # Neighbouring pieces of one round and one file are read together.
         place_of_round = (rounds + 1) * len(files.manifest.files) + file[order]
@@ -365,6 +368,8 @@ class LoadExecutor:
         place = np.where(fits, address[box] + at, -1)
         start = begin + np.where(is_run, source, 0)
         number = np.repeat(np.arange(len(self._pieces)), np.diff(self._kept_ptr))
+        piece_nbytes = self._bounds_of_each[:, 1] - self._bounds_of_each[:, 0]
+        is_whole = (place >= 0) & is_run & (size == piece_nbytes[number])
         self._kept = _Kept(
             piece=number.tolist(),
             overlap=overlap.tolist(),
@@ -375,6 +380,7 @@ class LoadExecutor:
             nbytes=size,
             address=place,
             num_others=np.concatenate([[0], np.cumsum(place < 0)]),
+            num_parts=np.concatenate([[0], np.cumsum(~is_whole)]),
         )
 
     def _has_small_pieces(self, plan: ReadPlan) -> BoolArray:
@@ -445,8 +451,17 @@ class LoadExecutor:
         """Read pieces, keep what this rank requests of each, and pack what it sends."""
         rows = self._rows[numbers.start : numbers.stop]
         bounds = self._bounds[numbers.start : numbers.stop]
-        nbytes = sum(stop - start for start, stop in bounds)
         first, last = self._kept_ptr[numbers.start], self._kept_ptr[numbers.stop]
+        if messages is None and self._are_apart(numbers, first, last):
+            self._written.append((first, last))
+            self._files.read_ranges(
+                self._row_of_each[numbers.start : numbers.stop],
+                self._bounds_of_each[numbers.start : numbers.stop],
+                self._kept.address[first:last],
+                verify=self._verify,
+            )
+            return
+        nbytes = sum(stop - start for start, stop in bounds)
         # Straight into the target if possible: no copy, and no page of a buffer to touch first.
         data = self._whole_place(first, last, nbytes)
         is_in_place = data is not None
@@ -465,6 +480,15 @@ class LoadExecutor:
                 # A piece that is sent is sent from where it lies now, the target included.
                 messages.pack(piece, data[at : at + stop - start])
                 at += stop - start
+
+    def _are_apart(self, numbers: range, first: int, last: int) -> bool:
+        """Return True if pieces that lie together go as they are to plain memory, each to its own,
+        and one call can read them: many small tensors."""
+        # Of each piece something is kept: as many rows as pieces are one of each.
+        num_parts, num = self._kept.num_parts, len(numbers)
+        is_each_whole = num == last - first and num_parts[first] == num_parts[last]
+        is_worth_it = num >= MIN_COLUMNAR and is_each_whole
+        return bool(is_worth_it and self._files.fills_ranges(self._rows[numbers.start]))
 
     def _scratch(self, nbytes: int) -> memoryview:
         """The buffer of this thread: memory that is used again stays in the cache."""

@@ -5,7 +5,6 @@ One target requested twice for one stored tensor (a tie) is filled once.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from holdfast.arrays.boxes import Box, flat_range_boxes
+from holdfast.arrays.memory import memory_at
 from holdfast.arrays.types import AnyArray, BoolArray, IntArray
 from holdfast.format.byte_ranges import StridedCopy, elements
 from holdfast.format.manifest import TensorInfo
@@ -160,11 +160,6 @@ class Target:
 def takes_as_it_is(targets: Sequence[Target]) -> bool:
     """Return True if a run of bytes can be read or received straight into its only target."""
     return len(targets) == 1 and targets[0].is_direct
-
-
-def memory_at(address: int, nbytes: int) -> memoryview:
-    """Memory of this process, which the caller keeps alive."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def make_targets(

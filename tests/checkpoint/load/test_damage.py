@@ -77,6 +77,23 @@ def test_damaged_files_are_named_on_all_ranks(tmp_path: Path) -> None:
             assert "model." in message or "moments." in message or "own" in message
 
 
+def test_targets_that_were_read_with_a_damaged_one_are_named(tmp_path: Path) -> None:
+    """Small tensors are read together, each into its own memory, before a digest is looked at."""
+    stored = {f"t{i}": torch.full((8,), i + 1.0) for i in range(20)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"p": stored})
+        (file,) = tmp_path.glob("*/data/*")
+        data = bytearray(file.read_bytes())
+        data[data.index(stored["t2"].numpy().tobytes())] ^= 1
+        file.write_bytes(data)
+        target = {name: torch.zeros(8) for name in stored}
+        with pytest.raises(CorruptionError, match=r"p\.t2") as caught:
+            checkpointer.load({"p": target})
+    written = str(caught.value).partition("Targets already written on this rank:")[2]
+    assert torch.equal(target["t0"], stored["t0"])
+    assert "p.t0" in written
+
+
 @pytest.mark.parametrize("apart", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_flipped_byte_of_a_small_checkpoint_is_found(tmp_path: Path, apart: int) -> None:
     """Each byte of each file, one at a time: the load raises, or returns the true values."""
