@@ -284,6 +284,8 @@ class TrainingState:
     def digest(self, *, is_sample: bool = False) -> str:
         """Return a digest of the bytes of all parameters; equal replicas have equal ones.
 
+        Shards of one parameter never do, even if their bytes are equal now.
+
         Args:
             is_sample: True to read the first row of each parameter only.
         """
@@ -296,6 +298,7 @@ class TrainingState:
                 while local.dim() > 1 and local.numel():
                     local = local[0]
             text = f"{name} {local.dtype} {tuple(local.shape)} {tensor_digest(local)} "
+            text += f"{_shard_of(parameter)} "
             digest.update(text.encode())
         return digest.hexdigest()
 
@@ -330,6 +333,15 @@ def _floats(tensor: torch.Tensor) -> torch.Tensor | None:
     if local.is_meta or not (local.is_floating_point() or local.is_complex()):
         return None
     return local.float() if local.element_size() == 1 else local
+
+
+def _shard_of(parameter: nn.Parameter) -> list[int]:
+    """Return which shard of a DTensor this rank has, by dims of its mesh; empty for a replica."""
+    if not isinstance(parameter, DTensor):
+        return []
+    here = parameter.device_mesh.get_coordinate() or ()
+    pairs = zip(here, parameter.placements, strict=False)
+    return [at for at, placement in pairs if not placement.is_replicate()]
 
 
 @torch.no_grad()
