@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, SupportsIndex, cast
 
 import torch.distributed as dist
 
@@ -624,6 +624,15 @@ class Checkpointer:
         if not (stats.num_saves or stats.num_saves_in_flight):  # its own writers are not leftovers
             self._loader.wait_for_writers()
         return max(self.steps(), default=None)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse copies: two objects would stage into one buffer, and count saves apart."""
+        del protocol
+        raise ConfigError(
+            "a Checkpointer belongs to its process, with communicators and a writer, and cannot be "
+            "copied or pickled; make another one where one is needed, and leave it out of objects "
+            "that are copied or sent to worker processes"
+        )
 
     def close(self) -> None:
         """Wait for saves in flight, stop the writer, give memory and signal handlers back.

@@ -116,7 +116,9 @@ class SaveReport:
     unstored: Sequence[str] = ()
     """Attributes of modules (`model.encoder.queue`) and optimizers (`optimizer.num_steps`) that
     have changed between two saves of this checkpointer and that no state dict shows: a load does
-    not bring them back. Each is named by the first save that notices it, with a warning."""
+    not bring them back. So are samplers (`data.sampler`) and generators (`data.generator`) of a
+    loader from which the order of its samples follows, and which no part of the state has. Each is
+    named by the first save that notices it, with a warning."""
     new_root: bool = False
     """True if this save is the first one in a root that held no checkpoint. In a run that resumed,
     or was to resume, it says that the root is not the one meant: a volume may not be mounted."""

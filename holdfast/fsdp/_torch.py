@@ -437,8 +437,10 @@ class ParameterGroup(_Base):  # type: ignore[misc]
 
 def _refuse_lost() -> None:
     raise ConfigError(
-        "a whole parameter was written after unshard(): it is a copy that is thrown away, so "
-        "this is lost. Write to model.parameters() while the model is sharded"
+        "a whole parameter is not that of its shards any more when it is thrown away after "
+        "unshard(): what was written to it (model.parameters() were whole ones) is lost; what "
+        "functions over lists (torch._foreach_*), which count no write, have written to shards "
+        "stays. Write to model.parameters() while the model is sharded"
     )
 
 

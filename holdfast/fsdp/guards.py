@@ -144,7 +144,9 @@ class UnitGuard:
                 raise ConfigError(
                     f"unit '{self._name}': parameters were written after an error outside of "
                     f"microbatch(...), which had left whole copies in their places; what was "
-                    f"written to these is lost. Write after drop_gradients()"
+                    f"written to these is lost, and what functions over lists (torch._foreach_*), "
+                    f"which count no write, have written to shards stays. Write after "
+                    f"drop_gradients()"
                 )
 
     def refuse_interrupted(self) -> NoReturn:

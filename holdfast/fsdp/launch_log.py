@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -19,6 +20,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from holdfast._torch import mark_launch
+from holdfast.optim.collectives import uninterrupted
 from holdfast.parallel.groups.launch_order import LaunchOrder, LaunchProgress, OrderMark
 
 
@@ -100,6 +102,8 @@ class UnitLaunch(NamedTuple):
         return self.operation, self.numel, str(self.dtype).removeprefix("torch.")
 
 
+Launched = tuple[LaunchOrder, int]
+"""Where something was launched: the order, and how many launches it had then."""
 _GROUP = itemgetter(1)
 """Of what `LaunchLog` notes of a launch."""
 _LOOK_AFTER = tuple(timedelta(seconds=each) for each in (0.1, 0.2, 0.5))
@@ -139,8 +143,10 @@ class LaunchLog:
         """Takes the fields of the `UnitLaunch` that this rank makes; a method in C if possible."""
         self._counts: dict[dist.ProcessGroup, int] = {}
         """Launches but for those noted."""
-        self._pending: dict[dist.Work, None] = {}
+        self._pending: dict[dist.Work, Launched] = {}
         """Those on the host that nothing has waited for to the end."""
+        self._waited: Launched | None = None
+        """What this rank has waited in for long, if it still does."""
 
     @property
     def launches(self) -> list[UnitLaunch]:
@@ -172,15 +178,13 @@ class LaunchLog:
         if order.is_shared:
             self._orders[str(group.group_name)] = order, order.mark()
 
-    def add_source(
-        self, group: dist.ProcessGroup, what: str
-    ) -> tuple[int, Callable[[int], object]]:
-        """Return the number of what is launched on a communicator, and what takes it each time."""
+    def add_source(self, group: dist.ProcessGroup, what: str) -> tuple[int, LaunchOrder]:
+        """Return the number of what is launched on a communicator, and what notes it each time."""
         order = self._order_of(group)
         user = self._orders[str(group.group_name)][1].number if order.is_shared else 1
         number = order.add(what if user == 1 else f"{what} of sharded model {user}")
         self._sources.setdefault(order, []).append(number)
-        return number, order.note
+        return number, order
 
     def launches_on(self, group: dist.ProcessGroup) -> bool:
         """Return True if units launch collectives on a communicator."""
@@ -211,7 +215,10 @@ class LaunchLog:
         groups = {str(group.group_name): group for group in self._counts}
         return [
             order.progress(
-                mark, communicator=name, ranks=dist.get_process_group_ranks(groups[name])
+                mark,
+                communicator=name,
+                ranks=dist.get_process_group_ranks(groups[name]),
+                waited=self._waited[1] if self._waited and self._waited[0] is order else 0,
             )
             for name, (order, mark) in self._orders.items()
         ]
@@ -243,10 +250,15 @@ class LaunchLog:
     def _count(self, fields: tuple[Any, ...]) -> None:
         self._counts[fields[1]] += 1
 
-    def watched(self, work: dist.Work) -> WatchedWork:
-        """Return work on the host that is waited for here."""
-        self._pending[work] = None
+    def watched(self, work: dist.Work, order: LaunchOrder) -> WatchedWork:
+        """Return work on the host, the last in an order, that is waited for here."""
+        self._pending[work] = order, order.num_launches()
         return WatchedWork(work, self)
+
+    def wait_now(self, work: dist.Work, order: LaunchOrder) -> None:
+        """Wait for a collective on the host that was just launched, see `wait`."""
+        self._pending[work] = order, order.num_launches()
+        self.wait(work)
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective on the host, and look meanwhile."""
@@ -259,9 +271,12 @@ class LaunchLog:
                 except RuntimeError:
                     if work.is_completed():
                         break
-                    self._pending[work] = None
                     waited_s += limit.total_seconds()
-                    look(waited_s)
+                    self._waited = self._pending.get(work)
+                    try:
+                        look(waited_s)
+                    finally:
+                        self._waited = None
                 else:  # most often: no other call, of which each takes a lock
                     self._pending.pop(work, None)
                     return
@@ -309,9 +324,17 @@ class Logged:
     ) -> None:
         self._inner = inner
         self._log = log
-        self._source, self._note_order = log.add_source(over, source)
+        self._source, self._order = log.add_source(over, source)
+        self._note_order = self._order.note
         self._is_watched = is_watched
         self.allocate = inner.allocate
+
+    def _launch(self, fields: tuple[Any, ...], launch: Callable[..., Any], *arguments: Any) -> Any:
+        """Note a collective and launch it; on the host no interrupt comes in between."""
+        notes = (self._log.note, fields), (self._note_order, self._source)
+        work: dist.Work | None
+        *_, work = uninterrupted((*notes, (launch, *arguments)))
+        return work
 
 
 class LoggedGather(Logged):
@@ -337,16 +360,16 @@ class LoggedGather(Logged):
         """Note it and launch it."""
         over = self._apart or group
         given = input_tensor
-        self._log.note(("all-gather", over, given.numel(), given.dtype, given.device, self._source))
-        self._note_order(self._source)
-        work: dist.Work | None
+        fields = ("all-gather", over, given.numel(), given.dtype, given.device, self._source)
         if not self._is_watched:
-            work = self._inner(output_tensor, input_tensor, group, async_op=async_op)
+            inner = partial(self._inner, async_op=async_op)
+            work: dist.Work | None = self._launch(fields, inner, output_tensor, input_tensor, group)
             return work
-        work = over.all_gather_single(output_tensor, input_tensor, self._options)
+        gather = over.all_gather_single
+        launched = self._launch(fields, gather, output_tensor, input_tensor, self._options)
         if async_op or self._apart is not None:
-            return self._log.watched(work)
-        self._log.wait(work)
+            return self._log.watched(launched, self._order)
+        self._log.wait_now(launched, self._order)
         return None
 
 
@@ -373,18 +396,17 @@ class LoggedReduction(Logged):
     ) -> dist.Work | None:
         """Note it and launch it."""
         given = input_tensor
-        self._log.note(
-            ("reduce-scatter", group, given.numel(), given.dtype, given.device, self._source)
-        )
-        self._note_order(self._source)
+        fields = ("reduce-scatter", group, given.numel(), given.dtype, given.device, self._source)
         if not self._is_watched:
-            work: dist.Work | None = self._inner(
-                output_tensor, input_tensor, group, op, async_op=async_op
+            inner = partial(self._inner, async_op=async_op)
+            work: dist.Work | None = self._launch(
+                fields, inner, output_tensor, input_tensor, group, op
             )
             return work
         mark_launch(input_tensor, "reduce_scatter")
         self._options.reduceOp = op
-        self._log.wait(group.allreduce([input_tensor], self._options))
+        launched = self._launch(fields, group.allreduce, [input_tensor], self._options)
+        self._log.wait_now(launched, self._order)
         numel = output_tensor.numel()
         output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
         return None
@@ -398,7 +420,8 @@ class LoggedSums:
     ) -> None:
         self._group = group
         self._log = log
-        self._source, self._note_order = log.add_source(group, source)
+        self._source, self._order = log.add_source(group, source)
+        self._note_order = self._order.note
         self._is_watched = is_watched
 
     def size(self) -> int:
@@ -408,12 +431,18 @@ class LoggedSums:
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work | None:
         """Note an all-reduce and launch it; torch's `all_reduce` calls it and waits."""
         given = tensors[0]
-        self._log.note(
-            ("all-reduce", self._group, given.numel(), given.dtype, given.device, self._source)
+        group, source = self._group, self._source
+        fields = ("all-reduce", group, given.numel(), given.dtype, given.device, source)
+        *_, work = uninterrupted(
+            (
+                (self._log.note, fields),
+                (self._note_order, source),
+                (group.allreduce, tensors, options),
+            )
         )
-        self._note_order(self._source)
-        work: dist.Work | None = self._group.allreduce(tensors, options)
-        return work if work is None or not self._is_watched else self._log.watched(work)
+        return (
+            work if work is None or not self._is_watched else self._log.watched(work, self._order)
+        )
 
 
 def can_watch(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -31,6 +31,7 @@ from holdfast.optim.engine import ALONE, Veto
 from holdfast.optim.microbatches import (
     Description,
     Launched,
+    Look,
     Microbatches,
     MicrobatchTaker,
     ended_comparison,
@@ -227,6 +228,7 @@ class ShardedModel(MicrobatchTaker):
         self._kind = MicrobatchKind(settings=(), order=())
         """Of the last microbatch."""
         self._microbatches = Microbatches({ALONE: self}, groups)
+        self._microbatches.watch_outside()
         self._stepper: ShardedModelStepper | None = None
         """Stepper with the optimizer of the last `step`."""
         self.number = groups.next_number("optimizer")
@@ -334,8 +336,9 @@ class ShardedModel(MicrobatchTaker):
             return ()
         return self._log.repeat(self._programs.rest(self._kind, self._log.launches))
 
-    def watch_others(self, look: Callable[[float], None] | None) -> None:
-        self._log.look = look
+    def watch_others(self, look: Look | None) -> Look | None:
+        before, self._log.look = self._log.look, look
+        return before
 
     def progress(self) -> Sequence[LaunchProgress]:
         return self._log.progress()
@@ -495,7 +498,8 @@ class ShardedModel(MicrobatchTaker):
             return f"{lost}; call drop_gradients() of the sharded model, and write again"
         if any(guard.has_unreduced() or guard.has_unused_gradients() for guard in self._guards):
             return (
-                "the sharded model holds gradients that no step has used; leave microbatch(...) "
+                "the sharded model holds gradients that no step has used, as far as is known "
+                "(functions over lists, torch._foreach_*, count no write); leave microbatch(...) "
                 "and call step() first, or forget them with drop_gradients() of it on all ranks"
             )
         return None
@@ -663,6 +667,8 @@ class ShardedModel(MicrobatchTaker):
     def _before_forward(self, module: nn.Module, args: object) -> None:
         """Refuse a forward that cannot work before FSDP2 sets itself up for good by it."""
         del args
+        if self.has_lost_communicators:
+            self.check_ended()
         if not self._is_ready:
             if any(_torch.is_meta(guard.state) for guard in self._guards):
                 raise ConfigError(
@@ -757,8 +763,8 @@ class ShardedModelStepper(PlainStepper):
     def join_microbatch(self) -> Sequence[Pending]:
         return self._sharded.join_microbatch()
 
-    def watch_others(self, look: Callable[[float], None] | None) -> None:
-        self._sharded.watch_others(look)
+    def watch_others(self, look: Look | None) -> Look | None:
+        return self._sharded.watch_others(look)
 
     def progress(self) -> Sequence[LaunchProgress]:
         return self._sharded.progress()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accelerate import Accelerator
@@ -23,6 +23,7 @@ from torch import nn
 
 from holdfast.checkpoint import LoadReport, PendingSave
 from holdfast.errors import ConfigError, MismatchError
+from holdfast.integrations.adapters import put_rank_averages, rank_averages
 from holdfast.integrations.fetches import Draws, LoadedStreams, States, set_streams
 from holdfast.integrations.owners import owners_of
 from holdfast.integrations.turns import Turns
@@ -190,6 +191,7 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
             "save_iteration": accelerator.save_iteration,
             "loader": self._trained or 0,
             "loops": self._turns.tree(),
+            "ranks": [rank_averages(each) for each in accelerator._models],
         }
         places = {str(i): place.tree() for i, place in enumerate(self._places)}
         order = sorted(range(len(self._places)), key=lambda n: self._places[n].began)
@@ -208,9 +210,8 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
             MismatchError: as of `Checkpointer.load`; or a loader cannot continue at a whole batch.
         """
         self._refuse_loss()
-        own = dict.fromkeys(
-            ("step", "accumulated", "save_iteration", "loader", "loops", "order"), Stored()
-        )
+        names = ("step", "accumulated", "save_iteration", "loader", "loops", "order", "ranks")
+        own = dict.fromkeys(names, Stored())
         places = {str(i): place.template() for i, place in enumerate(self._places)}
         parts = {**self._parts(), "accelerator": own, "loaders": places}
         report = self._checkpointer.load(parts, step=step, **options)
@@ -223,6 +224,8 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
             self._places[n].move_in_order(number - len(self._places))
         self.step, self._trained = own["step"], own["loader"]
         self._turns.load(own["loops"])
+        for model, ranks in zip(self._accelerator._models, own["ranks"], strict=False):
+            put_rank_averages(model, ranks)
         # Nothing is accumulated at a save: with another number of steps the count begins again.
         is_whole = own["accumulated"] % self._accelerator.gradient_accumulation_steps == 0
         self._accelerator.step = own["accumulated"] if is_whole else 0
@@ -298,6 +301,7 @@ class _Place:
         """Passes that a loop has left early: the loader itself counts those that ended."""
         self.is_rest = self.has_steps = self.was_left = False
         self.began = 0
+        self.takes: Callable[[], None] = lambda: None
 
     @classmethod
     def of(cls, loader: Any) -> _Place:
@@ -357,6 +361,7 @@ class _Place:
                 self._batches += 1
                 if self.is_rest:
                     self._put_in_order()
+                self.takes()
                 yield batch
             self._draws.watch.finish()
             has_ended = True

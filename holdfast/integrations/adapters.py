@@ -1,22 +1,29 @@
 """What a PEFT model has besides its base model: adapters, and how AdaLoRA gives out their ranks.
 
 The base model is not in a checkpoint: the program loads it again. Digests tell whether it is the
-same one.
+same one. A weight of it that changes as the run goes on (ReLoRA merges adapters into it again and
+again) is saved from then on.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from holdfast._torch import write_counter
 from holdfast.errors import MismatchError, some_of
+from holdfast.parallel import Control
 from holdfast.state.tensor_elements import tensor_digest
 
 _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 """How important AdaLoRA has found each weight: by these it decides which ranks to mask."""
+_NUM_SAMPLES = 4096
+"""Elements of each frozen weight that every save compares."""
 
 
 class Adapters:
@@ -29,7 +36,8 @@ class Adapters:
         model: The PEFT model, without wrappers.
 
     Cost:
-        Each frozen parameter is read once; of a sharded one, gathered, one after the other.
+        Each frozen parameter is read once; of a sharded one, gathered, one after the other. Each
+        save looks at some elements of what this rank has of it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,32 +54,58 @@ class Adapters:
             for name, each in model.named_parameters()
             if not each.requires_grad and id(each) not in own
         }
-        self._base = {id(each) for each in frozen.values()}
+        self._base = frozen
+        self._ids = {id(each) for each in frozen.values()}
+        self._looks = {name: _look(each) for name, each in frozen.items()}
+        self._changed: list[str] = []
         # Whole, so that a base model that is sharded, or in another way, is the same one.
         self._digests = {name: tensor_digest(_whole(each)) for name, each in frozen.items()}
-        # AdaLoRA's own model has the averages, and no tensor of it does.
-        inner: Any = getattr(model, "base_model", None)
-        self._allocator = getattr(inner, "rankallocator", None)
+        self._own = {
+            name: tensor_digest(_local(each)) if isinstance(each, DTensor) else self._digests[name]
+            for name, each in frozen.items()
+        }
         self._model = model
 
     def has(self, name: str, value: object) -> bool:
         """Return True for an entry that is saved: the choice of a `ModuleState`."""
-        return id(value) not in self._base
+        return id(value) not in self._ids
+
+    def note_changes(self, control: Control) -> None:
+        """Take note of weights of the base model that have changed: they are saved, too.
+
+        PEFT writes through `.data`, which counts no writes: then some elements tell. A rank whose
+        shard of one has not changed, or that has none of it, learns of it from the others.
+
+        Cost: one small collective.
+        """
+        changed: list[str] = []
+        for name, each in self._base.items():
+            before, self._looks[name] = self._looks[name], _look(each)
+            was_written, differs = (a != b for a, b in zip(before, self._looks[name], strict=True))
+            if differs or (was_written and tensor_digest(_local(each)) != self._own[name]):
+                changed.append(name)
+        answers = control.all_gather(json.dumps(changed).encode(), phase="weights of a base model")
+        self._keep(sorted({name for each in answers for name in json.loads(each)}))
+
+    def _keep(self, names: Sequence[str]) -> None:
+        """Let weights of the base model be saved and loaded."""
+        for name in names:
+            self._ids.discard(id(self._base.pop(name, None)))
+            self._digests.pop(name, None)
+        self._changed += names
 
     def tree(self) -> dict[str, object]:
         """Return what is saved besides these entries."""
-        ranks: dict[str, object] = {}
-        if self._allocator is not None:
-            ranks = {name: dict(getattr(self._allocator, name)) for name in _AVERAGES}
-            ranks["pattern"] = self._allocator.peft_config.rank_pattern
-        return {"base": self._digests, "ranks": ranks}
+        ranks = rank_averages(self._model)
+        return {"base": self._digests, "ranks": ranks, "changed": self._changed}
 
-    def compare(self, base: dict[str, str]) -> None:
-        """Compare the base model with that of a checkpoint.
+    def compare(self, base: dict[str, str], changed: Sequence[str]) -> None:
+        """Compare the base model with that of a checkpoint, which has those that had changed.
 
         Raises:
             MismatchError: It has other weights.
         """
+        self._keep(changed)
         names = [name for name, each in base.items() if self._digests.get(name) not in (None, each)]
         if names:
             raise MismatchError(
@@ -82,17 +116,50 @@ class Adapters:
                 f"the program call set_seed before get_peft_model"
             )
 
-    def put(self, ranks: dict[str, Any]) -> None:
-        """Continue with AdaLoRA's averages of a checkpoint."""
-        if self._allocator is None or not ranks:
-            return
-        device = next(self._model.parameters()).device
+
+def rank_averages(model: nn.Module) -> list[dict[str, Any]]:
+    """Return how important AdaLoRA has found what it adapts in a model, and the ranks it has left.
+
+    No state dict has it: the model of AdaLoRA keeps it in an object of its own.
+    """
+    return [
+        {**{name: dict(getattr(each, name)) for name in _AVERAGES}, "pattern": _pattern(each)}
+        for each in _allocators(model)
+    ]
+
+
+def put_rank_averages(model: nn.Module, stored: Sequence[Mapping[str, Any]]) -> None:
+    """Continue with AdaLoRA's averages of a checkpoint."""
+    device = next((each.device for each in model.parameters()), None)
+    for allocator, ranks in zip(_allocators(model), stored, strict=False):
         for name in _AVERAGES:
-            moved = {key: each.to(device) for key, each in ranks[name].items()}
-            setattr(self._allocator, name, moved)
-        self._allocator.peft_config.rank_pattern = ranks["pattern"]
+            setattr(allocator, name, {key: each.to(device) for key, each in ranks[name].items()})
+        allocator.peft_config.rank_pattern = ranks["pattern"]
+
+
+def _allocators(model: nn.Module) -> list[Any]:
+    """Return what gives out ranks in the models of AdaLoRA inside of a model."""
+    known = (getattr(each, "__dict__", {}).get("rankallocator") for each in model.modules())
+    return [each for each in known if each is not None]
+
+
+def _pattern(allocator: Any) -> object:
+    pattern: object = allocator.peft_config.rank_pattern
+    return pattern
+
+
+def _look(tensor: torch.Tensor) -> tuple[int, bytes]:
+    """Return what changes with a tensor: its count of writes, and some of its elements."""
+    flat = _local(tensor.detach()).reshape(-1)
+    some = flat[:: max(1, flat.numel() // _NUM_SAMPLES)].contiguous().view(torch.uint8)
+    return write_counter(tensor), some.cpu().numpy().tobytes()
 
 
 def _whole(parameter: nn.Parameter) -> torch.Tensor:
     """Return all elements of a parameter. Collective if it is sharded."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint import LoadReport, PendingSave
 from holdfast.errors import ConfigError
+from holdfast.integrations.adapters import put_rank_averages, rank_averages
 from holdfast.integrations.fetches import LoadedStreams
 from holdfast.integrations.gradients import GradientWatch, own_gradients, unused_gradients
 from holdfast.integrations.loaders import LoaderPlace, place_of, shares_of_data
@@ -122,7 +123,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
         raise ConfigError("FabricCheckpoints.epoch_of: the loader is not one of loaders=[...]")
 
     def after_step(self, *, every: int) -> PendingSave | None:
-        """Count a step, and save in the background at each `every`-th.
+        """Count a step, and save in the background at each `every`-th; 0 for none.
 
         Raises:
             ConfigError: a resumed loop is not where the saved one was.
@@ -130,7 +131,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
         """
         self._turns.note_step()
         self.step += 1
-        return self.save() if self.step % every == 0 else None
+        return self.save() if every and self.step % every == 0 else None
 
     def save(self, **options: Any) -> PendingSave:
         """Save everything now, as checkpoint `step`, in the background.
@@ -162,6 +163,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
             "loaders": places,
             "loops": self._turns.tree(),
             "gradients": own_gradients(gradients),
+            "ranks": {name: rank_averages(each) for name, each in self._modules().items()},
         }
         return self._save({**self._parts(), "fabric": own}, options)
 
@@ -184,6 +186,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
             "loaders": places,
             "loops": Stored(),
             "gradients": own_gradients(Stored()),
+            "ranks": Stored(),
         }
         parts = {**self._parts(), "fabric": own}
         report = self._checkpointer.load(parts, step=step, **options)
@@ -200,6 +203,8 @@ class FabricCheckpoints(CheckpointsOfWorld):
         for name, parameter in self._parameters().items():
             known = gradients.get(name)
             parameter.grad = None if known is None else known.to(parameter.device)
+        for name, each in self._modules().items():
+            put_rank_averages(each, values["fabric"]["ranks"][name])
         self.step = values["fabric"]["step"]
         return report
 
@@ -222,9 +227,13 @@ class FabricCheckpoints(CheckpointsOfWorld):
             for index, parameter in enumerate(each.parameters())
         }
 
+    def _modules(self) -> dict[str, nn.Module]:
+        """Return the modules of the state."""
+        return {n: each for n, each in self._state.items() if isinstance(each, nn.Module)}
+
     def _parts(self) -> dict[str, object]:
         """Return the objects of the state as parts."""
-        modules = {n: each for n, each in self._state.items() if isinstance(each, nn.Module)}
+        modules = self._modules()
         parts: dict[str, object] = {}
         for name, value in self._state.items():
             is_optimizer = isinstance(value, torch.optim.Optimizer) or hasattr(value, "optimizer")

@@ -16,6 +16,7 @@ from typing import Any
 
 from holdfast._torch import loader_iterator, start_iterator
 from holdfast.errors import counted
+from holdfast.state.data_positions import samplers_of
 from holdfast.state.rng import Generator, State, accessors, global_accessors
 
 States = dict[str, State]
@@ -368,16 +369,3 @@ def set_epoch_of_samplers(loader: Any, epoch: int) -> None:
     for each in samplers_of(loader):
         if callable(getattr(each, "set_epoch", None)):
             each.set_epoch(epoch)
-
-
-def samplers_of(loader: Any) -> list[Any]:
-    """Return a loader and every sampler inside its samplers, each once, from outside to inside."""
-    seen: list[Any] = []
-    waiting = [loader]
-    while waiting:
-        each = waiting.pop(0)
-        if each is None or any(each is other for other in seen):
-            continue
-        seen.append(each)
-        waiting += [getattr(each, name, None) for name in ("batch_sampler", "sampler")]
-    return seen

@@ -25,6 +25,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError
 from holdfast.format.names import parse_step_dir, step_dir
+from holdfast.integrations.adapters import put_rank_averages, rank_averages
 from holdfast.integrations.fetches import Streams, set_streams
 from holdfast.integrations.gradients import (
     Gradients,
@@ -277,6 +278,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             "loops": self._boundaries.state(),
             "gradients": [*gradients],
             "seed": os.environ.get(_SEED),
+            "ranks": rank_averages(trainer.lightning_module),
         }
         parts = {
             "model": ConvertedModule(trainer.lightning_module, trainer.precision_plugin),
@@ -332,6 +334,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         if self._boundaries is not None:
             self._boundaries.resume(self._callbacks["loops"])
         restore_tickets_and_tuned(self._callbacks, trainer)
+        put_rank_averages(trainer.lightning_module, self._callbacks["ranks"])
         if trainer.training:
             _set_seed(self._callbacks["seed"])
         # What the program still draws before the first batch, it draws as a new run does.

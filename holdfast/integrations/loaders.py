@@ -99,6 +99,8 @@ class LoaderPlace:
         self._has_ended = False
         """True if the pass that began last went to its end."""
         self.began = 0
+        self.takes: Callable[[], None] = lambda: None
+        """Called when the loop takes a batch, which is counted already."""
 
     @property
     def num_batches(self) -> int:
@@ -180,6 +182,7 @@ class LoaderPlace:
         try:
             for batch in iterator:
                 self._batches += 1
+                self.takes()
                 yield batch
             has_ended = True
         finally:  # a loop may leave a pass early, and an iterator may outlive its pass

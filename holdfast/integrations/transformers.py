@@ -26,7 +26,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.format.names import list_steps, parse_step_dir, step_dir
-from holdfast.integrations.adapters import Adapters
+from holdfast.integrations.adapters import Adapters, put_rank_averages
 from holdfast.integrations.fetches import Draws, Streams, set_epoch_of_samplers, set_streams
 from holdfast.integrations.world import (
     groups_of_world,
@@ -243,6 +243,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """Return what to save."""
         assert self._draws is not None
         trainer: Any = self._trainer
+        if self._adapters is not None:
+            self._adapters.note_changes(checkpointer.groups.control)
         own = text_of_coordinator(checkpointer.groups, self._text_of(state), phase="trainer state")
         is_whole = self._batches == self._steps_in_epoch
         epoch, batches = (self._epoch + 1, 0) if is_whole else (self._epoch, self._batches)
@@ -300,10 +302,10 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """Load a checkpoint into the Trainer, and set its own counters."""
         trainer: Any = self._trainer
         here = _Position(self._epoch, self._batches, self._total_batch_size)
-        parts = {**self._trained(), "rng": RNG(), "position": _position_template()}
         if self._adapters is not None:
-            self._adapters.compare(self._loaded_adapters["base"])
-            self._adapters.put(self._loaded_adapters["ranks"])
+            self._adapters.compare(*(self._loaded_adapters[each] for each in ("base", "changed")))
+            put_rank_averages(self._model, self._loaded_adapters["ranks"])
+        parts = {**self._trained(), "rng": RNG(), "position": _position_template()}
         values: Any = checkpointer.load(parts, step=step).values
         self._loads.close()
         loaded = values["position"]
@@ -371,7 +373,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._loads.enter_context(checkpointer.one_version())
         parts = {"trainer": {"state": Stored()}, "position": _position_template()}
         if self._is_adapted:
-            parts["adapters"] = dict.fromkeys(("base", "ranks"), Stored())
+            parts["adapters"] = dict.fromkeys(("base", "ranks", "changed"), Stored())
         values: Any = checkpointer.load(parts, step=step).values
         self._loaded_adapters = values.get("adapters")
         own, place = values["trainer"]["state"], values["position"]

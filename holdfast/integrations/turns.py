@@ -7,11 +7,15 @@ a program that is started again begins with the first loop whichever of them was
 
 A shorter loader next to a longer one (`zip_longest`, `itertools.cycle`) has ended while the pass
 over the other one is in progress. A program that is started again would begin it again.
+
+A loop within a loop makes several steps with one batch of the outer loader. A program that is
+started again takes the next batch there, and the rest of the inner loop with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from holdfast.errors import ConfigError
@@ -28,6 +32,8 @@ class PassPlace(Protocol):
     """True once a step was counted or saved in it; `Turns` sets it."""
     was_left: bool
     """True if the loop has left it before its end."""
+    takes: Callable[[], None]
+    """Called when the loop takes a batch, which is counted already."""
 
     @property
     def num_batches(self) -> int:
@@ -64,17 +70,20 @@ class Turns:
         """Those of them next to which the pass over the longer one is still in progress."""
         self._loaded: set[int] = set()
         """Those of a load, until the program has made a step or asked for their passes."""
+        self._nesting = Nesting(name, places)
 
     def tree(self) -> dict[str, Any]:
         """Return what is saved."""
         longer = [[n, m] for n, m in sorted(self._longer.items())]
-        return {"own": sorted(self.loops), "ended": sorted(self._ended), "longer": longer}
+        own, ended = sorted(self.loops), sorted(self._ended)
+        return {"own": own, "ended": ended, "longer": longer, "within": self._nesting.tree()}
 
     def load(self, tree: Mapping[str, Any]) -> None:
         """Continue after a load."""
         self.loops, self._has_asked = set(tree["own"]), False
         self._beside, self._longer = {}, dict(tree["longer"])
         self._ended, self._loaded = set(tree["ended"]), set(tree["ended"])
+        self._nesting.load(tree["within"])
 
     def longer(self, number: int) -> int:
         """Return the loader next to which one has ended, or this one."""
@@ -87,14 +96,21 @@ class Turns:
             ConfigError: They are not those that the saved run was in.
         """
         self._refuse_used_up()
-        self.note_save()
+        self._nesting.refuse_saved()
+        self._note()
 
     def note_save(self) -> None:
         """Note that the passes in progress are saved.
 
         Raises:
-            ConfigError: The resumed program has begun a loop again that the saved one had ended.
+            ConfigError: The resumed program has begun a loop again that the saved one had ended; or
+                the save is inside of a loop within the loop over a batch.
         """
+        self._nesting.refuse_save()
+        self._note()
+
+    def _note(self) -> None:
+        """Note which passes are in progress."""
         inside = [n for n, place in enumerate(self._places) if place.is_inside]
         new = [n for n in inside if not self._places[n].has_steps]
         self._note_ended(inside, new)
@@ -203,6 +219,111 @@ class Turns:
                 )
 
 
+class Nesting:
+    """Which passes are loops within one batch of another pass.
+
+    A pass that is one began after the outer loop had taken its batch, and goes on while the outer
+    one takes no other. Its first batch alone does not tell it from loops side by side (`zip`),
+    unless an earlier one had begun and ended within another batch of the outer pass.
+
+    Args:
+        name, places: As of `Turns`.
+    """
+
+    def __init__(self, name: str, places: Sequence[PassPlace]) -> None:
+        self._name, self._places = name, places
+        self._around: dict[int, dict[int, tuple[int, int]]] = {}
+        """Of each loader: those in progress when its pass began, with the batches of them, and of
+        it, that the loop had taken then."""
+        self._side_by_side: set[tuple[int, int]] = set()
+        """Of which the first one has given a batch while a pass over the second was in progress."""
+        self._first_in: dict[tuple[int, int], int] = {}
+        """When the pass over the second began, of the last pass over the first within it."""
+        self._again: set[tuple[int, int]] = set()
+        """Of which passes over the first began again within one over the second."""
+        self._saved: set[tuple[int, int]] = set()
+        """Which may have been nested when the newest checkpoint was made."""
+        for number, place in enumerate(places):
+            place.takes = partial(self._take, number)
+
+    def tree(self) -> list[list[int]]:
+        """Return what is saved: which passes may be nested, as far as is known."""
+        return [[n, m] for n, m in sorted(self._saved)]
+
+    def load(self, tree: Sequence[Sequence[int]]) -> None:
+        """Continue after a load."""
+        self._saved = {(n, m) for n, m in tree}
+        self._around, self._first_in = {}, {}
+
+    def refuse_save(self) -> None:
+        """Note what is saved.
+
+        Raises:
+            ConfigError: A pass is known to be nested: a resumed run would leave out the rest of it.
+        """
+        self._saved = {(n, m) for n in self._around for m in self._unchanged(n)}
+        for n, m in sorted(self._saved):
+            if self._is_nested(n, m):
+                raise ConfigError(
+                    f"{self._name}: this save is {self._within(n, m)}. {_SAVE_OUTSIDE}"
+                )
+
+    def refuse_saved(self) -> None:
+        """Raise ConfigError if the newest checkpoint was made in a pass that is nested."""
+        for n, m in sorted(self._saved):
+            if (m, n) in self._side_by_side:
+                self._saved.remove((n, m))
+            elif self._is_nested(n, m):
+                raise ConfigError(
+                    f"{self._name}: the last checkpoint was made {self._within(n, m)}. Remove that "
+                    f"checkpoint. {_SAVE_OUTSIDE}"
+                )
+
+    def _take(self, number: int) -> None:
+        """Note that the loop has taken a batch."""
+        place = self._places[number]
+        others = [m for m, each in enumerate(self._places) if m != number and each.is_inside]
+        self._side_by_side |= {(number, m) for m in others}
+        if place.num_batches == 1 or number not in self._around:
+            taken = place.num_batches
+            self._around[number] = {m: (self._places[m].num_batches, taken) for m in others}
+            for m in others:
+                began = self._places[m].began
+                if self._first_in.get((number, m)) == began:
+                    self._again.add((number, m))
+                self._first_in[number, m] = began
+
+    def _unchanged(self, number: int) -> list[int]:
+        """Return those around a pass in progress that have given no batch since it began."""
+        if not self._places[number].is_inside:
+            return []
+        return [
+            m
+            for m, (taken, _) in self._around.get(number, {}).items()
+            if self._places[m].is_inside
+            and self._places[m].num_batches == taken
+            and (m, number) not in self._side_by_side
+        ]
+
+    def _is_nested(self, n: int, m: int) -> bool:
+        """Return True if passes over one loader are known to be loops within batches of another."""
+        if (m, n) in self._side_by_side:
+            return False
+        goes_on = m in self._unchanged(n) and self._places[n].num_batches > self._around[n][m][1]
+        return goes_on or (n, m) in self._again
+
+    def _within(self, n: int, m: int) -> str:
+        return (
+            f"inside of the loop over loader {n} (in the order in which loaders were given), which "
+            f"is within one batch of the loop over loader {m}: a run that is resumed would take "
+            f"the next batch of loader {m}, and train with what is left of loader {n} there"
+        )
+
+
+_SAVE_OUTSIDE = (
+    "Save behind the inner loop, where the outer batch is done: after_step(every=0) inside, and "
+    "save() there"
+)
 _HOW_TO_COUNT = (
     "count the passes of each: `for epoch in range(checkpoints.epoch_of(last), num_epochs)`, and "
     "`if checkpoints.epoch_of(first) == epoch:` before each loop over a loader but the last"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -15,7 +16,7 @@ from holdfast._torch import local_tensor, num_storage_uses
 from holdfast.errors import ConfigError, DeadlineError
 from holdfast.optim import collectives
 from holdfast.optim.bucket_layout import BucketLayout, OwnedSpan, lay_out
-from holdfast.optim.collectives import Pending
+from holdfast.optim.collectives import Call, Pending, uninterrupted
 from holdfast.optim.in_flight import (
     Hiding,
     set_storage,
@@ -161,10 +162,13 @@ class Bucket:
         self.gradient.copy_(share)
         self._is_summed = True
 
-    def launch_reduction(self) -> None:
+    def launch_reduction(self, *, notes: Sequence[Call]) -> None:
         """Start reducing the gradients that have arrived; a missing one counts as zero.
 
         An earlier reduction of the same step is waited for first. Cost: one reduce-scatter.
+
+        Args:
+            notes: calls to make with the launch, see `collectives.reduce_scatter`.
         """
         unreduced = self.whole_gradient()
         self._arrived.clear()
@@ -172,11 +176,18 @@ class Bucket:
         if self._shard_groups.reduce is None or self.layout.share == 0:
             if unreduced is not self.gradient:
                 self._partial = unreduced
+            uninterrupted(notes)
             return
         # If `gradient` holds the sum of earlier microbatches, the result must not overwrite it.
         out = self.gradient if not self._is_summed else torch.empty_like(self.gradient)
         self._partial = out if self._is_summed else None
-        self._reducing = collectives.reduce_scatter(out, unreduced, self._shard_groups.reduce)
+        collectives.reduce_scatter(
+            out,
+            unreduced,
+            self._shard_groups.reduce,
+            keep=partial(setattr, self, "_reducing"),
+            notes=notes,
+        )
 
     def finish_reduction(self) -> None:
         """Wait for a reduction in progress, if there is one, and add it to the share's sum."""

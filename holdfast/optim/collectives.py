@@ -12,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import starmap
+from operator import call
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -32,6 +35,19 @@ _SMALL_NBYTES = 1 << 16
 """Up to this size an all-reduce sends the whole tensor: the number of waits counts, not bytes."""
 
 
+Call = tuple[Any, ...]
+"""A function in C, and its arguments."""
+
+
+def uninterrupted(calls: Iterable[Call]) -> list[Any]:
+    """Make calls, and return what they return.
+
+    Python looks for signals between two steps of its own code, and here are none: an interrupt
+    (`KeyboardInterrupt`) comes before all of the calls or after them.
+    """
+    return [*starmap(call, calls)]
+
+
 class Pending(Protocol):
     """A collective that was started: torch's `Work`, or `_Messages`."""
 
@@ -46,12 +62,27 @@ class _Messages:
     has not arrived yet, and the next collective's messages would meet these.
     """
 
-    def __init__(
-        self, works: Sequence[Pending], finish: Callable[[], object] = lambda: None
-    ) -> None:
-        self._left = [*reversed(works)]
+    def __init__(self, finish: Callable[[], object] = lambda: None) -> None:
+        self._left: deque[Pending] = deque()
         self._finish = finish
         self._pid = os.getpid()
+
+    @mark_eager
+    def start(
+        self,
+        leaving: Sequence[Tensor],
+        arriving: Sequence[Tensor],
+        group: ProcessGroup,
+        *,
+        notes: Sequence[Call] = (),
+    ) -> None:
+        """Start sending to, and receiving from, every other rank of a group, by position in it."""
+        others = [i for i in range(len(leaving)) if i != group.rank()]
+        # Receives first: gloo holds a message back until the other rank has posted its receive.
+        receives: list[Call] = [(group.recv, [arriving[i]], i, _TAG) for i in others]
+        sends: list[Call] = [(group.send, [leaving[i]], i, _TAG) for i in others]
+        # See `uninterrupted`.
+        self._left.extend(filter(None, starmap(call, (*notes, *receives, *sends))))
 
     @mark_eager
     def wait(self) -> None:
@@ -65,7 +96,7 @@ class _Messages:
     def _wait_for_messages(self) -> None:
         while self._left:
             # First removed: an interrupt is raised after the wait, and gloo knows of no second one.
-            self._left.pop().wait()
+            self._left.popleft().wait()
 
     def __del__(self) -> None:
         if self._left and self._pid == os.getpid():  # those of a forked process are its parent's
@@ -73,10 +104,25 @@ class _Messages:
                 self._wait_for_messages()
 
 
-def reduce_scatter(out: Tensor, source: Tensor, group: ProcessGroup) -> Pending:
+def reduce_scatter(
+    out: Tensor,
+    source: Tensor,
+    group: ProcessGroup,
+    *,
+    keep: Callable[[Pending], None],
+    notes: Sequence[Call] = (),
+) -> None:
     """Start summing `source` over the group; each rank's share of the sum arrives in `out`.
 
     Over gloo the sum is made in `wait`, in the order of the group's ranks.
+
+    Args:
+        out: takes the share.
+        source: this rank's values.
+        group: its communicator.
+        keep: takes what is to be waited for; a function in C.
+        notes: functions in C, with arguments, by which the launch is noted; over gloo no interrupt
+            comes between them and the launch.
 
     Cost: one reduce-scatter of the bytes of `source`; over gloo a message of one share to and from
     each other rank, and memory for all of these but one.
@@ -84,23 +130,25 @@ def reduce_scatter(out: Tensor, source: Tensor, group: ProcessGroup) -> Pending:
     out, source = _real(out), _real(source)
     if not sends_directly(out, group):
         # renamed in torch 2.13, which warns about the older name
-        call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        work: Pending = call(out, source, group=group, async_op=True)
-        return work
+        launch: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        for each, *arguments in notes:
+            each(*arguments)
+        keep(launch(out, source, group=group, async_op=True))
+        return
     index, shares = group.rank(), torch.split(source, out.numel())
     # `out` receives the share of the first other rank: the sum starts with it, so that only the
     # others need memory.
     first = 1 if index == 0 else 0
     arriving = [out if i in (index, first) else torch.empty_like(out) for i in range(len(shares))]
-    works = _send(shares, arriving, group)
-    arriving[index] = shares[index]
+    summed = [shares[i] if i == index else arriving[i] for i in range(len(shares))]
 
     def add() -> None:
-        torch.add(arriving[0], arriving[1], out=out)
-        for share in arriving[2:]:
+        torch.add(summed[0], summed[1], out=out)
+        for share in summed[2:]:
             out.add_(share)
 
-    return _Messages(works, add)
+    messages = _Messages(add)
+    messages.start(shares, arriving, group, notes=[*notes, (keep, messages)])
 
 
 def all_gather(out: Tensor, share: Tensor, group: ProcessGroup) -> Pending:
@@ -111,11 +159,13 @@ def all_gather(out: Tensor, share: Tensor, group: ProcessGroup) -> Pending:
     """
     out, share = _real(out), _real(share)
     if not sends_directly(out, group):
-        call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work: Pending = call(out, share, group=group, async_op=True)
+        launch: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work: Pending = launch(out, share, group=group, async_op=True)
         return work
     arriving = torch.split(out, share.numel())
-    return _Messages(_send([share] * len(arriving), arriving, group))
+    messages = _Messages()
+    messages.start([share] * len(arriving), arriving, group)
+    return messages
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
@@ -130,27 +180,16 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
             raise GroupError("this rank is not in the group of an all-reduce")
         return work
     arriving = [torch.empty_like(tensor) for _ in range(group.size())]
-    works = _send([tensor] * len(arriving), arriving, group)
-    arriving[group.rank()] = tensor
     # In the order of the group on every rank: floating-point sums depend on it, in their last bits.
-    return _Messages(works, lambda: tensor.copy_(torch.stack(arriving).sum(dim=0)))
+    summed = [tensor if i == group.rank() else each for i, each in enumerate(arriving)]
+    messages = _Messages(lambda: tensor.copy_(torch.stack(summed).sum(dim=0)))
+    messages.start([tensor] * len(arriving), arriving, group)
+    return messages
 
 
 def sends_directly(tensor: Tensor, group: ProcessGroup) -> bool:
     """Return True if collectives of a tensor on a group are messages between its ranks."""
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
-
-
-@mark_eager
-def _send(
-    leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: ProcessGroup
-) -> list[Pending]:
-    """Start sending to, and receiving from, every other rank of a group, by position in it."""
-    others = [i for i in range(len(leaving)) if i != group.rank()]
-    # Receives first: gloo holds a message back until the other rank has posted its receive.
-    works: list[Pending] = [group.recv([arriving[i]], i, _TAG) for i in others]
-    works += [group.send([leaving[i]], i, _TAG) for i in others]
-    return works
 
 
 def _real(tensor: Tensor) -> Tensor:

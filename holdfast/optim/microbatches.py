@@ -14,8 +14,14 @@ from holdfast.errors import ConfigError, DeadlineError, HoldfastError, PlanError
 from holdfast.optim import collectives
 from holdfast.optim.collectives import Pending
 from holdfast.parallel import Control, Layout, ModuleGroups, ProcessGroups
+from holdfast.parallel.control.control import Note
 from holdfast.parallel.groups.launch_order import LaunchProgress
-from holdfast.parallel.groups.order_comparison import compare_orders, mixed_orders, pack_orders
+from holdfast.parallel.groups.order_comparison import (
+    compare_orders,
+    missing_launch,
+    mixed_orders,
+    pack_orders,
+)
 
 _PHASE = "microbatch"
 _COMPARE_AFTER_S = 1.0
@@ -25,6 +31,7 @@ _MODEL_AXES = ("tp", "cp", "pp", "ep")
 """Axes along which a model may have collectives of its own in forward and backward."""
 
 
+Look = Callable[[float], None]
 Description = tuple[str, int, str]
 """A collective as ranks compare it: operation, elements that a rank gives, and their dtype."""
 
@@ -108,13 +115,15 @@ class MicrobatchTaker(ABC):
         """
         return ()
 
-    def watch_others(self, look: Callable[[float], None] | None) -> None:  # noqa: B027
-        """Call `look` from now on while waits for other ranks last; None to stop.
+    def watch_others(self, look: Look | None) -> Look | None:
+        """Call `look` from now on while waits for other ranks last, and return what was; or None.
 
         It takes the seconds that a wait has lasted, and raises if another rank has failed in this
         microbatch. A kind needs it whose `join_microbatch` does not know every collective of the
         other ranks.
         """
+        del look
+        return None
 
     def close_communicators(self, reason: str) -> None:
         """Refuse everything from now on: the ranks' collectives do not match any more."""
@@ -327,6 +336,13 @@ class Microbatches:
                 if not self._are_alike and not lost:
                     self._end(refusal)
                 raise
+            except BaseException as interrupt:
+                # The other ranks are inside by then, so this one has to know what they launch.
+                known = contextlib.suppress(HoldfastError, type(interrupt))
+                with known, self._entered(is_last=is_last):
+                    raise interrupt
+                self._end(interrupt)
+                raise
             try:
                 with self._watching(), contexts:
                     yield
@@ -397,13 +413,46 @@ class Microbatches:
         if not self._agrees or self._groups.loop_control.size == 1:
             yield
             return
-        for taker in self._takers.values():
-            taker.watch_others(self._look)
+        self._groups.loop_control.noted.add(self)
+        before = [taker.watch_others(self._look) for taker in self._takers.values()]
         try:
             yield
         finally:
+            for taker, look in zip(self._takers.values(), before, strict=True):
+                taker.watch_others(look)
+
+    def watch_outside(self) -> None:
+        """Let waits outside of microbatches end, too, if what they wait for will never come."""
+        if self._agrees and self._groups.loop_control.size > 1:
+            self._groups.loop_control.noted.add(self)
             for taker in self._takers.values():
-                taker.watch_others(None)
+                taker.watch_others(self._look_outside)
+
+    def _look_outside(self, waited_s: float) -> None:
+        """Raise on all ranks if what this one waits in will never come; nothing completes it.
+
+        Another rank may have failed in the microbatch that follows here: that ends no evaluation.
+        """
+        try:
+            if waited_s >= _COMPARE_AFTER_S:
+                self._compare_progress()
+        except PlanError as error:
+            self._is_victim = False
+            self._end_outside(error)
+            raise
+
+    def _end_outside(self, error: PlanError) -> None:
+        """Let all ranks raise what ended a wait outside of microbatches."""
+        control = self._groups.loop_control
+        control.announce_failure()
+        self._fail(error, is_known=False)
+        if not control.is_broken and not control.is_out_of_sync:
+            compare_launched(self._takers, control, completes=True)
+        for taker in self._takers.values():
+            taker.close_communicators(
+                f"a forward or a backward outside of microbatches waited for launches that other "
+                f"ranks do not make. {_START_AGAIN}"
+            )
 
     def _look(self, waited_s: float) -> None:
         """Raise HoldfastError if another rank has announced that it has failed.
@@ -421,28 +470,45 @@ class Microbatches:
             self._compare_progress()
 
     def _compare_progress(self) -> None:
-        """Raise PlanError if launches met others on the rank before or behind this one.
+        """Raise PlanError if launches met others on the rank before or behind this one, or nothing.
 
-        Only ranks that wait long leave a note, and of a communicator each looks at its neighbours:
-        if any two differ, two neighbours do.
+        Nothing will come from a rank that waits for this one in a call of all ranks. Only ranks
+        that wait long leave a note, and of a communicator each looks at its neighbours: if any two
+        differ, two neighbours do.
 
         Cost: a request to the store, and at most two for each neighbour.
         """
         control = self._groups.loop_control
-        progress = [each for taker in self._takers.values() for each in taker.progress()]
-        control.leave_note(json.dumps({each.key: each.note() for each in progress}))
-        notes: dict[int, dict[str, Any]] = {}
+        control.leave_note()
+        progress = self._progress()
+        notes: dict[int, Note] = {}
         for each in progress:
             place = each.ranks.index(control.rank)
             for step in (-1, 1):
                 rank = each.ranks[(place + step) % len(each.ranks)]
                 if rank not in notes:
-                    notes[rank] = json.loads(control.note_of(rank) or "{}")
-                note = notes[rank].get(each.key)
-                if note is not None and each.has_met_others(note):
-                    first = each.first_met(note)
+                    notes[rank] = control.note_of(rank)
+                theirs = notes[rank].places.get(each.key)
+                if theirs is not None and each.has_met_others(theirs):
+                    first = each.first_met(theirs)
                     pair = first and dict(sorted(zip((control.rank, rank), first, strict=True)))
                     raise mixed_orders(pair, ranks=each.ranks)
+        for rank, note in notes.items():
+            pairs = [(each, note.places[each.key]) for each in progress if each.key in note.places]
+            missing = next((name for each, of in pairs if (name := each.awaited_from(of))), None)
+            other = f"phase {note.waits_in!r}, for all ranks" if note.waits_in else None
+            other = other or next(
+                (name for each, of in pairs if (name := each.awaited_by(of))), None
+            )
+            if missing is not None and other is not None:
+                raise missing_launch(missing, rank=control.rank, other=rank, waits_in=other)
+
+    def _progress(self) -> list[LaunchProgress]:
+        return [each for taker in self._takers.values() for each in taker.progress()]
+
+    def places(self) -> dict[str, list[Any]]:
+        """Return how far launches have come, for notes of other ranks' looks."""
+        return {each.key: each.note() for each in self._progress()}
 
     def _agree(self) -> None:
         """Wait for all ranks; raise if one has failed, or launched in another order."""
@@ -474,10 +540,7 @@ class Microbatches:
         control = self._groups.loop_control
         if is_known and control.is_out_of_sync:
             # Some ranks are not in a microbatch, so none compares what this one has launched.
-            for taker in self._takers.values():
-                taker.close_communicators(
-                    f"the last microbatch was not one of all ranks ({error}) {_START_AGAIN}"
-                )
+            self._close_out_of_sync(error)
             return
         if control.is_broken or control.size == 1:
             return
@@ -506,10 +569,19 @@ class Microbatches:
         for work in works:
             with contextlib.suppress(DeadlineError):  # the comparison tells
                 collectives.wait(work, "the rest of a microbatch that failed on this rank")
-        compare_launched(self._takers, control, completes=True)
+        if control.is_out_of_sync:
+            self._close_out_of_sync(shared)
+        else:
+            compare_launched(self._takers, control, completes=True)
         is_own = failure is error and not self._is_victim and not isinstance(error, HoldfastError)
         if shared is not error and not is_own:
             raise shared from error
+
+    def _close_out_of_sync(self, error: BaseException) -> None:
+        for taker in self._takers.values():
+            taker.close_communicators(
+                f"the last microbatch was not one of all ranks ({error}) {_START_AGAIN}"
+            )
 
     def _fail(self, error: BaseException, *, is_known: bool) -> BaseException:
         """Let all ranks raise, wherever they wait, and return what they raise."""

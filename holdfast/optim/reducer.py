@@ -215,13 +215,13 @@ class GradientReducer:
                 "a microbatch after the last one of this step: its gradients would be lost; call "
                 "step() or drop_gradients() first"
             )
-        self._share_backward()
-        self._is_eager = self._owes_round = is_last or self._stage == 2
-        self._is_inside = True
-        for slot in self.slots:
-            slot.is_missing = True
-        self._num_missing = [len(bucket.parameters) for bucket in self._buckets]
         try:
+            self._share_backward()
+            self._is_inside = True
+            for slot in self.slots:
+                slot.is_missing = True
+            self._num_missing = [len(bucket.parameters) for bucket in self._buckets]
+            self._is_eager = self._owes_round = is_last or self._stage == 2
             yield
             if self._is_eager:
                 self._refuse_unordered()
@@ -233,7 +233,8 @@ class GradientReducer:
                     if slot.kind is None:
                         self._mark_bucketed(slot)
         finally:
-            self._reducing.remove(self)
+            if self in self._reducing:  # unless it has not come so far
+                self._reducing.remove(self)
             self._is_eager = self._is_inside = False
 
     def _share_backward(self) -> None:
@@ -480,14 +481,14 @@ class GradientReducer:
     def _launch_rest(self, *, waits: bool = True) -> None:
         while self._next < len(self._buckets):
             self._launch_next(waits=waits)
+        self._owes_round = False  # first: an interrupt between the two would owe a second round
         self._next = 0
-        self._owes_round = False
 
     def _finish_reductions(self) -> None:
         """Wait for all reductions of the step; then shares hold the sums of all ranks."""
         if self.is_joint:
             for bucket in self._buckets:
-                self._launch(bucket)
+                self._launch(bucket, following=self._next)
         for bucket in self._buckets:
             bucket.finish_reduction()
         self._sum_between()
@@ -496,13 +497,14 @@ class GradientReducer:
     def _launch_next(self, *, waits: bool = True) -> None:
         if waits and self._stage == 2 and self._next >= _MAX_IN_FLIGHT:
             self._buckets[self._next - _MAX_IN_FLIGHT].finish_reduction()
-        if not self.is_joint:
-            self._launch(self._buckets[self._next])
-        self._next += 1
+        if self.is_joint:
+            self._next += 1
+        else:
+            self._launch(self._buckets[self._next], following=self._next + 1)
 
-    def _launch(self, bucket: Bucket) -> None:
-        bucket.launch_reduction()
-        self.num_launched += 1
+    def _launch(self, bucket: Bucket, *, following: int) -> None:
+        counts = {"num_launched": self.num_launched + 1, "_next": following}
+        bucket.launch_reduction(notes=[(setattr, self, *each) for each in counts.items()])
 
     def _sum_between(self) -> None:
         """Add shares up over the groups that hold the same: hybrid slices, tied stages."""

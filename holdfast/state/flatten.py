@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, cast, get_args
 
@@ -30,6 +30,7 @@ from holdfast.format.values import (
 )
 from holdfast.parallel.layout import Layout
 from holdfast.state.coordinates import coordinate_label
+from holdfast.state.data_positions import unstored_orders
 from holdfast.state.leaves import FlatState, ReplicaSets, TensorLeaf, held_tensor, tensor_leaf
 from holdfast.state.markers import (
     FlatShard,
@@ -47,8 +48,17 @@ from holdfast.state.matcher import LocalMemory, TensorRequest
 from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_forms import shown_form
 from holdfast.state.optimizer_state import OptimizerState
-from holdfast.state.parts import Part, TreePart, entries_of, is_last, part_of
+from holdfast.state.parts import (
+    Part,
+    StateEntry,
+    StatefulPart,
+    TreePart,
+    entries_of,
+    is_last,
+    part_of,
+)
 from holdfast.state.plain_attributes import PlainAttributes
+from holdfast.state.rng import RNG
 from holdfast.state.shared_memory import (
     are_of_no_file,
     is_expanded,
@@ -83,6 +93,8 @@ class LeafCache:
     def __init__(self) -> None:
         self.last = _Pass()
         self.attributes = PlainAttributes()
+        self.orders: set[str] = set()
+        """Paths of the orders of data that were named as not stored."""
 
 
 class _Pass:
@@ -141,11 +153,12 @@ def flatten_state(
     cache = cache or LeafCache()
     flattener = _Flattener(layout=layout, rank=rank, codecs=codecs, before=cache.last)
     unstored: list[str] = []
+    orders: dict[str, str] = {}
     nodes: dict[str, object] = {}
     versions: dict[str, Mapping[str, int]] = {}
     # The sort is stable: parts keep the user's order, but for random streams at the end.
-    entries = entries_of(state, layout).items()
-    for name, (home, _, value) in sorted(entries, key=lambda item: is_last(item[1].value)):
+    entries = entries_of(state, layout)
+    for name, (home, _, value) in sorted(entries.items(), key=lambda e: is_last(e[1].value)):
         if rank not in home.ranks:
             raise PlacementError(
                 f"state part '{name}': rank {rank} is not in {home}; ranks outside of a part's "
@@ -168,6 +181,8 @@ def flatten_state(
         if isinstance(part, TreePart | ModuleState):
             forms = part.forms if isinstance(part, ModuleState) else ()
             flattener.fills_in_place(since=num_before, but_for={f"{name}.{form}" for form in forms})
+        if isinstance(part, StatefulPart):
+            orders |= unstored_orders(part.owner, name, kept=_streams_in(entries))
         if isinstance(part, OptimizerState):
             if part.is_live:
                 flattener.notes_state(f"{name}.state.", since=num_before)
@@ -180,6 +195,8 @@ def flatten_state(
             shown = cast(Union, tree).mapping
             of_code = {form: shown[form] for form in part.forms}
             unstored += cache.attributes.look(name, part.module, of_code)
+    orders = {path: why for path, why in orders.items() if path not in cache.orders}
+    cache.orders |= orders.keys()
     made, objects, held, addresses = flattener.finish()
     cache.last = made
     return FlatState(
@@ -194,7 +211,15 @@ def flatten_state(
         versions=versions,
         structure=made.structure,
         unstored=unstored,
+        unstored_orders=orders,
     )
+
+
+def _streams_in(entries: Mapping[str, StateEntry]) -> Iterator[object]:
+    """Yield the generators behind the random streams of a state."""
+    for entry in entries.values():
+        if isinstance(entry.value, RNG):
+            yield from entry.value.streams().values()
 
 
 def _declared_tree(part: Part) -> object:

@@ -104,6 +104,8 @@ class FlatState:
     """The object of the pass before if all leaves claim the same, in the same order."""
     unstored: Sequence[str] = ()
     """Attributes of modules that have changed since the pass before and that nothing shows."""
+    unstored_orders: Mapping[str, str] = field(default_factory=dict)
+    """By path, what the order of a loader's samples follows from and no part has: what is lost."""
 
     @cached_property
     def tensors(self) -> Mapping[str, Any]:

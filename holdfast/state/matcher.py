@@ -129,6 +129,11 @@ class MatchResult:
     dropped: list[str] = field(default_factory=list)
     """Stored entries of this rank's coordinate that nothing here can take."""
 
+    @property
+    def fits(self) -> bool:
+        """Return True if nothing differs but by consent."""
+        return not (self.missing or self.mismatched or self.unagreed)
+
 
 class LocalMemory(TensorMemory):
     """The memory of the local tensors of some requests, in order.

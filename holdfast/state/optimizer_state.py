@@ -46,7 +46,7 @@ from holdfast.state.optimizer_targets import (
     main_target,
     on_device_of,
     placed_like,
-    refuse_other_shape,
+    refuse_other_shapes,
     why_fresh,
 )
 from holdfast.state.stored import StoredPart, StoredTensor, follow_stored
@@ -361,6 +361,7 @@ class OptimizerState:
         filled: set[int] = set()
         paddings, named = self._paddings(), list(self._named())
         known = StoredParameters(stored)
+        refuse_other_shapes(named, known, paddings)
         for name, param in named:
             padding = paddings.get(id(param.parameter))
             why = why_fresh(name, param.parameter, known)
@@ -369,7 +370,6 @@ class OptimizerState:
             if param.updated is None:
                 continue
             if known.state.get(name) is not None:
-                refuse_other_shape(name, param, known, padding)
                 have = form.entries.get(id(param.updated)) if form.is_live else None
                 state[name] = entry_targets(
                     name, param, known, padding, have=have, made=made, filled=filled

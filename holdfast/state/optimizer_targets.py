@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.errors import MismatchError
+from holdfast.errors import MismatchError, some_of
 from holdfast.format.values import is_plain_dict, items_of, tensor_keys
 from holdfast.state.followed_dims import placed_by
 from holdfast.state.markers import Fresh, Stored, Transient, global_shape
@@ -136,19 +136,30 @@ def _steps_on_device(name: str, stored: StoredParameters) -> bool:
     )
 
 
-def refuse_other_shape(
-    name: str, param: OptimizerParameter, stored: StoredParameters, padding: tuple[int, ...] | None
+def refuse_other_shapes(
+    named: Iterable[tuple[str, OptimizerParameter]],
+    stored: StoredParameters,
+    paddings: Mapping[int, tuple[int, ...]],
 ) -> None:
-    """Raise MismatchError if the stored state belongs to a parameter of another shape."""
-    saved = stored.fact(name, "shape")
-    shape = list(param.parameter.shape if padding is None else padding)
-    if isinstance(saved, list) and saved != shape:
-        padded = list(param.parameter.shape)
-        declared = "" if padding is None else f", declared as the real one of {padded}"
+    """Raise MismatchError if stored state belongs to parameters of other shapes; it names each."""
+    wrong = []
+    for name, param in named:
+        padding = paddings.get(id(param.parameter))
+        saved = stored.fact(name, "shape")
+        shape = list(param.parameter.shape if padding is None else padding)
+        if not isinstance(saved, list) or saved == shape or param.updated is None:
+            continue
+        if stored.state.get(name) is not None:
+            padded = list(param.parameter.shape)
+            declared = "" if padding is None else f", declared as the real one of {padded}"
+            wrong.append(
+                f"{stored.part.name}.state.{name} is the state of a parameter of shape {saved}, "
+                f"the optimizer's has {shape}{declared}"
+            )
+    if wrong:
         raise MismatchError(
-            f"{stored.part.name}.state.{name} is the state of a parameter of shape {saved}, the "
-            f"optimizer's has {shape}{declared}; if they differ by padding alone, declare the real "
-            f"shape where it is saved and where it is loaded: declare_padding(module, name, shape)"
+            f"{some_of(wrong)}; if they differ by padding alone, declare the real shape where it "
+            f"is saved and where it is loaded: declare_padding(module, name, shape)"
         )
 
 

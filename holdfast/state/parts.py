@@ -21,7 +21,12 @@ from holdfast.format.values import is_like_a_tag, is_unicode
 from holdfast.parallel import Layout, ModuleGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.state.arrival import ask_back, differences, listed, recorded
-from holdfast.state.data_shares import refuse_other_shares, with_shares, without_shares
+from holdfast.state.data_positions import (
+    refuse_other_shares,
+    set_epochs,
+    with_measures,
+    without_measures,
+)
 from holdfast.state.markers import AppliesLater, FromPart, OnLayout
 from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_protocol import PartitionedOptimizer
@@ -108,7 +113,7 @@ class StatefulPart:
 
     def tree(self) -> object:
         """Return the object's state dict."""
-        return with_shares(self.owner, self.owner.state_dict())
+        return with_measures(self.owner, self.owner.state_dict())
 
     def template(self, stored: StoredPart) -> object:
         """Whatever is stored, placed as it is now; a per-rank state dict requests its own."""
@@ -125,7 +130,8 @@ class StatefulPart:
             MismatchError: By path, what the object does not state as it was given.
         """
         stored, self._stored = self._stored, None
-        tree = without_shares(tree)
+        set_epochs(self.owner, tree)
+        tree = without_measures(tree)
         if self.applies_later or stored is None:
             self.owner.load_state_dict(tree)  # type: ignore[arg-type]
             return

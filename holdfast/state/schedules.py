@@ -4,18 +4,19 @@ A schedule has values for parameter groups by position, and an optimizer's group
 parameters. If a program makes the groups in another order, the values follow them.
 
 torch stores the constants of most schedules. Of `LambdaLR` it stores the attributes of a callable
-object, and nothing of a function: its constants are in the program. A run that resumes with others
-(another number of warm-up steps, another total) continues by another schedule. That may be
-intended, so it is not refused. It is noticed, because the rates of the last step are stored, too.
+object, and nothing of a function, a method or a partial: their constants are in the program. A run
+that resumes with others (another number of warm-up steps, another total) continues by another
+schedule. That may be intended, so it is not refused. It is noticed, because the rates of the last
+step are stored, too.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -169,14 +170,30 @@ def _schedules(schedule: object, path: str) -> Iterator[tuple[str, Any]]:
 def _first_difference(schedule: Any) -> tuple[float, float]:
     """Return the stored and the computed rate of the first group that differs; zeros if none does.
 
-    A schedule that has not begun has no rate. A callable object is left alone: what it keeps is
-    stored, and a call may change it.
+    A schedule that has not begun has no rate. A callable object is left alone, since what it keeps
+    is stored.
     """
     if schedule.last_epoch >= 0:
         rules = zip(schedule.lr_lambdas, schedule.base_lrs, schedule._last_lr, strict=False)
         for rule, base, last in rules:
-            if isinstance(rule.func if isinstance(rule, partial) else rule, FunctionType):
-                stored, computed = float(last), float(base * rule(schedule.last_epoch))
+            if isinstance(rule, FunctionType | MethodType | partial):
+                stored, computed = float(last), float(base * _factor(rule, schedule.last_epoch))
                 if not math.isclose(stored, computed, rel_tol=_TOLERANCE):
                     return stored, computed
     return 0.0, 0.0
+
+
+def _factor(rule: Callable[[int], float], epoch: int) -> float:
+    """Return what a function computes; an object that it is a method of stays as it is."""
+    owner: object = rule
+    while isinstance(owner, partial):
+        owner = owner.func
+    owner = owner.__self__ if isinstance(owner, MethodType) else owner
+    attributes = getattr(owner, "__dict__", {})
+    kept = dict(attributes)
+    try:
+        return rule(epoch)
+    finally:
+        if not isinstance(owner, type):  # whose attributes are not in a dict of their own
+            attributes.clear()
+            attributes.update(kept)

@@ -580,8 +580,8 @@ class RootPlace:
         """Open the root; StorageError if it is another directory than before, or has vanished."""
         try:
             fd = os.open(self.path, _ROOT_FLAGS)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            self._refuse_absence(error)
+        except (FileNotFoundError, NotADirectoryError):
+            self._refuse_absence()
             raise
         try:
             self._check(os.fstat(fd))
@@ -594,8 +594,8 @@ class RootPlace:
         """Return the root's status; None if it does not exist yet. StorageError as of `open`."""
         try:
             status = os.stat(self.path)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            self._refuse_absence(error)
+        except (FileNotFoundError, NotADirectoryError):
+            self._refuse_absence()
             return None
         self._check(status)
         return status
@@ -619,14 +619,14 @@ class RootPlace:
                 f"start the run again"
             )
 
-    def _refuse_absence(self, error: OSError) -> None:
+    def _refuse_absence(self) -> None:
         """Raise StorageError if the root was there before."""
-        if self.device != -1:
+        if self.device != -1:  # without the cause: that a file is not there is not known
             raise StorageError(
                 f"{self.path} has vanished (device {_device(self.device)}, inode {self.inode} "
                 f"before): its volume was unmounted, or the directory was moved or removed. "
                 f"Nothing is made in its place; bring it back, or start the run again"
-            ) from error
+            ) from None
 
 
 def _device(number: int) -> str:

@@ -33,8 +33,8 @@ EvaluationMode = Literal[
 ]
 MODES: tuple[EvaluationMode, ...] = ("no_grad", "inference_mode", "generation")
 COPIES: tuple[EvaluationMode, ...] = ("copy", "trained copy", "average")
-WriteKind = Literal["in place", "data", "load_state_dict", "mask"]
-WRITES: tuple[WriteKind, ...] = ("in place", "data", "load_state_dict", "mask")
+WriteKind = Literal["in place", "data", "load_state_dict", "mask", "foreach"]
+WRITES: tuple[WriteKind, ...] = ("in place", "data", "load_state_dict", "mask", "foreach")
 DropKind = Literal["drop_gradients", "optimizer.zero_grad", "model.zero_grad"]
 DROPS: tuple[DropKind, ...] = ("drop_gradients", "optimizer.zero_grad", "model.zero_grad")
 GradientWrite = Literal["halve", "none", "clip norm", "clip value"]

@@ -62,6 +62,8 @@ class Way:
     """True if losses are scaled."""
     has_late: bool = False
     """True if the second block is frozen, and the optimizer built without it."""
+    has_tensor_rates: bool = False
+    """True if the learning rate of each parameter group is a tensor."""
     actions: tuple[Action, ...] = ()
 
 
@@ -186,6 +188,8 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
         # A user's reduction of one group of several does not know what is added to it.
         has_two=kind != "chained" and not (has_late and kind == "plain") and chance.random() < 0.3,
         has_scaler=chance.random() < 0.3,
+        # A load brings the saved kind of rate into the next way.
+        has_tensor_rates=before is None and chance.random() < 0.3,
     )
     return Program(
         seed=seed,

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaign.actions import FAULTS, FORMS, Action, AddGroup, Formed, Microbatch, Move
+from tests.campaign.actions import (
+    FAULTS,
+    FORMS,
+    WRITES,
+    Action,
+    AddGroup,
+    Formed,
+    Microbatch,
+    Move,
+    Write,
+)
 from tests.campaign.programs import STRATEGIES, draw_irregular
 from tests.campaign.runs import run_irregular_programs
 from tests.harness import run_ranks
@@ -94,6 +104,9 @@ def test_the_programs_have_everything_that_they_are_about() -> None:
         assert {kind for kind, action in done if action is each} == {"plain", "fsdp"}
     assert len(done) == 4 * len(Action.__args__) - 4
     assert min(done.values()) >= 3
+    assert {way.has_tensor_rates for way in ways} == {True, False}
+    writes = {(kind, each.how) for kind, each in actions if isinstance(each, Write)}
+    assert len(writes) == 4 * len(WRITES)
     forms = {(kind, each.form) for kind, each in actions if isinstance(each, Formed)}
     assert len(forms) == 4 * len(FORMS)
     faults = {(kind, each.fault) for kind, each in actions if isinstance(each, Microbatch)}

@@ -107,7 +107,10 @@ class Twin:
         self._has_loaded_mains = False
         make = OPTIMIZERS[program.optimizer]
         members = [p for p in self._mains if p not in self._late]
-        self._optimizer = make(param_groups(members, decays="weight_decay" in make.keywords))
+        has_tensor_rates = program.ways[-1].has_tensor_rates
+        self._optimizer = make(
+            param_groups(members, settings=make.keywords, has_tensor_rates=has_tensor_rates)
+        )
         self._scheduler = scheduler_of(self._optimizer)
         self._sums: dict[int, Tensor] = {}
         """Gradients so far, by position of the parameter."""

@@ -95,13 +95,18 @@ def rows_of(step: int, *, index: int, shares: int, parts: int) -> list[Tensor]:
     return list(torch.split(mine, len(mine) // parts))
 
 
-def param_groups(parameters: list[nn.Parameter], *, decays: bool) -> list[dict[str, Any]]:
+def param_groups(
+    parameters: list[nn.Parameter], *, settings: Mapping[str, Any], has_tensor_rates: bool = False
+) -> list[dict[str, Any]]:
     """Return matrices and the rest as two groups, of which only the first decays."""
+    decays = "weight_decay" in settings
     matrices = [p for p in parameters if p.ndim >= 2]
     rest = [p for p in parameters if p.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}]
     if rest:
         groups.append({"params": rest, **({"weight_decay": 0.0} if decays else {})})
+    for group in groups if has_tensor_rates else ():
+        group["lr"] = torch.tensor(settings["lr"], dtype=torch.float64)
     return groups
 
 
@@ -360,7 +365,9 @@ class Trained:
     def _optimizer(self, case: Case) -> Any:
         way, groups, model = self.way, self.groups, self.model
         make = OPTIMIZERS[self.program.optimizer]
-        decays = "weight_decay" in make.keywords
+        grouped = partial(
+            param_groups, settings=make.keywords, has_tensor_rates=way.has_tensor_rates
+        )
         if way.kind == "fsdp":
             self.sharded = fully_shard_model(
                 model,
@@ -373,7 +380,7 @@ class Trained:
             late = late_parameters(model)
             self._late = dict(zip(late, self._late.values(), strict=False))
             members = [p for p in model.parameters() if p not in self._late]
-            divided = param_groups(members, decays=decays)
+            divided = grouped(members)
             if not way.has_two:
                 self._stepped = make(divided)
                 return self._stepped
@@ -383,7 +390,7 @@ class Trained:
         dense = [p for p in model.parameters() if p not in experts]
         special = [p for p in model.parameters() if p in experts]
         members = [p for p in (*dense, *special) if p not in self._late]
-        divided = param_groups(members, decays=decays)
+        divided = grouped(members)
         if way.kind == "plain":
             if not way.has_two:
                 return ReducedOptimizer(make(divided), groups, reduce=self._reduce)
@@ -426,9 +433,9 @@ class Trained:
                     for i, group in enumerate(divided)
                 }
             )
-        parts = {"dense": sharded("dense", "dp_cp", param_groups(dense, decays=decays))}
+        parts = {"dense": sharded("dense", "dp_cp", grouped(dense))}
         if special:
-            divided = param_groups(special, decays=decays)
+            divided = grouped(special)
             parts["expert"] = sharded("expert", "expt_dp", divided)
         return ChainedOptimizer(parts)
 
@@ -736,6 +743,14 @@ def write(model: Generated, action: Write) -> None:
         model.load_state_dict(
             {n: v * action.factor if n in names else v for n, v in tensors_of(model).items()}
         )
+        return
+    if action.how == "foreach":  # of one kind each, as torch takes them
+        kinds: dict[object, list[Tensor]] = {}
+        for p in target.parameters():
+            mesh = p.device_mesh if isinstance(p, DTensor) else None
+            kinds.setdefault((mesh, p.dtype), []).append(p)
+        for alike in kinds.values():
+            torch._foreach_mul_(alike, action.factor)
         return
     for p in target.parameters():
         if action.how == "mask":

@@ -6,6 +6,7 @@ import collections
 import copy
 import enum
 import math
+import pickle
 import random
 import re
 import secrets
@@ -245,6 +246,18 @@ def test_two_entries_under_one_key_are_refused(tmp_path: Path) -> None:
         checkpointer.save(1, {"": 1})
 
 
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_of_a_checkpointer_is_refused(tmp_path: Path, make: Any) -> None:
+    """R9: also inside of what is copied, as a trainer that has one."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_async(1, {"model": nn.Linear(3, 2)}).result()
+        for each in (checkpointer, {"trainer": [checkpointer]}):
+            if each is checkpointer or make is not copy.copy:
+                with pytest.raises(ConfigError, match="cannot be copied or pickled; make another"):
+                    make(each)
+        checkpointer.save(2, {"model": nn.Linear(3, 2)})
+
+
 def test_strict_matching_names_every_difference(tmp_path: Path) -> None:
     """Missing, unexpected, shape, dtype, kind: before any target is touched (E9)."""
     checkpointer = Checkpointer(tmp_path)
@@ -269,6 +282,8 @@ def test_strict_matching_names_every_difference(tmp_path: Path) -> None:
     refused({"tree": {"x": torch.zeros(2), "y": torch.zeros(1), "v": 1}}, "tree.y")
     refused({"tree": {"v": torch.zeros(1)}}, "tree.v")
     refused({"tree": {"x": 3}}, "tree.x")
+    everything = {"model": Other(rows=4), "tree": {"x": 3, "y": 1}, "more": {"a": 1}}
+    refused(everything, "model.weight", "model.bias", "tree.x", "tree.y", "more")
     assert torch.equal(target.weight, torch.full((2, 3), 9.0))
 
     report = checkpointer.load({"model": target}, ignore_unexpected=True)

@@ -69,7 +69,8 @@ def test_a_copy_that_was_stopped_is_continued(
     done = stopped("SIGTERM", *words)
     assert done.returncode == 128 + 15
     assert "the same command continues there, and `holdfast repair` removes it\n" in done.stderr
-    (left,) = names(tmp_path / "copy")
+    leases, left = names(tmp_path / "copy")
+    assert not names(tmp_path / "copy" / leases)
     os.utime(tmp_path / "copy" / left, (0, 0))  # not of the last half second
     done = holdfast(*words)
     assert (done.code, done.err) == (0, "")

@@ -504,12 +504,21 @@ def written_to_whole(context: RankContext) -> None:
             before = [full(p) for p in net.parameters()]
 
             layer: Any = net.layers[1]
+            mine = [layer.down.weight]
             for writes in (False, True):
                 layer.unshard()
                 if writes:
                     layer.down.weight.data.mul_(0.5)
                 with pytest.raises(ConfigError, match=r"unshard\(\)") if writes else nullcontext():
                     layer.reshard()
+            # Of shards that are written by what counts no write nothing says that they are lost.
+            layer.unshard()
+            with torch.no_grad():
+                torch._foreach_mul_(mine, 0.5)
+            with pytest.raises(ConfigError, match="have written to shards stays"):
+                layer.reshard()
+            with torch.no_grad():
+                torch._foreach_mul_([layer.down.weight], 2.0)
             for writes in (False, True):
                 with pytest.raises(Trouble):
                     in_backward(sharded, rows_of(0)[0])
@@ -519,6 +528,14 @@ def written_to_whole(context: RankContext) -> None:
                 lost = pytest.raises(ConfigError, match="after an error outside of microbatch")
                 with lost if writes else nullcontext():
                     sharded.drop_gradients()
+            with pytest.raises(Trouble):
+                in_backward(sharded, rows_of(0)[0])
+            with torch.no_grad():
+                torch._foreach_mul_(mine, 0.5)
+            with pytest.raises(ConfigError, match="have written to shards stays"):
+                sharded.drop_gradients()
+            with torch.no_grad():
+                torch._foreach_mul_([layer.down.weight], 2.0)
             after = [full(p) for p in net.parameters()]
             assert all(map(torch.equal, before, after)), strategy
             with pytest.raises(Trouble):
@@ -846,8 +863,8 @@ ORDERS: list[tuple[Any, Any]] = [
 """What the ranks call: other orders, other units, the same with gradients for others."""
 
 
-def branch(sharded: ShardedModel, x: Tensor, of_rank: Any) -> None:
-    with sharded.microbatch(is_last=True):
+def branch(sharded: ShardedModel, x: Tensor, of_rank: Any, *, is_last: bool = True) -> None:
+    with sharded.microbatch(is_last=is_last):
         sharded.model(x, *of_rank).sum().backward()
 
 
@@ -923,6 +940,44 @@ def as_often_as(
         else:
             with pytest.raises(ConfigError, match=r"of different collectives .*Create the groups"):
                 branch(sharded, x, ((0, 1),))
+
+
+def more_often_outside(context: RankContext, root: Path, follows: Sequence[str]) -> None:
+    """Rank 0 evaluates more often than rank 1, which waits for it in something else."""
+    for number, follow in enumerate(follows):
+        with ProcessGroups.create(Layout(dp=2), data_timeout_s=600) as groups:
+            net = Branching()
+            sharded = fully_shard_model(
+                net, groups, experts=(), units=net.layers, num_prefetched=0, strategy="optim"
+            )
+            x = torch.ones(1, 4)
+            branch(sharded, x, ((0, 1),))
+            sharded.step(sgd(net.parameters()))
+            with Checkpointer(root / str(number), groups=groups) as checkpointer:
+                others: dict[str, Callable[[], object]] = {
+                    "save": partial(checkpointer.save, 1, {"net": net}),
+                    "orders": sharded.compare_launches,
+                    "microbatch": partial(branch, sharded, x, ((0, 1),), is_last=False),
+                    "reduction": partial(branch, sharded, x, ((0, 1),)),
+                }
+                with torch.no_grad():
+                    net(x, (0, 1))
+                    if follow in ("microbatch", "reduction") and context.rank == 0:
+                        net(x, (0, 1))
+                more = "rank 0 waits in the gather of .*, which rank 1 has not launched; .* in .*"
+                less = "rank 1 waits in .*{}.*, which rank 0 has not launched; .* in the gather of"
+                mine = partial(evaluated, net, x) if context.rank == 0 else others[follow]
+                with pytest.raises(PlanError, match=f"{more}{follow}|{less.format(follow)}"):
+                    mine()
+            # A gather of one rank would meet another one of the other rank.
+            if context.rank == 0:
+                with pytest.raises(ConfigError, match=r"Create the groups"):
+                    evaluated(net, x)
+
+
+@torch.no_grad()
+def evaluated(net: nn.Module, x: Tensor) -> None:
+    net(x, (0,))
 
 
 def stages_in_other_orders(context: RankContext) -> None:
@@ -1066,6 +1121,17 @@ def test_ranks_that_run_units_more_often_are_named_before_the_limit(
 ) -> None:
     """I1: all waited for ten minutes, and then no message named what they had waited in."""
     run_ranks(2, as_often_as, orders, is_evaluated, is_completed)
+
+
+@pytest.mark.parametrize(
+    "follows",
+    [["reduction"], pytest.param(["save", "orders", "microbatch"], marks=pytest.mark.slow)],
+)
+def test_ranks_that_evaluate_more_often_are_named_before_the_limit(
+    tmp_path: Path, follows: list[str]
+) -> None:
+    """I1: outside of microbatches, where one rank waited for hours, and was not told for whom."""
+    run_ranks(2, more_often_outside, tmp_path, follows)
 
 
 def test_stages_whose_ranks_run_other_units_are_refused_by_the_step() -> None:

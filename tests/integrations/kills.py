@@ -217,6 +217,54 @@ def check_shorter_loader(server: ForkServer, root: Path, program: str, *, kill: 
         assert "has begun it again, which would train on its data twice" in ends[0].output
 
 
+def within_a_loop(program: str, prepare: str) -> str:
+    """The program with its loop, of at most five batches, for each batch of another loader.
+
+    Args:
+        program, prepare: as of `in_two_loops`.
+    """
+    loop, end = "    for batch in loader:\n", "checkpoints.close()"
+    before, found, after = program.partition(loop)
+    assert found
+    body, _, last = after.partition(end)
+    made = "torch.utils.data.DataLoader(torch.arange(3.0), batch_size=1, shuffle=True)"
+    before = before.replace("checkpoints = ", f"outer = {prepare}({made})\ncheckpoints = ")
+    before = before.replace("loaders=[loader]", "loaders=[loader, outer]")
+    before = before.replace("checkpoints.epoch,", "checkpoints.epoch_of(outer),")
+    inner = textwrap.indent(loop + "        batch = batch + given\n" + body, "    ")
+    saves = "        checkpoints.save(overwrite=True)\n"
+    return before + "    for given in outer:\n" + inner + saves + end + last
+
+
+def check_loop_within_a_loop(
+    server: ForkServer, root: Path, program: str, *, every: str, kill: str
+) -> None:
+    """A save behind the inner loop goes on with the next outer batch; one inside of it is refused.
+
+    So is the first step of all, when the next one tells it from loops side by side.
+
+    Args:
+        program: As `within_a_loop` returns it.
+        every: The argument with which it saves, inside of the inner loop.
+        kill: In the second pass of the inner loop.
+    """
+    outside = program.replace(every, "every=0")
+    assert outside != program
+    check_variant(server, root, outside, kill=kill, epochs=2)
+    first = program.replace(every, "every=1").replace(
+        "accumulation_steps=2", "accumulation_steps=1"
+    )
+    is_inside = "inside of the loop over loader 0"
+    for name, each, words in [
+        ("within", program, f"this save is {is_inside}"),
+        ("of one batch", first.replace("batch_size=2", "batch_size=24"), f"save is {is_inside}"),
+        ("first", first, f"the last checkpoint was made {is_inside}"),
+        ("first", outside, f"the last checkpoint was made {is_inside}"),  # once it is mended
+    ]:
+        ends = server.run(each, root / name, 2, directory=root)
+        assert words in ends[0].output, (name, ends[0].output)
+
+
 def with_workers_that_stay(program: str) -> str:
     """The program with a loader's process that stays; its data draws nothing from it."""
     still = program.replace(" + torch.randn(8)\n", "\n")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
@@ -28,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a stream and a loader that begins again": {"second": True, "stream": True},
     "stopped by the module": {"stops": True},
     "weights of 64 bits": {"precision": "64-true"},
+    "adapters with other ranks": {"adapted": True},
 }  # fmt: skip
 
 
@@ -47,6 +49,10 @@ class Network(LightningModule):
         self.case = case
         self.automatic_optimization = "by_hand" not in case
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.2))
+        if "adapted" in case:
+            ranks: dict[str, Any] = {"init_r": 4, "target_r": 2, "tinit": 2, "tfinal": 4}
+            adapted = peft.AdaLoraConfig(**ranks, total_step=21, target_modules=["0"])
+            self.layers = peft.get_peft_model(self.layers, adapted)
         self.head = torch.nn.Linear(6, 1)
         self.average = torch.nn.Linear(6, 1).requires_grad_(False)
         self.mean = MeanMetric()
@@ -73,6 +79,8 @@ class Network(LightningModule):
         for mine, theirs in zip(self.average.parameters(), self.head.parameters(), strict=True):
             mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
         torch.rand(1)
+        if "adapted" in self.case:
+            self.layers.base_model.update_and_allocate(self.global_step)
 
     def on_train_epoch_start(self) -> None:
         """Draw."""
@@ -125,7 +133,7 @@ def train(name: str, root: Path, seed: int) -> str:
     when = case.get("when", {})
     if "every_n_epochs" not in when:
         when = {"every_n_train_steps": 1, **when}
-    own = ("when", "by_hand", "second", "mode", "stream", "stops")
+    own = ("when", "by_hand", "second", "mode", "stream", "stops", "adapted")
     settings = {key: each for key, each in case.items() if key not in own}
     trainer = Trainer(
         callbacks=[HoldfastCheckpoint(root, **when)],

@@ -18,6 +18,7 @@ from tests.integrations.kills import (
     beside_a_shorter_one,
     check_four_ranks,
     check_kills,
+    check_loop_within_a_loop,
     check_refused_loops,
     check_shorter_loader,
     check_variant,
@@ -26,6 +27,7 @@ from tests.integrations.kills import (
     leaves_early,
     served_by,
     straight_of,
+    within_a_loop,
 )
 from tests.integrations.pages import program_of
 
@@ -117,6 +119,13 @@ def test_a_loader_that_has_ended_beside_a_longer_one(server: ForkServer, tmp_pat
     """X28."""
     program = beside_a_shorter_one(PROGRAM, "accelerator.prepare")
     check_shorter_loader(server, tmp_path, program, kill=KILL.format(at=12, rank=0))
+
+
+@pytest.mark.slow
+def test_a_loop_within_a_loop(server: ForkServer, tmp_path: Path) -> None:
+    """X28."""
+    program, kill = within_a_loop(PROGRAM, "accelerator.prepare"), KILL.format(at=8, rank=0)
+    check_loop_within_a_loop(server, tmp_path, program, every="every=2", kill=kill)
 
 
 BETWEEN = """

@@ -13,6 +13,7 @@ from tests.integrations.kills import (
     beside_a_shorter_one,
     check_four_ranks,
     check_kills,
+    check_loop_within_a_loop,
     check_refused_loops,
     check_shorter_loader,
     check_variant,
@@ -23,6 +24,7 @@ from tests.integrations.kills import (
     served_by,
     straight_of,
     with_workers_that_stay,
+    within_a_loop,
 )
 from tests.integrations.pages import program_of
 
@@ -86,6 +88,13 @@ def test_a_loader_of_fabric_that_has_ended_beside_a_longer_one(
     """X28."""
     program = beside_a_shorter_one(PROGRAM, "fabric.setup_dataloaders")
     check_shorter_loader(server, tmp_path, program, kill=KILL.format(at=18, rank=0))
+
+
+def test_a_loop_of_fabric_within_a_loop(server: ForkServer, tmp_path: Path) -> None:
+    """X28."""
+    program = within_a_loop(PROGRAM, "fabric.setup_dataloaders")
+    kill = KILL.format(at=13, rank=0)
+    check_loop_within_a_loop(server, tmp_path, program, every="every=2", kill=kill)
 
 
 SHARDED = """

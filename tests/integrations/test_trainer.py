@@ -225,10 +225,38 @@ trainer.add_callback(Ranks())
 if "native" """
 
 
+_MERGED = """
+from transformers import TrainerCallback
+class Merges(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **named):
+        for layer in model.modules():
+            if state.global_step in (3, 5) and hasattr(layer, "merged_adapters"):
+                layer.merge()
+                layer.merged_adapters.clear()
+                layer.reset_lora_parameters("default", True)
+        if state.global_step == 3:
+            with torch.no_grad():  # a write that no sample of a large weight sees
+                model.base_model.model.lm_head.weight[0, 1].add_(1.0)
+trainer.add_callback(Merges())
+if "native" """
+
+
+_WRITTEN = """
+from transformers import TrainerCallback
+class Writes(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **named):
+        weight = model.base_model.model.model.layers[0].mlp.down_proj.weight
+        if state.global_step == 3 and args.process_index == 0:
+            weight.data.to_local()[0, 0] += 1.0
+trainer.add_callback(Writes())
+if "native" """
+
+
 @pytest.mark.parametrize(
     "last_ranks",
     [
         None,
+        0,
         pytest.param(2, marks=pytest.mark.slow, id="averages"),
         pytest.param(3, marks=pytest.mark.slow, id="pattern"),
     ],
@@ -236,13 +264,16 @@ if "native" """
 def test_adapters_with_more_than_what_is_trained(
     server: ForkServer, tmp_path: Path, last_ranks: int | None
 ) -> None:
-    """X20. Half of each adapter is random and frozen; AdaLoRA masks ranks by averages.
+    """X20. Half of each adapter is random and frozen; ReLoRA merges; AdaLoRA masks by averages.
 
     The resumed run begins with other adapters.
     """
     program = ADAPTED.replace("1e-9", "1e-2")
     if last_ranks is None:
         program = program.replace(_FROZEN, _FROZEN + _HALF)
+    elif last_ranks == 0:
+        program = program.replace('if "native" ', _MERGED.lstrip("\n"))
+        program = program.replace("vocab_size=64", "vocab_size=640")
     else:
         config = f"AdaLoraConfig(init_r=4, target_r=2, tinit=1, tfinal={last_ranks}, total_step=7, "
         program = program.replace("LoraConfig(r=4, lora_dropout=0.1, ", config)
@@ -252,13 +283,69 @@ def test_adapters_with_more_than_what_is_trained(
     other = program.replace("    lora = ", "    set_seed(2)\n    lora = ")
     assert server.lines(other, tmp_path / "b", "resume", directory=tmp_path) == straight
     with Snapshot.open(PosixStorage(tmp_path / "b" / "holdfast"), step_dir(6)) as saved:
-        assert not any("base_layer" in key for key in saved.keys)
+        base = {key for key in saved.keys if "base_layer" in key or "lm_head" in key}
+        assert len(base) == (3 if last_ranks == 0 else 0)  # two that are merged, and the head
+
+
+RANKED = """
+import sys, torch, peft
+root, seed, framework = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(1)
+layers = [torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)]
+ranks = peft.AdaLoraConfig(
+    init_r=6, target_r=2, tinit=2, tfinal=4, total_step=40, target_modules=["0"])
+torch.manual_seed(seed)
+model = peft.get_peft_model(torch.nn.Sequential(*layers), ranks)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-1)
+data = torch.randn(12, 8, generator=torch.Generator().manual_seed(3))
+loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+if framework == "accelerate":
+    from accelerate import Accelerator
+    from holdfast.integrations.accelerate import AccelerateCheckpoints
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    checkpoints = AccelerateCheckpoints.resume(accelerator, root)
+else:
+    from lightning_fabric import Fabric
+    from holdfast.integrations.fabric import FabricCheckpoints
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(loader)
+    state = {"model": model, "optimizer": optimizer}
+    checkpoints = FabricCheckpoints.resume(fabric, root, state, loaders=[loader])
+for epoch in range(checkpoints.epoch, 3):
+    for batch in loader:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        model.base_model.update_and_allocate(checkpoints.step)
+        optimizer.zero_grad()
+        checkpoints.after_step(**({} if framework == "accelerate" else {"every": 0}))
+        if checkpoints.step == 5 and seed == 1:
+            checkpoints.save().result()
+            if "stop" in sys.argv:
+                sys.exit()
+checkpoints.close()
+averages = model.base_model.rankallocator.exp_avg_ipt
+print([p.tolist() for p in [*model.parameters(), *averages.values()]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["accelerate", "fabric"])
+def test_adapters_with_other_ranks_outside_of_the_trainer(
+    server: ForkServer, tmp_path: Path, framework: str
+) -> None:
+    """X20. AdaLoRA decides by averages which ranks to mask."""
+    straight = server.lines(RANKED, tmp_path / "a", 1, framework, directory=tmp_path)
+    server.lines(RANKED, tmp_path / "b", 1, framework, "stop", directory=tmp_path)
+    assert server.lines(RANKED, tmp_path / "b", 2, framework, directory=tmp_path) == straight
 
 
 @pytest.mark.slow
 def test_adapters_on_a_sharded_base_model(server: ForkServer, tmp_path: Path) -> None:
-    """X20. Sharded by FSDP2, resumed whole; another base model is refused."""
+    """X20. Sharded by FSDP2, one shard changed as the run goes on; resumed whole."""
     program = ADAPTED.replace("1e-9", "1e-2").replace(_BEST, "")
+    program = program.replace('if "native" ', _WRITTEN.lstrip("\n"))
     shards = sharded(program)
     named: dict[str, Any] = {"directory": tmp_path, "num_ranks": 2}
     straight = server.lines(shards, tmp_path / "a", "new", **named)

@@ -98,6 +98,7 @@ def test_hooks_means_and_schedules_of_lightning_go_on(
         ("a stream and a loader that begins again", (3, 6)),
         ("stopped by the module", (9,)),
         ("weights of 64 bits", (12,)),
+        ("adapters with other ranks", (5,)),
     ],
 )
 def test_habits_of_users_of_lightning_go_on(

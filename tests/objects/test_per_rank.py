@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
 
 from holdfast import (
+    RNG,
     AppliesLater,
     Checkpointer,
     Layout,
@@ -504,6 +505,54 @@ def test_positions_are_stored_with_the_shares_of_the_data(tmp_path: Path) -> Non
     old = of_torchdata(2, 0, 2)
     checkpointer.save(2, {"data": old.state_dict()})
     checkpointer.load({"data": of_torchdata(4, 0, 2)})
+
+
+@pytest.mark.parametrize("marker", [lambda loader: loader, AppliesLater])
+@pytest.mark.parametrize("num_batches", [3, 8, 12])
+def test_a_loader_continues_in_the_order_of_its_epoch(
+    tmp_path: Path, num_batches: int, marker: Any
+) -> None:
+    """O5: a load makes the iterator before the loop can set the epoch of the pass."""
+    pytest.importorskip("torchdata")
+    checkpointer = Checkpointer(tmp_path)
+
+    def epochs(first: int, loader: Any) -> Iterator[tuple[int, list[int]]]:
+        for epoch in range(first, 3):
+            loader.sampler.set_epoch(epoch)
+            yield from ((epoch, taken_of_one([batch])) for batch in loader)
+
+    run = epochs(0, loader := of_torchdata(2, 0, 2))
+    *_, (epoch, _) = itertools.islice(run, num_batches)
+    checkpointer.save(1, {"data": marker(loader)})
+    checkpointer.load({"data": marker(twin := of_torchdata(2, 0, 2))})
+    assert list(epochs(epoch, twin)) == list(run)
+
+
+def test_an_order_that_no_checkpoint_has_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """O5: torchdata skips as many samples of whatever order a sampler draws after a load."""
+    loader_of = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    generator = torch.Generator()
+    loaders = {
+        "drawn": loader_of(SAMPLES, sampler=SubsetRandomSampler(SAMPLES)),
+        "batches": loader_of(
+            SAMPLES, batch_sampler=BatchSampler(RandomSampler(SAMPLES), 2, drop_last=True)
+        ),
+        "shuffled": loader_of(SAMPLES, shuffle=True),
+        "own": loader_of(SAMPLES, shuffle=True, generator=generator),
+        "by epoch": of_torchdata(2, 0, 2),
+        "in order": loader_of(SAMPLES),
+        "counting": loader_of(SAMPLES, sampler=CountingSampler(SAMPLES, 2, 0)),
+    }
+    checkpointer = Checkpointer(tmp_path)
+    report = checkpointer.save(1, {**loaders, "rng": RNG()})
+    assert report.unstored == ["drawn.sampler", "batches.sampler", "own.generator"]
+    named = [record.getMessage() for record in caplog.records]
+    assert all(any(path in each for each in named) for path in report.unstored), named
+    assert not checkpointer.save(2, {**loaders, "rng": RNG()}).unstored
+    kept = {"own": loaders["own"], "rng": RNG(generators={"data": generator})}
+    assert not Checkpointer(tmp_path).save(3, kept).unstored
 
 
 def rows_of(shards: list[int]) -> Iterator[tuple[int, dict[str, int]]]:

@@ -381,3 +381,32 @@ def sharded(context: RankContext, root: str) -> list[str]:
 def test_a_sharded_optimizer_is_replaced_too(tmp_path: Path) -> None:
     for fresh in run_ranks(2, sharded, str(tmp_path)).results:
         assert fresh == ["optimizer.state.0.weight", "optimizer.state.0.bias"]
+
+
+def renamed(context: RankContext, root: str) -> list[str]:
+    """Rank 0 asks for its stage under another name; returns what it is told."""
+    stages = ["first", "second"]
+    mine = stages[context.rank]
+    with ProcessGroups.create(Layout(pp=2)) as groups:
+        checkpointer = Checkpointer(root, groups=groups)
+        checkpointer.save(1, {"model": nn.ModuleDict({mine: nn.Linear(2, 2)})})
+        messages = []
+        for exchange, ignored in ((True, False), (False, False), (True, True), (False, True)):
+            model = nn.ModuleDict({"begin" if context.rank == 0 else mine: nn.Linear(2, 2)})
+            before = copy.deepcopy(model.state_dict())
+            with pytest.raises(MismatchError) as caught:
+                checkpointer.load({"model": model}, exchange=exchange, ignore_unexpected=ignored)
+            assert not list(differences(before, model.state_dict()))
+            messages.append(str(caught.value))
+        checkpointer.load({"model": nn.ModuleDict({mine: nn.Linear(2, 2)})})
+        return messages
+
+
+def test_a_refusal_names_both_names_of_what_was_renamed(tmp_path: Path) -> None:
+    """E9: what no rank asks for, with what one rank lacks; no other rank has begun to read."""
+    first, second = run_ranks(2, renamed, str(tmp_path)).results
+    for message in (*first, *second):
+        assert "lacks 2 entries that the state asks for: model.begin.weight" in message
+    for message in (*first[:2], *second[:2]):
+        assert "holds 2 entries that the state does not ask for: model.first.weight" in message
+        assert "second" not in message

@@ -245,6 +245,20 @@ def of_partial(o: Any, warmup: int) -> Any:
     return schedules.LambdaLR(o, [lambda _: 1.0, partial(inverse_root, warmup=warmup)])
 
 
+class Warmup:
+    """Has the rule as a method, and is callable itself; counts the calls."""
+
+    def __init__(self, warmup: int) -> None:
+        self.warmup, self.calls = warmup, 0
+
+    def __call__(self, epoch: int) -> float:
+        self.calls += 1
+        return inverse_root(epoch, warmup=self.warmup)
+
+    def of_epoch(self, epoch: int) -> float:
+        return self(epoch)
+
+
 def in_sequence(o: Any, warmup: int) -> Any:
     parts = [of_function(o, warmup), schedules.ConstantLR(o), of_partial(o, warmup)]
     return schedules.SequentialLR(o, parts, milestones=[2, 3])
@@ -267,6 +281,8 @@ class Wrapped:
 FUNCTIONS: dict[str, tuple[Callable[[Any, int], Any], str]] = {
     "function": (of_function, ""),
     "partial": (of_partial, ""),
+    "method": (lambda o, warmup: schedules.LambdaLR(o, Warmup(warmup).of_epoch), ""),
+    "object in a partial": (lambda o, warmup: schedules.LambdaLR(o, partial(Warmup(warmup))), ""),
     "sequence": (in_sequence, "._schedulers.0"),
     "chain": (in_chain, "._schedulers.0"),
     "wrapped": (lambda o, warmup: Wrapped(of_partial(o, warmup)), ".scheduler"),
@@ -298,6 +314,19 @@ def test_a_schedule_by_another_function_is_named(
                 assert ("other rates" in report.summary()) == bool(named) == bool(caplog.records)
                 assert report.of("scheduler").other_rates == named
                 caplog.clear()
+
+
+def test_the_object_of_a_rule_is_left_as_it_is(tmp_path: Path) -> None:
+    """R1: a load asks for the rate of the last epoch, which is no call of the loop."""
+    rules = Warmup(10), Warmup(10)
+    optimizer = SGD(net(0).parameters(), lr=0.1)
+    parts = [schedules.LambdaLR(optimizer, rule) for rule in (rules[0].of_epoch, partial(rules[1]))]
+    state = {"scheduler": schedules.ChainedScheduler(parts, optimizer=optimizer)}
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, state)
+    before = [rule.calls for rule in rules]
+    checkpointer.load(state)
+    assert [rule.calls for rule in rules] == before
 
 
 def test_a_gradient_scaler_is_kept(tmp_path: Path) -> None:

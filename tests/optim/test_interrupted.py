@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -237,6 +239,82 @@ def test_an_error_or_interrupt_of_one_rank_is_raised_on_all(way: str) -> None:
         for each in (first, second):
             # One may hear of the other before it comes to its own.
             assert all(told in text for text in each[f"{error.__name__} (0, 1)"])
+
+
+LAUNCHING = {
+    **dict.fromkeys(("_launch_next", "_launch"), "reducer"),
+    "launch_reduction": "buckets",
+    **dict.fromkeys(("reduce_scatter", "start"), "collectives"),
+    **dict.fromkeys(("__call__", "_launch", "watched", "wait_now"), "launch_log"),
+}
+"""Functions that launch collectives, and the modules they are in."""
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt where Python looks for signals the n-th time in `LAUNCHING`.
+
+    It looks after each call of C code, and where a function of Python starts.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __enter__(self) -> InterruptAt:
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+    def _profile(self, frame: FrameType, event: str, function: object) -> None:
+        module = str(frame.f_globals.get("__name__")).rpartition(".")[2]
+        is_place = module in LAUNCHING.values() and frame.f_code.co_name in LAUNCHING
+        if is_place and event in ("call", "c_return"):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt(f"{function} in {frame.f_code.co_name}")
+
+
+def interrupted_in_launches(context: RankContext, way: str, stride: int) -> int:
+    """Return after how many interrupts steps were those of a run without any."""
+    with ProcessGroups.create(Layout(dp=2), data_timeout_s=60) as groups:
+        undisturbed, trained = Trained(way, groups), Trained(way, groups)
+        assert trained.step(0) == undisturbed.step(0)
+        for count in range(1000):
+            interrupt = InterruptAt(1 + count * stride)
+            with (
+                suppress(KeyboardInterrupt, HoldfastError),
+                interrupt if context.rank else nullcontext(),
+            ):
+                trained.microbatch(1, 0, fail=False)
+                trained.microbatch(1, NUM_MICROBATCHES - 1, fail=False)
+            trained.taker.drop_gradients()
+            assert trained.step(count) == undisturbed.step(count), count
+            left = torch.tensor([float(interrupt.left)])
+            dist.broadcast(left, src=1)
+            if left > 0:
+                return count
+    raise AssertionError("launches have no end")
+
+
+@pytest.mark.parametrize(
+    ("way", "stride"),
+    [
+        ("sharded 2", 7),
+        ("fsdp optim_grads_params", 23),
+        *(
+            pytest.param(way, 1, marks=pytest.mark.slow)
+            for way in ("sharded 1", "sharded 2", "fsdp optim_grads_params", "fsdp no_shard")
+        ),
+    ],
+)
+def test_an_interrupt_in_a_launch_comes_before_it_or_after_it(way: str, stride: int) -> None:
+    """I1: between a launch and its count it was launched again, and met another one's bytes.
+
+    Gloo ended the process, or gradients were wrong from then on.
+    """
+    first, second = run_ranks(2, interrupted_in_launches, way, stride, timeout_s=280).results
+    assert first == second > 3
 
 
 def interrupted_within_another(context: RankContext) -> tuple[list[str], list[float]]:

@@ -53,10 +53,10 @@ def called(groups: ProcessGroups) -> Iterator[list[Call]]:
     calls: list[Call] = []
     real = {op: getattr(collectives, op) for op in ("reduce_scatter", "all_gather", "all_reduce")}
 
-    def noted(op: str, *args: Any) -> Any:
+    def noted(op: str, *args: Any, **options: Any) -> Any:
         purpose = next(name for name in groups.held() if groups.group(name) is args[-1])
         with LaunchRecorder(groups) as recorder:
-            work = real[op](*args)
+            work = real[op](*args, **options)
         launches = recorder.launches
         assert {launch.purpose for launch in launches} == {purpose}
         others = len(groups.ranks(purpose)) - 1

@@ -30,6 +30,7 @@ from holdfast.checkpoint.load.requests import (
     encode_request,
     find_dropped,
     find_unexpected,
+    not_ignored,
     paths_of_sources,
     refuse_needed,
 )
@@ -224,10 +225,10 @@ class Loader:
             state = dict.fromkeys(files.manifest.parts, Stored(all_ranks=True))
         matcher, parts, memory = self._match(files, state, options)
         result = matcher.result
-        raise_mismatch(result, chosen, files.manifest.parts)
-        _refuse_left_over(written, result, chosen)
+        if result.fits:
+            _refuse_left_over(written, result, chosen)
         executor, unexpected, dropped = self._agree_on_reads(
-            files, hosts, result, memory, parts, options, before
+            files, hosts, result, memory, parts, options, before, step=chosen
         )
         job = self._fill(executor, files, result, written)
         values = self._restore(matcher, parts)
@@ -291,8 +292,13 @@ class Loader:
         parts: Sequence[PartRequest],
         options: LoadOptions,
         requests_before: Counter[str],
+        *,
+        step: int,
     ) -> tuple[LoadExecutor, list[str], list[str]]:
         """Plan the reads, and check the requests of all ranks.
+
+        A rank that cannot load what is stored says so here, and not before: only now it knows what
+        no rank requests, such as the other name of an entry that it lacks.
 
         Returns:
             The reads; what no rank requests; and what no rank takes of the values per coordinate.
@@ -313,7 +319,7 @@ class Loader:
             requests_before=requests_before,
         )
         is_shared = control.size > 1 and self._may_share(hosts, options)
-        if not is_shared:
+        if not is_shared and result.fits:
             executor.plan()
         known = paths_of_sources(parts, self._codecs)
         boxes_sent = executor.boxes if is_shared else None
@@ -322,7 +328,10 @@ class Loader:
         requests = [msgspec.msgpack.decode(data, type=LoadRequest) for data in payloads]
         stored = files.manifest.parts
         ignore = options.ignore_unexpected
-        unexpected = find_unexpected(stored, requests, self._codecs, known=known, ignore=ignore)
+        unexpected = find_unexpected(stored, requests, self._codecs, known=known)
+        raise_mismatch(result, step, stored, not_ignored(unexpected, ignore))
+        if not all(request.fits for request in requests):
+            control.agree(None, phase="load: match")  # raises what other ranks have raised
         refuse_needed(stored, requests, ignore=ignore)
         checks = [request.checks for request in requests]
         check_consistency(control.ranks, checks, warn=control.is_coordinator)
@@ -398,6 +407,9 @@ class Loader:
                 template = part.template(
                     StoredPart(node, tensors, name, self._codecs, matcher.may_miss, versions)
                 )
+            except MismatchError as error:
+                matcher.result.mismatched.append(str(error))
+                continue  # what else differs is named with it
             except Exception as error:
                 if not isinstance(error, HoldfastError):
                     error.add_note(f"state part '{name}'")
@@ -564,13 +576,16 @@ def describe_fallbacks(failed: Sequence[FellBack]) -> str:
     return "; ".join(f"step {each.step} is damaged: {each.why}" for each in failed)
 
 
-def raise_mismatch(result: MatchResult, step: int, stored: Iterable[str]) -> None:
+def raise_mismatch(
+    result: MatchResult, step: int, stored: Iterable[str], unexpected: Sequence[str]
+) -> None:
     """Raise MismatchError with everything that does not fit and what to do; nothing if all fits.
 
     Args:
         result: What was matched.
         step: The step of the checkpoint.
         stored: The names of its parts: one that is misspelled in the state is missing here.
+        unexpected: What no rank requests, and nobody has agreed to leave.
     """
     sentences = []
     if result.missing:
@@ -599,11 +614,18 @@ def raise_mismatch(result: MatchResult, step: int, stored: Iterable[str]) -> Non
             f"{some_of(result.unagreed)} (allow_missing=[patterns] agrees to that, as in "
             f"{_patterns(result.unagreed)})"
         )
+    if unexpected:
+        sentences.append(
+            f"the checkpoint holds {counted(len(unexpected), 'entry')} that the state does not ask "
+            f"for: {some_of(unexpected)} (ignore_unexpected=[patterns], or True for all, leaves "
+            f"them)"
+        )
     if sentences:
         raise MismatchError(
             f"step {step}: " + "; ".join(sentences),
             details={
                 "missing": result.missing,
+                "unexpected": list(unexpected),
                 "mismatched": result.mismatched,
                 "unagreed": result.unagreed,
                 "steps": [step],

@@ -16,7 +16,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.packed_ints import PackedBoxes, pack_boxes, squeeze, unpack_boxes, unsqueeze
-from holdfast.errors import CorruptionError, MismatchError, counted, shorten_ranks, some_of
+from holdfast.errors import CorruptionError, MismatchError, shorten_ranks, some_of
 from holdfast.format.values import Codecs, Node, is_per_rank, is_plain_dict, walk
 from holdfast.parallel import Layout
 from holdfast.state.coordinates import ConsistencyCheck, matches
@@ -80,12 +80,14 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
         boxes: See `encode_boxes`; empty if nothing is exchanged.
         taken: What it takes of values per coordinate.
         checks: What has to be equal on several ranks after the load.
+        fits: False if the rank cannot load what is stored.
     """
 
     used: dict[str, bytes | None]
     boxes: bytes
     taken: list[TakenLabels] = []
     checks: list[ConsistencyCheck] = []
+    fits: bool = True
 
 
 def encode_boxes(boxes: BoxTable) -> bytes:
@@ -151,6 +153,7 @@ def encode_request(
             boxes=b"" if boxes is None else encode_boxes(boxes),
             taken=taken_of(result.per_rank_uses, {each.name: each.node for each in parts}),
             checks=result.checks,
+            fits=result.fits,
         )
     )
 
@@ -161,12 +164,10 @@ def find_unexpected(
     codecs: Codecs,
     *,
     known: Mapping[str, list[str]],
-    ignore: bool | Sequence[str],
 ) -> list[str]:
-    """Stored entries of closed parts that no rank requests; an error unless allowed.
+    """Stored entries of closed parts that no rank requests.
 
-    `known` is what `paths_of_sources` returns for this rank's parts. `ignore` allows all, none, or
-    those whose paths fit one of its patterns.
+    `known` is what `paths_of_sources` returns for this rank's parts.
 
     Ranks may request different parts (modules on their own layouts) and different entries
     (pipeline stages): an entry is unexpected if none of them requests it. Example, a part with
@@ -194,15 +195,13 @@ def find_unexpected(
             packed = np.frombuffer(zlib.decompress(bits), dtype=np.uint8)
             touched |= np.unpackbits(packed, count=len(paths))
         unexpected += [paths[i] for i in np.flatnonzero(touched == 0).tolist()]
-    patterns = ("*",) if ignore is True else () if ignore is False else ignore
-    refused = [path for path in unexpected if not matches(path, patterns)]
-    if refused:
-        raise MismatchError(
-            f"the checkpoint holds {counted(len(refused), 'entry')} that the state does "
-            f"not ask for: {some_of(refused)}; pass "
-            f"ignore_unexpected=[patterns], or True for all, to leave them"
-        )
     return unexpected
+
+
+def not_ignored(paths: Sequence[str], ignore: bool | Sequence[str]) -> list[str]:
+    """Return the paths that the caller has not agreed to leave: all, none, or by patterns."""
+    patterns = ("*",) if ignore is True else () if ignore is False else ignore
+    return [path for path in paths if not matches(path, patterns)]
 
 
 def refuse_needed(
@@ -211,12 +210,11 @@ def refuse_needed(
     """Raise MismatchError if a part says that it must not be left out, and no rank requests it.
 
     An optional part says so by a text `needed` in the value of a rank. `ignore` is that of
-    `find_unexpected`, for the names of parts.
+    `not_ignored`, for the names of parts.
     """
     requested = {source for request in requests for source in request.used}
-    patterns = ("*",) if ignore is True else () if ignore is False else ignore
     for name, node in parts.items():
-        if name in requested or not is_per_rank(node) or matches(name, patterns):
+        if name in requested or not is_per_rank(node) or not not_ignored([name], ignore):
             continue
         for value in node["v"].values():
             needed = value.get("needed") if is_plain_dict(value) else None

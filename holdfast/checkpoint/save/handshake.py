@@ -213,7 +213,7 @@ class AgreedSave:
             seconds=phases.seconds,
             starts=phases.starts,
             skipped=plan is None,
-            unstored=self.local.flat.unstored,
+            unstored=[*self.local.flat.unstored, *self.local.flat.unstored_orders],
             new_root=self.new_root and plan is not None,
         )
 
@@ -347,6 +347,8 @@ class Handshake:
             local = self.planner.flatten(state)
             if local.flat.unstored:
                 warn_of_unstored(local.flat.unstored, self._groups.rank)
+            for path, why in local.flat.unstored_orders.items():
+                _LOG.warning("rank %s: %s is not stored: %s", self._groups.rank, path, why)
             plan = self._plan_at_hand(local, compares)
         # Phase 2, one collective: every rank learns what all request, and which plan each holds.
         with phases.timed("plan"):

@@ -205,6 +205,9 @@ class Connections:
         """Accepted connections, with the part of their hello that has arrived."""
         self._from: dict[int, IncomingStream] = {}
         self._to: dict[int, OutgoingStream] = {}
+        self.after_s = math.inf
+        """Seconds of one wait after which `when_long` is called."""
+        self.when_long: Callable[[], object] | None = None
         # Last: a rank that finds the address can connect.
         port = self._listener.getsockname()[1]
         try:
@@ -284,6 +287,10 @@ class Connections:
                 for each in (self._listener, *self._unnamed):
                     poll.register(each, select.POLLIN)
         left = deadline - time.monotonic()
+        if self.when_long is not None and left > self.after_s:
+            if not poll.poll(math.ceil(self.after_s * 1000)):
+                self.when_long()
+            left = deadline - time.monotonic()
         # Rounded up: a wait of less than a millisecond would spin.
         if left <= 0 or not poll.poll(math.ceil(left * 1000)):
             return False

@@ -9,11 +9,12 @@ collective.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
+from weakref import WeakSet
 
 import msgspec
 
@@ -50,6 +51,22 @@ class FailureNotice(msgspec.Struct, frozen=True, array_like=True):
     """True if all ranks have raised this error already."""
     depth: int
     """Number of the rank's guards that are still open around the error."""
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a rank is between two calls of all ranks."""
+
+    waits_in: str
+    """The phase of the call that it waits in; empty if it waits in something else."""
+    places: dict[str, list[Any]]
+    """Its places in what ranks do outside of `control`, by keys equal on all ranks."""
+
+
+class Noted(Protocol):
+    """Knows how far this rank is in something that ranks do together."""
+
+    def places(self) -> Mapping[str, list[Any]]:
+        """Return `Note.places`."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -189,13 +206,17 @@ class Control:
         self._most_s = float("inf")
         """No call waits longer, see `_waiting_less_after`."""
         self.is_out_of_sync = False
-        """True if the last call met ranks in other calls."""
+        """True if the last call met ranks in other phases or operations."""
         self._is_midway = False
         """True while other ranks may wait for bytes of this one, see `_calling`."""
         self.scope: GuardScope | None = None
         """The innermost guarded operation in progress, kept by `Guard`."""
         self.shared_error: BaseException | None = None
         """The last error that left a guard on all ranks, kept by `Guard`."""
+        self.noted: WeakSet[Noted] = WeakSet()
+        """What `leave_note` takes notes of."""
+        if transport is not None:
+            transport.call_in_long_waits(self._leave_note_in)
 
     @classmethod
     def single(cls, *, rank: int = 0, name: str = "model") -> Control:
@@ -434,20 +455,32 @@ class Control:
         """
         return None if self._transport is None else self._transport.announced(self._sequence + 1)
 
-    def leave_note(self, text: str) -> None:
-        """Leave a text for ranks that look, `note_of`, before the next call of all ranks.
+    def leave_note(self) -> None:
+        """Let ranks that look, `note_of`, know how far this one is before the next call of all.
+
+        A rank that waits long in a call leaves one by itself.
 
         Cost: one request to the store; none for one rank.
         """
         if self._transport is not None:
-            self._transport.note(self._sequence + 1, text)
+            self._transport.note(self._sequence + 1, self._note(waits_in=""))
 
-    def note_of(self, rank: int) -> str | None:
-        """Return the text that a rank has left since the last call of all ranks, if it has.
+    def note_of(self, rank: int) -> Note:
+        """Return what a rank has left since the last call of all ranks; an empty note if nothing.
 
         Cost: at most two requests to the store.
         """
-        return None if self._transport is None else self._transport.noted(rank, self._sequence + 1)
+        text = self._transport and self._transport.noted(rank, self._sequence + 1)
+        return msgspec.json.decode(text, type=Note) if text else Note(waits_in="", places={})
+
+    def _leave_note_in(self, phase: str) -> None:
+        """Leave a note in a call that waits."""
+        if self._transport is not None:
+            self._transport.note(self._sequence, self._note(waits_in=phase))
+
+    def _note(self, *, waits_in: str) -> str:
+        places = {key: each for noted in [*self.noted] for key, each in noted.places().items()}
+        return msgspec.json.encode(Note(waits_in=waits_in, places=places)).decode()
 
     def exchange(
         self,
@@ -564,6 +597,7 @@ class Control:
     ) -> NoReturn:
         """Receive the failure notices of all `FAILED` frames in full, and raise them."""
         failed = [index for index, frame in enumerate(frames) if frame.operation == FAILED]
+        self.is_out_of_sync = len({frame.phase_digest for frame in frames}) > 1
         payloads = [frame.inline for frame in frames]
         longest = max(frames[index].length for index in failed)
         if longest > INLINE_NBYTES and self._transport is not None:

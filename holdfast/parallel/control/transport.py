@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _PROGRESS_WAIT_S = 1.5
 """Time for the others to post their progress before a rank is called missing or silent; also the
 limit of a request to the store."""
+_LONG_S = 1.0
+"""A wait that has lasted so long is noted for ranks that look."""
 _EXPLAIN_S = 3.0
 """Time in which the store must have named who is missing; see `BoundedStore.within`."""
 
@@ -69,7 +71,12 @@ class Transport:
         self._broken = ""
         self._is_closed = False
         self._connections = Connections(index=self._index, store=store)
+        self._connections.after_s = _LONG_S
         self._post("created")
+
+    def call_in_long_waits(self, call: Callable[[str], object]) -> None:
+        """Call this from now on when a wait lasts, with the phase."""
+        self._connections.when_long = lambda: call(self._phase)
 
     @property
     def is_broken(self) -> bool:

@@ -92,6 +92,24 @@ def mixed_orders(differs: Mapping[int, str] | None, *, ranks: Sequence[int]) -> 
     )
 
 
+def missing_launch(what: str, *, rank: int, other: int, waits_in: str) -> PlanError:
+    """Return the error of ranks that wait for each other in different places.
+
+    Args:
+        what: was launched.
+        rank: that has launched it.
+        other: that has not.
+        waits_in: where that one waits for the first, in words.
+    """
+    return PlanError(
+        f"rank {rank} waits in {what}, which rank {other} has not launched; that one waits in "
+        f"{waits_in}. All ranks of a data axis run the same units equally often, "
+        f"in an evaluation, too: where a rank has no rows left, let it run others and leave out "
+        f"what they give, or end on all ranks after as many batches",
+        details={"ranks": [rank, other]},
+    )
+
+
 def _unpack(payload: bytes) -> dict[str, int]:
     return msgspec.msgpack.decode(payload, type=dict[str, int]) if payload else {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -34,6 +35,8 @@ class ListedOrder:
     """By mark, launches behind it; the first is `LaunchOrder.unsaved`."""
     kept: list[Launched] = field(default_factory=list)
     """Those of all users that are not folded."""
+    num_forgotten: Counter[int] = field(default_factory=Counter)
+    """By mark: other ranks' notes from before mean other launches."""
 
     def __post_init__(self) -> None:
         assert [self.order.add(f"unit {number}") for number in NUMBERS] == [*NUMBERS]
@@ -62,6 +65,8 @@ class ListedOrder:
     def forget(self, user: int) -> None:
         self.order.forget(self.marks[user])
         self.lists[user], self.lists[0] = [], []
+        self.num_forgotten[user] += 1
+        self.num_forgotten[0] += 1
 
     def take_back(self, user: int, numbers: set[int]) -> None:
         self.order.take_back(self.marks[user], numbers)
@@ -80,14 +85,18 @@ class ListedOrder:
         kept = {*map(id, self.kept)}
         return [x for x in self.lists[user] if id(x) in kept]
 
-    def progress(self, user: int) -> LaunchProgress:
-        return self.order.progress(self.marks[user], communicator="dp", ranks=(0, 1))
+    def progress(self, user: int, *, at: int | None = None) -> LaunchProgress:
+        """As seen by a rank that waits in one of `last`, or in none."""
+        waited = 0
+        if at is not None:
+            waited = self.order.num_launches() - len(self.last(user)) + at + 1
+        return self.order.progress(self.marks[user], communicator="dp", ranks=(0, 1), waited=waited)
 
     def check(self) -> None:
         for user, (mark, listed) in enumerate(zip(self.marks, self.lists, strict=True)):
             assert self.order.has_uncompared(mark) == bool(listed)
             assert self.order.names(mark) == [f"unit {x.number}" for x in self.last(user)]
-            assert self.progress(user).key == f"dp/{user}"
+            assert self.progress(user).key == f"dp/{user}/{self.num_forgotten[user]}"
 
 
 def numbers_of(launches: list[Launched]) -> list[int]:
@@ -102,11 +111,27 @@ def check_notes(rank: ListedOrder, user: int, note: list[object], other: ListedO
         other.lists[user][:num_folded]
     ) and num_folded == len(other.lists[user]) - len(theirs)
     first = numbers_of(own)[: len(theirs)]
-    has_met = is_alike and len(theirs) <= len(own) and first != numbers_of(theirs)
+    shown = [*zip(numbers_of(own), numbers_of(theirs), strict=False)][max(len(theirs) - SHOWN, 0) :]
+    if len(theirs) <= len(own):
+        has_met = is_alike and first != numbers_of(theirs)
+    else:
+        has_met = is_alike and any(a != b for a, b in shown)
     progress = rank.progress(user)
     assert progress.has_met_others(note) == has_met
+    borders = {len(own) - 1, len(theirs)}
+    for at in borders & {*range(len(own))}:
+        waits = rank.progress(user, at=at)
+        is_awaited = is_alike and at >= len(theirs)
+        assert waits.awaited_from(note) == (f"unit {own[at].number}" if is_awaited else None)
+    borders = {len(own), len(theirs) - 1, len(theirs) - SHOWN, len(theirs) - SHOWN - 1}
+    for at in borders & {*range(len(theirs))}:
+        name = f"unit {theirs[at].number}" if at >= len(theirs) - SHOWN else "something"
+        is_awaited = is_alike and at >= len(own)
+        waited = other.progress(user, at=at).note()
+        assert progress.awaited_by(waited) == (name if is_awaited else None)
+    assert progress.awaited_from(note) is progress.awaited_by(note) is None  # none waits
     if has_met:
-        pairs = [*zip(first, numbers_of(theirs), strict=True)][-SHOWN:]
+        pairs = shown
         met = next(((f"unit {a}", f"unit {b}") for a, b in pairs if a != b), None)
         assert progress.first_met(note) == met
 
