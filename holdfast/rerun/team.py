@@ -44,6 +44,9 @@ class HasSteps(Protocol):
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
 
+    def latest(self) -> int | None:
+        """Wait for writers that have outlived an earlier run; return the newest step."""
+
 
 Root = TypeVar("Root", bound=HasSteps)
 
@@ -419,6 +422,8 @@ class Team:
         answer, error = b"", None
         try:
             if self._control.is_coordinator:
+                good.latest()  # a writer may still commit what a killed process has saved
+                faults.latest()
                 answer = _best(good.steps(), faults.steps(), past)
         except HoldfastError as reason:
             error = reason

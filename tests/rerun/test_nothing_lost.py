@@ -508,3 +508,22 @@ def test_a_disabled_machine_refuses_at_once(groups: ProcessGroups, tmp_path: Pat
     loop = Loop(groups, tmp_path, mode="disabled")
     with pytest.raises(FaultError, match="NaN"):
         loop.run(1, loop.machine.replayable(loop.source()), {0: 1})
+
+
+def test_a_resume_waits_for_what_a_killed_process_has_saved(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D9: its writer may still commit a checkpoint, which is the one to continue from."""
+
+    class Root:
+        committed = False
+
+        def latest(self) -> int:
+            self.committed = True
+            return 4
+
+        def steps(self) -> list[int]:
+            return [2, 4] if self.committed else [2]
+
+    good, faults = Root(), Root()
+    assert Loop(groups, tmp_path).machine.resume_point(good, faults) == (faults, 4)
