@@ -323,6 +323,8 @@ class Course:
             return self._drop_fault(f"its verdict is known: {words}")
         if at != step:
             return self._drop_fault(f"the run continues at step {step}")
+        if self.fault.experts not in (None, self.team.experts):  # the same on all ranks
+            return self._drop_fault("experts are laid out otherwise here, so no rank does its work")
         # Starts on devices that were never tried are not counted against the fault.
         if history.num_restarts >= self._limits.max_restarts and is_known:
             self._give_up(at, history)
@@ -910,6 +912,7 @@ class Course:
             suspects=[*suspects.values()],
             batches=batches.kept() if isinstance(batches, ReplayableBatches) else None,
             replayed=self._replayed.kept(codecs=self.codecs),
+            experts=self.team.experts,
         )
         self.enter(judgement.event)
         verdict = heaviest([each for each in judgement.verdicts if each is not None])

@@ -6,6 +6,7 @@
     statistics  differences between two runs, by call
     fault       the pending fault and everything that its rerun needs, see `PendingFault`; or None
     needed      why a load without a machine would lose something; empty if it would not
+    modules     a digest of where several modules are, which coordinates do not tell; or empty
 
 Saves without a pending fault have the same leaves from step to step, so that one plan serves them
 all. A pending fault adds its own leaves below `fault`: batches have any number and shape.
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import ConfigError, CorruptionError
+from holdfast.format.values import is_plain_dict
 from holdfast.parallel.layout import Layout
 from holdfast.rerun.attempt import Call, Suspect
 from holdfast.rerun.attribution import ValueRun
@@ -39,6 +41,7 @@ class PendingFault(msgspec.Struct, frozen=True, kw_only=True):
         batches: of the step, see `ReplayableBatches.kept`; None if the loop does not take its
             batches from the machine.
         replayed: random streams and buffers at the start of the step, see `Replayed.kept`.
+        experts: how experts were laid out, which coordinates do not tell; None if it is not known.
     """
 
     fault: str
@@ -50,6 +53,7 @@ class PendingFault(msgspec.Struct, frozen=True, kw_only=True):
     suspects: list[Suspect]
     batches: list[Any] | None
     replayed: Any
+    experts: str | None = None
 
     def suspects_by_call(self, later: Mapping[Call, Sequence[ValueRun]]) -> dict[Call, Suspect]:
         """Return the suspects, with the trials of starts since the fault was kept.
@@ -90,6 +94,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     statistics: dict[str, Any] = {}
     fault: PendingFault | None = None
     needed: str = ""
+    modules: str = ""
 
     def tree(self) -> dict[str, Any]:
         """Return the entry as a tree that a state can hold."""
@@ -115,24 +120,44 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
             raise CorruptionError(f"the entry is damaged: {error}") from error
 
 
-def pick_entries(request: PerRankRequest) -> tuple[PerRankSource, bool]:
+def pick_entries(request: PerRankRequest, *, modules: str) -> tuple[PerRankSource, bool]:
     """Return the entries that a rank reads, and True if that is its own one.
 
-    Under another layout a rank reads one entry of each pipeline stage. A pending fault is useless
-    there, but what rules have learned is not.
+    Under another layout, or with modules on other ranks, a rank reads the first entries that
+    together have every call. A pending fault is useless there, but what rules have learned is not.
+
+    Args:
+        request: of this rank.
+        modules: a digest of where several modules are here; empty without them.
     """
     here = request.here
-    if _is_of_layout(request.stored, layout=request.layout, axes=request.axes, path=request.path):
+    is_of_layout = _is_of_layout(
+        request.stored, layout=request.layout, axes=request.axes, path=request.path
+    )
+    if is_of_layout and all(_modules_of(each) == modules for each in request.stored.values()):
         return PerRankSource(labels=(here,), here=here, is_picked=True), True
-    # The first label of each stage by coordinate, so that every rank picks the same ones.
-    first: dict[int, tuple[list[int], str]] = {}
-    for label in request.stored:
-        at = parse_label(label)
-        stage = at.get("pp", 0)
-        order = [at[axis] for axis in sorted(at) if axis != "pp"], label
-        first[stage] = min(first.get(stage, order), order)
-    labels = tuple(label for _, (_, label) in sorted(first.items()))
-    return PerRankSource(labels=labels, here=here, is_picked=True), False
+    # In the order of coordinates, so that every rank picks the same ones.
+    known: set[str] = set()
+    labels: list[str] = []
+    for label in sorted(request.stored, key=lambda each: [*sorted(parse_label(each).items())]):
+        calls = _calls_of(request.stored[label])
+        if not labels or calls - known:
+            labels.append(label)
+            known |= calls
+    return PerRankSource(labels=tuple(labels), here=here, is_picked=True), False
+
+
+def _modules_of(node: Any) -> object:
+    """Return the digest in a stored entry; any may be damaged, and is then found to be later."""
+    return node.get("modules", "") if is_plain_dict(node) else ""
+
+
+def _calls_of(node: Any) -> set[str]:
+    """Return the calls of which the rules of a stored entry have learned something."""
+    learned = node.get("learned") if is_plain_dict(node) else None
+    if isinstance(learned, dict) and not is_plain_dict(learned):  # of names that would be tags
+        learned = dict(learned.get("v", ()))
+    return set(learned or ())
 
 
 def _is_of_layout(

@@ -580,6 +580,7 @@ class RerunMachine(OptionalPart):
             statistics=self.statistics.state_dict(),
             fault=self.fault,
             needed=self._needed(),
+            modules=self._course.team.modules,
         )
         return PerRank(entry.tree(), axes=DENSE_AXES, missing="keep", surplus="drop")
 
@@ -603,7 +604,8 @@ class RerunMachine(OptionalPart):
         del stored
 
         def pick(request: PerRankRequest) -> PerRankSource:
-            source, self._is_own_layout = pick_entries(request)
+            modules = self._course.team.modules
+            source, self._is_own_layout = pick_entries(request, modules=modules)
             return source
 
         return PickedPerRank(Stored(), axes=DENSE_AXES, missing="keep", surplus="drop", pick=pick)

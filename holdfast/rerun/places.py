@@ -8,6 +8,8 @@ and a verdict is about the devices of that set.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
@@ -200,6 +202,22 @@ def replicas_of(model: Layout | ModuleLayouts) -> list[tuple[int, ...]]:
             if len(replicas[-1]) < len(ranks) or [*replicas[-1]] != [*replicas[0]]:
                 return []
     return [tuple(each.values()) for each in replicas]
+
+
+def modules_digest(model: Layout | ModuleLayouts) -> str:
+    """Return a digest of which part of which module each rank has; empty for one layout.
+
+    The coordinates of a union of modules number its ranks, and do not tell.
+    """
+    if not isinstance(model, ModuleLayouts):
+        return ""
+    position = {rank: i for i, rank in enumerate(model.union.ranks)}
+    parts = {}
+    for module, layout in model.items():
+        fields = layout.to_dict() | {"ranks": [position[rank] for rank in layout.ranks]}
+        parts[module] = {name: value for name, value in fields.items() if name != "name"}
+    text = json.dumps([parts, sorted(model.edges)], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _union(model: Layout | ModuleLayouts) -> Layout:

@@ -18,13 +18,21 @@ from torch import nn
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError, disagreement
 from holdfast.optim.norms import LayoutSum
 from holdfast.parallel import ProcessGroups
-from holdfast.parallel.layout import DENSE_AXES
+from holdfast.parallel.layout import DENSE_AXES, Layout
 from holdfast.rerun.attempt import Attempt, AttemptReport
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.entry import PendingFault
 from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.journal import FaultHistory, Journal, Past
-from holdfast.rerun.places import FedBy, Feeders, Place, odd_ones, partner_ranks, replicas_of
+from holdfast.rerun.places import (
+    FedBy,
+    Feeders,
+    Place,
+    modules_digest,
+    odd_ones,
+    partner_ranks,
+    replicas_of,
+)
 from holdfast.rerun.states import ExitCode, Verdict
 from holdfast.rerun.training_state import MAX_NAMED
 from holdfast.state.coordinates import coordinate_label
@@ -35,6 +43,9 @@ class HasSteps(Protocol):
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
+
+    def latest(self) -> int | None:
+        """Wait for writers that have outlived an earlier run; return the newest step."""
 
 
 Root = TypeVar("Root", bound=HasSteps)
@@ -117,6 +128,19 @@ class Team:
     def partners(self) -> dict[int, int]:
         """For each rank the one with its part of the model in the next data replica, if any."""
         return partner_ranks(self._model)
+
+    @cached_property
+    def modules(self) -> str:
+        """A digest of where several modules are, see `modules_digest`."""
+        return modules_digest(self._model)
+
+    @property
+    def experts(self) -> str:
+        """How experts are laid out; empty without them, or if modules have layouts of their own."""
+        layout = self._model
+        if not isinstance(layout, Layout) or not layout.has_experts:
+            return ""
+        return f"expt_tp={layout.expt_tp},ep={layout.ep}"
 
     @property
     def served_rank(self) -> int:
@@ -398,6 +422,8 @@ class Team:
         answer, error = b"", None
         try:
             if self._control.is_coordinator:
+                good.latest()  # a writer may still commit what a killed process has saved
+                faults.latest()
                 answer = _best(good.steps(), faults.steps(), past)
         except HoldfastError as reason:
             error = reason

@@ -67,6 +67,8 @@ class TrainingState:
         self._idle: list[_DropsGradients] = []
         self._with_nan: set[str] = set()
         """Buffers that had a NaN at the first look."""
+        self._with_infinity: set[str] = set()
+        """Parameters without a gradient that had an infinity then, and no NaN: masks."""
         self._settings: list[list[dict[str, Any]]] = []
         self._added: set[str] = set()
         """Parameters to whose old gradients a rerun has added."""
@@ -233,7 +235,8 @@ class TrainingState:
         """Return the names of parameters and optimizer states with a NaN or an infinity.
 
         And of buffers with a NaN that they did not have at the first look: a mask of -inf is an
-        ordinary one, and so may be a NaN for what was not observed yet.
+        ordinary one, and so may be a NaN for what was not observed yet. Frozen parameters may hold
+        infinities that they had at the first look: some models keep a mask in one.
 
         Args:
             is_first: True if what buffers have now is what they are to have.
@@ -242,22 +245,25 @@ class TrainingState:
         """
         if is_first:
             self._with_nan.clear()
+            self._with_infinity.clear()
         flags: list[torch.Tensor] = []
         names: list[str] = []
         buffers: set[str] = set()
+        frozen: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, tensor, is_buffer in self._tensors():
-                local = local_of(tensor)
-                if local.is_meta or not (local.is_floating_point() or local.is_complex()):
+                local = _floats(tensor)
+                if local is None:
                     continue
-                if local.element_size() == 1:
-                    local = local.float()
                 if is_buffer and (name in self._with_nan or not is_strided(local)):
                     continue
                 if local.numel():
                     names.append(name)
-                    flags.append(~local.isnan().any() if is_buffer else local.isfinite().all())
+                    is_mask = is_buffer or name in self._with_infinity
+                    flags.append(~local.isnan().any() if is_mask else local.isfinite().all())
                     buffers.update([name] if is_buffer else [])
+                    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                        frozen[name] = tensor
         # One read for each device, however many tensors there are.
         by_device: dict[torch.device, list[int]] = {}
         for i, flag in enumerate(flags):
@@ -269,10 +275,16 @@ class TrainingState:
         result = [names[i] for i in sorted(bad)]
         if is_first:
             self._with_nan.update(buffers.intersection(result))
+            self._with_infinity.update(
+                name for name in result if name in frozen and not _has_nan(frozen[name])
+            )
+            result = [name for name in result if name not in self._with_infinity]
         return [name for name in result if name not in self._with_nan]
 
     def digest(self, *, is_sample: bool = False) -> str:
         """Return a digest of the bytes of all parameters; equal replicas have equal ones.
+
+        Shards of one parameter never do, even if their bytes are equal now.
 
         Args:
             is_sample: True to read the first row of each parameter only.
@@ -286,6 +298,7 @@ class TrainingState:
                 while local.dim() > 1 and local.numel():
                     local = local[0]
             text = f"{name} {local.dtype} {tuple(local.shape)} {tensor_digest(local)} "
+            text += f"{_shard_of(parameter)} "
             digest.update(text.encode())
         return digest.hexdigest()
 
@@ -312,6 +325,29 @@ class TrainingState:
                     for key, value in entries.items():
                         if isinstance(value, torch.Tensor):
                             yield f"{name} ({key})", value, False
+
+
+def _floats(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's part of a tensor in a form that can be looked at; None if it is exact."""
+    local = local_of(tensor)
+    if local.is_meta or not (local.is_floating_point() or local.is_complex()):
+        return None
+    return local.float() if local.element_size() == 1 else local
+
+
+def _shard_of(parameter: nn.Parameter) -> list[int]:
+    """Return which shard of a DTensor this rank has, by dims of its mesh; empty for a replica."""
+    if not isinstance(parameter, DTensor):
+        return []
+    here = parameter.device_mesh.get_coordinate() or ()
+    pairs = zip(here, parameter.placements, strict=False)
+    return [at for at, placement in pairs if not placement.is_replicate()]
+
+
+@torch.no_grad()
+def _has_nan(tensor: torch.Tensor) -> bool:
+    local = _floats(tensor)
+    return local is not None and bool(local.isnan().any())
 
 
 class _OldGradient:

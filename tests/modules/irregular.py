@@ -1,9 +1,10 @@
 """Generated runs of several modules in which something unusual happens, and one process's answer.
 
 A program is a graph of modules, one or two ways to place them on the ranks, and actions: parts of
-steps, errors in them, evaluations, writes, saves, loads, moves to the other placement. `World` does
-them on one rank, `Twin` in one process with torch alone. What an action returns is equal on both;
-or it raises on all ranks, for a cause that `REFUSALS` lists, and both go on.
+steps, errors in them, evaluations, writes, saves, loads, moves to the other placement, steps that a
+rerun machine runs again, here or from the checkpoint of a fault. `World` does them on one rank,
+`Twin` in one process with torch alone. What an action returns is equal on both; or it raises on all
+ranks, for a cause that `REFUSALS` lists, and both go on.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from holdfast import (
     module_parts,
 )
 from holdfast.fsdp import fully_shard_model
+from holdfast.rerun import DeviceIdentity, NotFinite, Replayed, RerunMachine
 from tests.campaign.ways import is_in_backward
 from tests.checkpoint.common import full
 from tests.modules.graphs import draw_spans
@@ -114,6 +116,27 @@ class Do:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attempts:
+    """A whole step under a rerun machine, one of whose values is rejected."""
+
+    microbatches: tuple[Microbatch, ...]
+    step: Do
+    rejects: tuple[str, int, int]
+    """Module, the index of the rank that rejects, and in which microbatch."""
+    num_bad: int
+    """Runs in which it is rejected."""
+    has_veto: bool
+    """Whether the sum of the optimizer carries what ranks reject."""
+    drops_before: bool
+    """Whether the loop drops gradients before the attempts, and not in each."""
+    restarts_elsewhere: bool
+    """Whether a restart from the fault's checkpoint is on the other placement, for this step."""
+
+
+Action = Microbatch | Do | Attempts
+
+
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """What is run."""
 
@@ -125,7 +148,7 @@ class Program:
     options: tuple[Mapping[str, Mapping[str, Any]], ...]
     """By placement and module, of a sharded optimizer."""
     per_token: bool
-    actions: tuple[Microbatch | Do, ...]
+    actions: tuple[Action, ...]
 
     @property
     def tolerance(self) -> float:
@@ -194,7 +217,7 @@ def draw(seed: int, *, num_ranks: int) -> Program:
         actions=(),
     )
     actions = _altered(program, list(_draw_actions(program, rng)))
-    return replace(program, actions=tuple(actions))
+    return replace(program, actions=tuple(_under_a_machine(program, [*actions])))
 
 
 def _altered(program: Program, actions: Sequence[Microbatch | Do]) -> Iterator[Microbatch | Do]:
@@ -217,6 +240,36 @@ def _altered(program: Program, actions: Sequence[Microbatch | Do]) -> Iterator[M
         elif action.does == "all" and action.nan is None and chosen < 0.15:
             action = replace(action, form="evaluated" if other < 0.5 else "cleared")
         yield action
+
+
+def _under_a_machine(
+    program: Program, actions: Sequence[Microbatch | Do]
+) -> Iterator[Microbatch | Do | Attempts]:
+    """Run some of the steps under a rerun machine; draws of their own, once more."""
+    rng = random.Random(f"{program.seed} attempts")
+    where, waiting = 0, list[Microbatch]()
+    for action in actions:
+        if isinstance(action, Microbatch):
+            waiting.append(action)
+            continue
+        if waiting and action.what == "step" and rng.random() < 0.5:
+            module = rng.choice(list(program.specs))
+            index = rng.randrange(program.placements[where][module].world_size)
+            is_plain = all(each.fault is None and each.nan is None for each in waiting)
+            yield Attempts(
+                microbatches=tuple(waiting),
+                step=action,
+                rejects=(module, index, rng.randrange(len(waiting))),
+                num_bad=rng.choice((0, 1, 1, 2, 2)),
+                has_veto=rng.random() < 0.5,
+                drops_before=rng.random() < 0.3,
+                restarts_elsewhere=rng.random() < 0.5 and is_plain,
+            )
+        else:
+            yield from (*waiting, action)
+        waiting = []
+        where = 1 - where if action.what == "move" else where
+    yield from waiting
 
 
 def _place(
@@ -395,6 +448,9 @@ def split(block: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return matrices, [p for p in block.parameters() if p.ndim < 2]
 
 
+Rows = dict[str, tuple[Tensor, Tensor, list[int]]]
+
+
 def data_of(what: str, data: int, counts: Sequence[int]) -> Tensor:
     return full(f"{what} at {data}", (sum(counts), WIDTH), torch.float64)
 
@@ -461,12 +517,21 @@ class Twin:
                 total = total + (outputs[m] - target).square().sum()
         return outputs, total
 
-    def do(self, action: Microbatch | Do) -> dict[str, Any]:
+    def do(self, action: Action) -> dict[str, Any]:
+        if isinstance(action, Attempts):
+            return self._step(action.step)
         if isinstance(action, Microbatch):
             return self._microbatch(action)
         return getattr(self, f"_{action.what}")(action) or {}
 
-    def fail(self, action: Microbatch | Do) -> None:
+    def begin(self, action: Action) -> None:
+        """Do what comes before the step of attempts, which may fail for it."""
+        if isinstance(action, Attempts):
+            self._drop(action)
+            for each in action.microbatches:
+                self._microbatch(each)
+
+    def fail(self, action: Action) -> None:
         """The action has raised on all ranks, which have then dropped their gradients."""
         if isinstance(action, Do) and action.what in ("save", "load", "move"):
             return
@@ -595,7 +660,7 @@ class World:
 
     def __init__(self, program: Program, root: str) -> None:
         self.program, self.root = program, root
-        self.num_saves = 0
+        self.num_saves = self.num_attempts = self.num_machines = 0
         self.where = -1
         self._stack = contextlib.ExitStack()
         self.frozen: set[str] = set()
@@ -631,6 +696,26 @@ class World:
         self.optimizer = MultiModuleOptimizer(groups, self.steppers, loss_module=loss)
         self.loss_module = loss
         self._set_frozen()
+        self._make_machine()
+
+    def _make_machine(self) -> None:
+        """Make a machine, as a start of the job on other devices does."""
+        self.num_machines += 1
+        self.machine = RerunMachine(
+            self.groups.union,
+            directory=f"{self.root}/rerun",
+            replayed=Replayed(modules=[*self.blocks.values()]),
+            optimizers=[self.optimizer],
+            device=DeviceIdentity(host="h", uuid=f"{self.num_machines} {self.groups.rank}"),
+            note=lambda line: None,
+        )
+        self.rows: list[Rows] = []
+        self.batches = self.machine.replayable(self._source(self.rows), is_rewound=True)
+
+    @staticmethod
+    def _source(rows: list[Rows]) -> Iterator[Rows]:
+        while True:
+            yield rows.pop(0)
 
     def _set_frozen(self) -> None:
         for m, block in self.blocks.items():
@@ -672,12 +757,14 @@ class World:
             first = one(matrices, make, "matrices")
         return ChainedOptimizer({"matrices": first, "rest": one(rest, other, "rest")})
 
-    def do(self, action: Microbatch | Do) -> dict[str, Any]:
+    def do(self, action: Action) -> dict[str, Any]:
+        if isinstance(action, Attempts):
+            return self._attempts(action)
         if isinstance(action, Microbatch):
-            return self._microbatch(action)
+            return self._microbatch(action, self._rows_of(action))
         return getattr(self, f"_{action.what}")(action) or {}
 
-    def recover(self, action: Microbatch | Do) -> None:
+    def recover(self, action: Action) -> None:
         if isinstance(action, Do) and action.what in ("save", "load", "move"):
             return
         self._drop(action)
@@ -692,16 +779,25 @@ class World:
         where = self._samples(m, len(counts))
         return values[sum(counts[: where.start]) : sum(counts[: where.stop])]
 
+    def _rows_of(self, each: Microbatch) -> Rows:
+        """This rank's batch, by module: inputs, targets, and the counts of its samples."""
+        return {
+            m: (
+                self.mine(m, data_of(m, each.data, each.counts), each.counts),
+                self.mine(m, data_of(f"{m} target", each.data, each.counts), each.counts),
+                list(each.counts[self._samples(m, len(each.counts))]),
+            )
+            for m in self.groups.modules
+        }
+
     def _forward(
-        self, each: Microbatch, fault: str | None, at: str
+        self, each: Microbatch, rows: Rows, fault: str | None, at: str
     ) -> tuple[dict[str, Tensor], Tensor]:
         program, groups = self.program, self.groups
         total = torch.zeros((), dtype=torch.float64)
         outputs: dict[str, Tensor] = {}
         for m in program.specs:
-            x = None
-            if groups.has(m):
-                x = self.mine(m, data_of(m, each.data, each.counts), each.counts)
+            x = rows[m][0] if groups.has(m) else None
             for edge in program.edges:
                 if edge[1] != m or edge[0] in each.left_out or edge not in self.bridges:
                     continue
@@ -710,7 +806,7 @@ class World:
                     counts = None
                     if given is not None:
                         given = given * factor
-                        counts = list(each.counts[self._samples(edge[0], len(each.counts))])
+                        counts = rows[edge[0]][2]
                     bridged = self.bridges[edge](given, counts)
                     total = total + bridged.anchor
                     if x is not None:
@@ -731,14 +827,13 @@ class World:
                 out = torch.where(positions[:, None], out, out.detach())
             outputs[m] = out
             if program.specs[m].has_loss:
-                target = self.mine(m, data_of(f"{m} target", each.data, each.counts), each.counts)
                 positions = torch.arange(len(out)) % own.size("cp") == own.index("cp")
-                total = total + (out - target)[positions].square().sum()
+                total = total + (out - rows[m][1])[positions].square().sum()
                 if m == self.loss_module:
                     self._seen = int(positions.sum())
         return outputs, total
 
-    def _microbatch(self, each: Microbatch) -> dict[str, Any]:
+    def _microbatch(self, each: Microbatch, rows: Rows) -> dict[str, Any]:
         fault, at = None, ""
         for chosen in (
             each.fault,
@@ -754,7 +849,7 @@ class World:
             if each.does == "nothing":
                 return {}
             with torch.set_grad_enabled(each.does != "no_grad"):
-                _, total = self._forward(each, fault, at)
+                _, total = self._forward(each, rows, fault, at)
             if fault == "before backward":
                 raise Trouble
             if each.form == "evaluated":
@@ -762,7 +857,7 @@ class World:
                 self._evaluate(Do(what="evaluate", how="no_grad", number=1))
                 self._seen = seen
             if each.form == "cleared":
-                self.num_tokens, self.has_nan = 0, False
+                self.num_tokens, self.had_nan = 0, False
                 self.optimizer.zero_grad()
             if each.does == "all" and total.requires_grad:
                 total.backward()
@@ -772,14 +867,14 @@ class World:
             self.num_tokens += self._seen
         return {}
 
-    has_nan = False
+    had_nan = False
+    """Whether a gradient was not finite in the last action."""
 
     def _poison(self, gradient: Tensor) -> Tensor:
-        self.has_nan = self.has_nan or gradient.numel() > 0
+        self.had_nan = self.had_nan or gradient.numel() > 0
         return gradient * float("nan")
 
-    def _step(self, action: Do) -> dict[str, Any]:
-        self.has_nan = False
+    def _step(self, action: Do, veto: RerunMachine | None = None) -> dict[str, Any]:
         tokens, self.num_tokens = self.num_tokens, 0
         count = None
         if self.program.per_token and self.groups.has(self.loss_module):
@@ -787,6 +882,7 @@ class World:
         outcome = self.optimizer.step(
             max_norm=action.number,
             num_tokens=count,
+            veto=veto,
             is_finite=not (action.how == "bad loss" and self.groups.rank == 1),
         )
         result: dict[str, Any] = {"skipped": outcome.skipped}
@@ -794,8 +890,62 @@ class World:
             result["norm"] = outcome.norm
         return result
 
+    def _attempts(self, action: Attempts) -> dict[str, Any]:
+        """Run a step until the machine has accepted it, over a restart if it asks for one."""
+        self._drop(action)
+        self.num_attempts += 1
+        number, was_moved, num_runs = self.num_attempts, False, 0
+        while True:
+            self.rows[:] = map(self._rows_of, action.microbatches)
+            result: dict[str, Any] = {}
+            for _ in self.machine.attempts(number, self.batches):
+                num_runs += 1
+                if not action.drops_before:
+                    self._drop(action)
+                self.num_tokens = 0
+                for position, each in enumerate(action.microbatches):
+                    self._microbatch(each, next(self.batches))
+                    self._validate(action, position, num_runs)
+                if action.has_veto:
+                    result = self._step(action.step, self.machine)
+            if self.machine.decision.exit_code is None:
+                break
+            assert self.machine.decision.exit_code == 16, self.machine.decision
+            was_moved = self._restart(number, moves=action.restarts_elsewhere)
+        if not action.has_veto:
+            result = self._step(action.step)
+        if was_moved:
+            self._save(Do(what="save"))
+            self._move(Do(what="move"))
+            result["was_moved"] = True
+        return result
+
+    def _validate(self, action: Attempts, position: int, num_runs: int) -> None:
+        """Show a value to the machine, on the rank that rejects it so many times."""
+        module, index, where = action.rejects
+        layout = self.program.placements[self.where][module]
+        is_there = where == position and index < layout.world_size
+        if is_there and self.groups.rank == layout.ranks[index]:
+            value = float("nan") if num_runs <= action.num_bad else 1.0
+            self.machine.validate("loss", value, NotFinite(), fatal=False)
+
+    def _restart(self, number: int, *, moves: bool) -> bool:
+        """Continue from the checkpoint of a fault, on other devices; return whether it moved."""
+        root = self.machine.checkpoints
+        if self.machine.decision.save:
+            with Checkpointer(root, groups=self.groups.union) as faults:
+                faults.save(number, {**self._parts(), "rerun": self.machine}, overwrite=True)
+        self._drop(number)  # a process that starts has none
+        if moves:
+            self._move_to(1 - self.where)
+        else:
+            self._make_machine()
+        with Checkpointer(root, groups=self.groups.union) as faults:
+            faults.load({**self._parts(), "rerun": self.machine})
+        return moves
+
     def _drop(self, action: object) -> None:
-        self.num_tokens, self.has_nan = 0, False
+        self.num_tokens, self.had_nan = 0, False
         self.optimizer.drop_gradients()
 
     @torch.no_grad()
@@ -813,8 +963,9 @@ class World:
         each = evaluated(action)
         with torch.inference_mode() if action.how == "inference_mode" else torch.no_grad():
             for number in (2, 1) if action.how == "generation" else ():
-                self._forward(evaluated(replace(action, number=number)), None, "")
-            outputs, _ = self._forward(each, None, "")
+                before = evaluated(replace(action, number=number))
+                self._forward(before, self._rows_of(before), None, "")
+            outputs, _ = self._forward(each, self._rows_of(each), None, "")
         return {"outputs": {m: (out, each.counts) for m, out in outputs.items()}}
 
     def _write(self, action: Do) -> None:
@@ -958,17 +1109,19 @@ def run_program(program: Program, root: str) -> Counter[str]:
     ends: Counter[str] = Counter()
     for number, action in enumerate(program.actions):
         where = f"seed {program.seed}, action {number}, {action}"
-        is_fault = isinstance(action, Microbatch) and action.fault is not None
+        is_fault = has_fault(action)
         values: dict[str, Any] = {}
         error = ""
         try:
+            world.had_nan = False
             values = world.do(action)
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
             if not isinstance(caught, HoldfastError | Trouble):
                 error = f"unexpected: {''.join(traceback.format_exception(caught)[-3:])}"
-        answers = _gather((error, world.has_nan))
+        answers = _gather((error, world.had_nan))
         errors = [text for text, _ in answers]
+        twin.begin(action)
         twin.has_nan = twin.has_nan or any(has_nan for _, has_nan in answers)
         wrong: list[str] = []
         if any(errors):
@@ -982,7 +1135,11 @@ def run_program(program: Program, root: str) -> Counter[str]:
             else:
                 assert not is_fault, "no error"
                 wrong = _differences(world, values, twin.do(action))
-                if isinstance(action, Do) and action.what in ("step", "load", "move"):
+                if values.get("was_moved"):
+                    twin.do(Do(what="save"))
+                if isinstance(action, Attempts) or (
+                    isinstance(action, Do) and action.what in ("step", "load", "move")
+                ):
                     look = Do(what="look")
                     wrong += _differences(world, world.do(look), twin.do(look))
         except Exception as caught:
@@ -1000,16 +1157,22 @@ def _gather(mine: Any) -> list[Any]:
     return everyone
 
 
-def _is_right(action: Microbatch | Do, errors: Sequence[str], twin: Twin) -> bool:
+def has_fault(action: Action) -> bool:
+    each = action.microbatches if isinstance(action, Attempts) else (action,)
+    return any(isinstance(one, Microbatch) and one.fault is not None for one in each)
+
+
+def _is_right(action: Action, errors: Sequence[str], twin: Twin) -> bool:
     """All ranks raise the injected error; or one that is to be expected now."""
     if not all(errors):
         return False
-    is_fault = isinstance(action, Microbatch) and action.fault is not None
-    if is_fault and all("injected" in error for error in errors):
+    if has_fault(action) and all("injected" in error for error in errors):
         return True
-    what = action.what if isinstance(action, Do) else "microbatch"
+    whats = {action.what} if isinstance(action, Do) else {"microbatch"}
+    if isinstance(action, Attempts):
+        whats.add("step")
     return any(
-        what in each.actions
+        whats.intersection(each.actions)
         and all(re.search(each.text, error) for error in errors)
         and each.fits(twin)
         for each in REFUSALS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import RankContext, run_ranks
-from tests.modules.irregular import KINDS, Do, Microbatch, draw, run_program
+from tests.modules.irregular import KINDS, Attempts, Do, Microbatch, draw, run_program
 
 
 def _run(context: RankContext, root: str, seeds: list[int]) -> Counter[str]:
@@ -19,7 +19,10 @@ def _run(context: RankContext, root: str, seeds: list[int]) -> Counter[str]:
 
 
 def test_irregular_programs_of_several_modules(tmp_path: Path) -> None:
-    """I1, I3: a call that one module refuses, buckets that wait for a bridge, unused tokens."""
+    """I1, I3: a call that one module refuses, buckets that wait for a bridge, unused tokens.
+
+    D5: the batches of a fault are not those of modules on other ranks.
+    """
     for ends in run_ranks(4, _run, str(tmp_path), [4, 28, 201]).results:
         assert ends["refused"]
         assert ends["fault"]
@@ -49,7 +52,12 @@ def test_the_programs_have_everything() -> None:
         "clear", "drop", "evaluate", "freeze", "load", "look", "move", "save", "set", "step",
         "swap", "thaw", "write",
     }  # fmt: skip
+    attempts = [action for action in actions if isinstance(action, Attempts)]
+    assert {each.num_bad for each in attempts} == {0, 1, 2}
+    for name in ("has_veto", "drops_before", "restarts_elsewhere"):
+        assert {getattr(each, name) for each in attempts if each.num_bad > 1} == {False, True}
     microbatches = [action for action in actions if isinstance(action, Microbatch)]
+    microbatches += [inner for each in attempts for inner in each.microbatches]
     assert {each.does for each in microbatches} == {"all", "forward", "nothing", "no_grad"}
     assert {each.form for each in microbatches} == {"", "evaluated", "cleared"}
     places = {each.fault[1] for each in microbatches if each.fault is not None}

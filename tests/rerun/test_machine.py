@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -13,7 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import Checkpointer, Layout, PerRank, ProcessGroups
+from holdfast import (
+    Checkpointer,
+    Layout,
+    ModuleGroups,
+    ModuleLayouts,
+    PerRank,
+    ProcessGroups,
+)
 from holdfast.arrays.boxes import Box
 from holdfast.errors import ConfigError, CorruptionError, DriftError, FaultError
 from holdfast.format.names import step_dir
@@ -27,6 +35,7 @@ from holdfast.rerun import (
     Mode,
     NotFinite,
     Rejects,
+    RejectsAny,
     Replayed,
     RerunMachine,
     Spike,
@@ -354,6 +363,70 @@ def test_another_layout_drops_the_context_and_goes_on(tmp_path: Path) -> None:
         assert len(lines) == 1
         assert "another layout" in lines[0]
         assert "step 7" in lines[0]
+
+
+def _rearrange(context: RankContext, root: str) -> list[tuple[list[str], list[float], list[int]]]:
+    """Load a fault checkpoint where the same coordinates are other parts of the model.
+
+    Returns:
+        For each arrangement lines, what was learned of two calls, and the batches of the step.
+    """
+    del context
+    vision, language = Layout(), Layout(ranks=(1,))
+    edges = [("vision", "language")]
+    layouts: list[Any] = [
+        ModuleLayouts({"vision": vision, "language": language}, edges=edges, name="before"),
+        ModuleLayouts({"vision": language, "language": vision}, edges=edges, name="after"),
+        Layout(dp=2),
+        Layout(dp=2, ep=2),
+    ]
+    seen = []
+    with contextlib.ExitStack() as stack:
+        for number, layout in enumerate(layouts):
+            is_first = number % 2 == 0
+            if isinstance(layout, ModuleLayouts):
+                modules = stack.enter_context(ModuleGroups.create(layout))
+                groups, has_fault = modules.union, modules.has("language")
+            else:
+                groups, has_fault = stack.enter_context(ProcessGroups.create(layout)), True
+            lines: list[str] = []
+            directory = Path(root) / str(number // 2)
+            machine = RerunMachine(groups, directory=directory, note=lines.append)
+            taken: list[int] = []
+            batches = machine.replayable(itertools.count(0 if is_first else 10))
+            with Checkpointer(machine.checkpoints, groups=groups) as faults:
+                if not is_first:
+                    faults.load({"rerun": machine})
+                learned = [*machine.learned.of("$x"), *machine.learned.of("$y")]
+                for step in range(0 if is_first else 1, 2):
+                    for _ in machine.attempts(step, batches):
+                        taken.append(next(batches))
+                        value = math.nan if is_first and step and has_fault else 2.0
+                        rule = RejectsAny(NotFinite(), Spike(num_samples=1, window=3))
+                        machine.validate("$x" if has_fault else "$y", value, rule)
+                if is_first:
+                    assert machine.decision.exit_code == 16
+                    faults.save(1, {"rerun": machine})
+                else:
+                    assert machine.decision.exit_code is None
+                    seen.append((lines, learned, taken))
+    return seen
+
+
+def test_other_parts_of_a_model_at_the_same_coordinates_drop_the_context(tmp_path: Path) -> None:
+    """D5, D15, D19: modules on other ranks, whose batches are others'; experts laid out otherwise,
+
+    where a good run would clear devices that have not done the work.
+    """
+    results = run_ranks(2, _rearrange, str(tmp_path)).results
+    for rank, (modules, experts) in enumerate(results):
+        # A union numbers its ranks: the batches at a coordinate may be those of another module.
+        assert modules[1:] == ([2.0, 2.0], [10])
+        assert experts[1:] == ([2.0], [1])
+        assert ["another layout" in line for line in modules[0]] == [True] * (rank == 0)
+        assert ["experts are laid out otherwise" in each for each in experts[0]] == [True] * (
+            rank == 0
+        )
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-3])

@@ -177,10 +177,39 @@ def test_a_parameter_that_has_changed_on_one_replica_blames_no_data_and_no_devic
     assert [each["verdict"] for each in events if each["event"] == "verdict"] == ["spoiled_state"]
 
 
-def test_masks_of_infinities_are_no_fault(groups: ProcessGroups, tmp_path: Path) -> None:
-    """D20: buffers may hold them; parameters of one-byte floats are looked at as others are."""
+@pytest.mark.parametrize("becomes", [None, math.nan, -math.inf])
+def test_masks_of_infinities_are_no_fault(
+    groups: ProcessGroups, tmp_path: Path, becomes: float | None
+) -> None:
+    """D20: buffers may hold them, and frozen parameters from the first step on, but no NaN."""
     loop = Loop(groups, tmp_path)
     loop.model.register_buffer("mask", torch.full((3,), -math.inf))
+    for name, value in (("frozen mask", -math.inf), ("frozen", 1.0)):
+        loop.model.register_parameter(
+            name, nn.Parameter(torch.full((3,), value), requires_grad=False)
+        )
+    batches = loop.machine.replayable(loop.source())
+    loop.run(2, batches)
+    assert loop.step == 2
+    if becomes is None:
+        loop.run(3, batches, {2: 2})
+        assert loop.machine.decision.exit_code == 16
+        return
+    changed = "frozen mask" if math.isnan(becomes) else "frozen"
+    loop.model.get_parameter(changed).data[1] = becomes
+    loop.run(3, batches, {2: 2})
+    assert loop.machine.decision.exit_code == 21
+    assert f"'{changed}'" in loop.machine.decision.message
+    # The state of that step does not become the first one by a new start.
+    fresh = Loop(groups, tmp_path, replayed=Replayed(modules=[loop.model]))
+    fresh.step = 2
+    fresh.run(3, fresh.machine.replayable(fresh.source()))
+    assert fresh.machine.decision.exit_code == 21
+
+
+def test_parameters_of_one_byte_floats_are_looked_at(groups: ProcessGroups, tmp_path: Path) -> None:
+    """D20: as others are."""
+    loop = Loop(groups, tmp_path)
     loop.model.register_parameter(
         "scale", nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
     )
@@ -479,3 +508,22 @@ def test_a_disabled_machine_refuses_at_once(groups: ProcessGroups, tmp_path: Pat
     loop = Loop(groups, tmp_path, mode="disabled")
     with pytest.raises(FaultError, match="NaN"):
         loop.run(1, loop.machine.replayable(loop.source()), {0: 1})
+
+
+def test_a_resume_waits_for_what_a_killed_process_has_saved(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D9: its writer may still commit a checkpoint, which is the one to continue from."""
+
+    class Root:
+        committed = False
+
+        def latest(self) -> int:
+            self.committed = True
+            return 4
+
+        def steps(self) -> list[int]:
+            return [2, 4] if self.committed else [2]
+
+    good, faults = Root(), Root()
+    assert Loop(groups, tmp_path).machine.resume_point(good, faults) == (faults, 4)

@@ -504,3 +504,36 @@ def test_gradients_of_a_fully_sharded_model_are_not_in_an_update_twice(tmp_path:
     for dropped, kept in run_ranks(2, fully_sharded, str(tmp_path)).results:
         assert not dropped
         assert "were there before the step (bias, weight)" in kept
+
+
+def sharded_from_zeros(context: RankContext, directory: str) -> tuple[int | None, str]:
+    """Decision on a value that is bad twice, of a model whose shards are equal at first."""
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        model = nn.Linear(4, 4)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        fully_shard(model, mesh=groups.mesh("dp_cp"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        machine = RerunMachine(
+            groups,
+            directory=directory,
+            replayed=Replayed(modules=[model]),
+            device=DeviceIdentity(host="h", uuid=f"GPU {context.rank}"),
+            note=lambda line: None,
+        )
+        batches = machine.replayable(itertools.repeat(torch.ones(2, 4)))
+        for step in range(2):
+            for _ in machine.attempts(step, batches):
+                optimizer.zero_grad()
+                loss = (model(next(batches)) - torch.arange(4.0)).square().mean()
+                loss.backward()
+                is_bad = step == 1 and context.rank == 1
+                machine.validate("loss", math.nan if is_bad else loss, NotFinite())
+            optimizer.step()
+        return machine.decision.exit_code, machine.decision.message
+
+
+def test_shards_are_not_replicas_that_have_drifted(tmp_path: Path) -> None:
+    """D20: not even if they were equal before the first step, as zeros are."""
+    for code, message in run_ranks(2, sharded_from_zeros, str(tmp_path)).results:
+        assert code == 16, message
