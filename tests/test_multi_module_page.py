@@ -31,6 +31,7 @@ def run_program(context: RankContext, directory: str, text: str) -> tuple[float,
     return names["outcome"].norm, [] if report is None else list(report.loaded)
 
 
+@pytest.mark.slow
 def test_the_program_goes_on_where_it_ended_also_on_other_ranks(tmp_path: Path) -> None:
     interrupted = program().replace("+ 1, 4)", "+ 1, 3)")
     assert interrupted != program()

@@ -160,6 +160,7 @@ def test_the_boxes_of_simulated_ranks_cover_their_tensors() -> None:
     assert [len(each.rows) for each in assignments] == [num_rows] * 32
 
 
+@pytest.mark.slow
 def test_tiny_tensors_end_to_end_with_a_baseline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

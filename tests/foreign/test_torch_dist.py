@@ -70,6 +70,7 @@ def written(megatron: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> P
 # ---- tensors, objects and values by hand ----
 
 
+@pytest.mark.slow
 def test_megatron_under_every_layout(written: Path) -> None:
     """Row B6: copies under keys of their own are one tensor, also where only some are stored."""
     path = written / "run" / f"iter_{ITERATION:07d}"

@@ -108,6 +108,7 @@ BIG_TILINGS = [
         for mark in [dtype == "F32" and each is BIG_TILINGS[2]]
     ],
 )
+@pytest.mark.slow
 def test_large_boxes_of_awkward_sizes_are_as_exact(
     dtype: str, shape: tuple[int, ...], boxes: list[Box]
 ) -> None:

@@ -260,6 +260,7 @@ def check_client(
             assert off < 1e-6, (case, off)
 
 
+@pytest.mark.slow
 def test_a_llama_with_fused_projections(tmp_path: Path) -> None:
     """F14: hooks split and fuse on the way; data with tensor parallelism."""
     check_client(tmp_path, "llama", ("optim_grads_params",), [(1, 0)])

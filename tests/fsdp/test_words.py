@@ -126,6 +126,7 @@ def written(context: RankContext, folder: str) -> None:
                 assert torch.equal(value, values[name]), name
 
 
+@pytest.mark.slow
 def test_weights_in_shards_are_never_written_as_if_whole(tmp_path: Path) -> None:
     """F17: before, a folder with a configuration and no weights, and an error about storage."""
     run_ranks(2, written, str(tmp_path))

@@ -224,6 +224,7 @@ def test_the_best_checkpoints_are_kept(server: ForkServer, tmp_path: Path) -> No
     assert lines[0] == "5 made, kept are the best and the newest: True"
 
 
+@pytest.mark.slow
 def test_a_step_saved_again_between_module_and_optimizers(
     server: ForkServer, tmp_path: Path
 ) -> None:
@@ -314,6 +315,7 @@ def test_a_module_with_more_than_was_saved(server: ForkServer, tmp_path: Path) -
     assert lines[0].partition("weights")[2] == saved[0].partition("weights")[2]
 
 
+@pytest.mark.slow
 def test_on_another_number_of_ranks(server: ForkServer, tmp_path: Path) -> None:
     """By value: two ranks with half the batch have the weights of one, and train on."""
     silent = PROGRAM.replace("loss {model.loss.item():.17g}, ", "")

@@ -84,6 +84,7 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> St
 @pytest.mark.parametrize(
     ("at", "layout"), [(6, DENSE), pytest.param(9, SPARSE, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow  # a kill of each other framework is in the short tests
 def test_killed_and_resumed_bitwise(
     server: ForkServer, straight: Straight, tmp_path: Path, at: int, layout: tuple[int, int]
 ) -> None:
@@ -390,6 +391,7 @@ assert set(dc.load_tensors_metadata(path_of(1), loading)) == {
 """)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_several_saves_before_the_first_is_finalized(server: ForkServer, tmp_path: Path) -> None:
     """A step of them is not removed before Megatron has written its file; callers may spawn.
 
@@ -467,6 +469,7 @@ trusting_common.close()
 """)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_calls_that_name_no_strategy(server: ForkServer, tmp_path: Path) -> None:
     """Those of Megatron-LM; and its wrappers that spread saves and loads over the ranks."""
     by_hand(server, tmp_path, """

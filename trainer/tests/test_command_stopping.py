@@ -225,6 +225,7 @@ def test_sigterm_saves_and_says_what_is_safe(
     assert f"loaded step {step} from ck" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_stops_the_run_at_a_saved_step(tmp_path: Path) -> None:
     process = start([*ENDLESS, "--save", "ck", "--save-interval", "100000"])
     assert process.stdout is not None

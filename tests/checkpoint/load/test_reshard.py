@@ -227,6 +227,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
         *(pytest.param(s, marks=pytest.mark.slow) for s in ((1, 4, True), (2, 1, False))),
     ],
 )
+@pytest.mark.slow
 def test_fsdp_and_tensor_parallel_models_reshard(
     tmp_path: Path, saver: tuple[int, int, bool]
 ) -> None:

@@ -190,6 +190,7 @@ def misuse(rank: RankContext) -> None:
             torch.autograd.grad(copy_to(x, axis=axis).square().sum(), x, create_graph=True)
 
 
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_one_process() -> None:
     done = run_ranks(4, compare_with_one_process).results
     assert done == [3 * REPEATS * 8 * (4 - (rank == 2)) for rank in range(4)]

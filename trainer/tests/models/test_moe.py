@@ -290,6 +290,7 @@ def compare_layouts(rank: RankContext, layouts: tuple[Layout, ...]) -> int:
         pytest.param(LAYOUTS_OF_8, id="8", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_layouts_compute_what_one_process_does(layouts: tuple[Layout, ...]) -> None:
     num_ranks = max(layout.world_size for layout in layouts)
     done = run_ranks(num_ranks, compare_layouts, layouts).results

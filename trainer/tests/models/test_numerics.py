@@ -143,6 +143,7 @@ def averages(model: ParallelGPT, groups: ProcessGroups) -> bool:
     return bool((local[0] == 0).all()) and all(bool((g == mean).all()) for g in local[1:])
 
 
+@pytest.mark.slow
 def test_a_split_model_begins_equal_is_declared_and_averages() -> None:
     for seen in run_ranks(4, short).results:
         assert seen["equal 2"] is True

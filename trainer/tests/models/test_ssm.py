@@ -341,6 +341,7 @@ def on_layouts(rank: RankContext) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_every_layout_mixes_like_one_process() -> None:
     results = run_ranks(8, on_layouts).results
     num_layouts = [sum(rank in layout.ranks for layout in LAYOUTS) for rank in range(8)]

@@ -103,6 +103,7 @@ def fill(model: GPT, *, true: bool) -> None:
 
 
 @pytest.mark.parametrize("strides", [STRIDES, pytest.param((*range(9),), marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_gpt_is_whole_under_every_split(tmp_path: Path, strides: tuple[int, ...]) -> None:
     arguments = str(tmp_path), (5,), strides
     assert all(run_ranks(4, every_split, *arguments, timeout_s=200).results)

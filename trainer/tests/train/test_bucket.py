@@ -35,6 +35,7 @@ def words_for(url: str, steps: int, *more: str) -> list[str]:
     return [*words, "--save", url, "--load", url, *more]
 
 
+@pytest.mark.slow
 def test_a_run_saves_to_a_bucket_and_continues_from_it_under_another_layout(
     endpoint: str, unlaunched: Path
 ) -> None:

@@ -79,6 +79,7 @@ def workplace(tmp_path: Path) -> Path:
     ],
     ids=["tensor", "experts", "context"],
 )
+@pytest.mark.slow
 def test_replicas_stay_equal_under_more_tensor_ranks(
     workplace: Path, model: str, legs: tuple[tuple[int, str], ...]
 ) -> None:

@@ -175,6 +175,7 @@ def keys(rank: RankContext, directory: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_keys_on_disk_are_those_of_the_bare_model(workplace: Path) -> None:
     """K8: parameters and moments, after a step."""
     for found in run_ranks(2, keys, str(workplace)).results:

@@ -36,6 +36,7 @@ def start(rank: RankContext, directory: str, runs: list[list[str]]) -> list[dict
     return found
 
 
+@pytest.mark.slow
 def test_weights_of_hugging_face_under_other_layouts(workplace: Path) -> None:
     """A run's weights in Llama's names, and back into runs of other layouts, bit by bit."""
     run, folder = workplace / "run", workplace / "hf"

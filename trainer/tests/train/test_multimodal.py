@@ -49,6 +49,7 @@ def compare(num_ranks: int, words: str, *, bound: float = 1e-9) -> list[Seen]:
         pytest.param("--pp 2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_four_ranks_train_like_one_process(words: str) -> None:
     """M1, M12: losses, the norm of all modules and every parameter, under SGD."""
     compare(4, words)

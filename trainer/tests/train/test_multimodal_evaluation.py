@@ -87,6 +87,7 @@ def evaluate(
     ],
     ids=" ".join,
 )
+@pytest.mark.slow
 def test_evaluation_counts_what_greedy_decoding_writes(
     tmp_path: Path, placements: tuple[str, ...]
 ) -> None:

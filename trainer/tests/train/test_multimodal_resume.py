@@ -217,6 +217,7 @@ def thaw(rank: RankContext, directory: str, digits: Digits) -> tuple[str, list[s
     return message, changed
 
 
+@pytest.mark.slow
 def test_an_encoder_begins_to_learn_only_when_asked_to(tmp_path: Path) -> None:
     """M9: a frozen encoder has no optimizer state; its absence is an error by default."""
     for message, changed in run_ranks(4, thaw, str(tmp_path / "ck"), make_rows()).results:

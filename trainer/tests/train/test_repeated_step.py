@@ -118,6 +118,7 @@ def once_and_again(rank: RankContext, directory: str, words: str) -> None:
         for run in RUNS
     ],
 )
+@pytest.mark.slow
 def test_a_step_that_was_computed_again_changes_no_bit(
     workplace: object, num_ranks: int, words: str
 ) -> None:

@@ -209,6 +209,7 @@ def test_another_data_replica_tells_without_a_restart(
     "words",
     [pytest.param("--pp 2 --num-layers 2", marks=pytest.mark.slow), "--tp 2 --num-layers 1"],
 )
+@pytest.mark.slow
 def test_a_device_is_convicted_only_once_the_others_are_cleared(
     workplace: Path, words: str
 ) -> None:
