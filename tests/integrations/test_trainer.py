@@ -130,7 +130,13 @@ def test_killed_at_random_steps(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("program", [PROGRAM, sharded(PROGRAM)], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(PROGRAM, id="DDP"),
+        pytest.param(sharded(PROGRAM), id="FSDP2", marks=pytest.mark.nightly),
+    ],
+)
 def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, program: str) -> None:
     check_four_ranks(
         server,
