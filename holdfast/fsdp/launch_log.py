@@ -179,7 +179,7 @@ class LaunchLog:
             self._orders[str(group.group_name)] = order, order.mark()
 
     def add_source(self, group: dist.ProcessGroup, what: str) -> tuple[int, LaunchOrder]:
-        """Return the number of what is launched on a communicator, and what notes it each time."""
+        """Return the number of what is launched on a communicator, and the order that notes it."""
         order = self._order_of(group)
         user = self._orders[str(group.group_name)][1].number if order.is_shared else 1
         number = order.add(what if user == 1 else f"{what} of sharded model {user}")
@@ -249,6 +249,25 @@ class LaunchLog:
 
     def _count(self, fields: tuple[Any, ...]) -> None:
         self._counts[fields[1]] += 1
+
+    def launch(
+        self,
+        fields: tuple[Any, ...],
+        order: LaunchOrder,
+        launch: Callable[..., Any],
+        *arguments: Any,
+    ) -> Any:
+        """Note a collective and launch it; on the host no interrupt comes in between.
+
+        Args:
+            fields: of its `UnitLaunch`, the number of its source last.
+            order: of its communicator.
+            launch: starts it; in C on the host.
+            arguments: of `launch`.
+        """
+        notes = (self.note, fields), (order.note, fields[-1])
+        *_, work = uninterrupted((*notes, (launch, *arguments)))
+        return work
 
     def watched(self, work: dist.Work, order: LaunchOrder) -> WatchedWork:
         """Return work on the host, the last in an order, that is waited for here."""
@@ -325,16 +344,8 @@ class Logged:
         self._inner = inner
         self._log = log
         self._source, self._order = log.add_source(over, source)
-        self._note_order = self._order.note
         self._is_watched = is_watched
         self.allocate = inner.allocate
-
-    def _launch(self, fields: tuple[Any, ...], launch: Callable[..., Any], *arguments: Any) -> Any:
-        """Note a collective and launch it; on the host no interrupt comes in between."""
-        notes = (self._log.note, fields), (self._note_order, self._source)
-        work: dist.Work | None
-        *_, work = uninterrupted((*notes, (launch, *arguments)))
-        return work
 
 
 class LoggedGather(Logged):
@@ -363,10 +374,14 @@ class LoggedGather(Logged):
         fields = ("all-gather", over, given.numel(), given.dtype, given.device, self._source)
         if not self._is_watched:
             inner = partial(self._inner, async_op=async_op)
-            work: dist.Work | None = self._launch(fields, inner, output_tensor, input_tensor, group)
+            work: dist.Work | None = self._log.launch(
+                fields, self._order, inner, output_tensor, input_tensor, group
+            )
             return work
         gather = over.all_gather_single
-        launched = self._launch(fields, gather, output_tensor, input_tensor, self._options)
+        launched = self._log.launch(
+            fields, self._order, gather, output_tensor, input_tensor, self._options
+        )
         if async_op or self._apart is not None:
             return self._log.watched(launched, self._order)
         self._log.wait_now(launched, self._order)
@@ -399,13 +414,15 @@ class LoggedReduction(Logged):
         fields = ("reduce-scatter", group, given.numel(), given.dtype, given.device, self._source)
         if not self._is_watched:
             inner = partial(self._inner, async_op=async_op)
-            work: dist.Work | None = self._launch(
-                fields, inner, output_tensor, input_tensor, group, op
+            work: dist.Work | None = self._log.launch(
+                fields, self._order, inner, output_tensor, input_tensor, group, op
             )
             return work
         mark_launch(input_tensor, "reduce_scatter")
         self._options.reduceOp = op
-        launched = self._launch(fields, group.allreduce, [input_tensor], self._options)
+        launched = self._log.launch(
+            fields, self._order, group.allreduce, [input_tensor], self._options
+        )
         self._log.wait_now(launched, self._order)
         numel = output_tensor.numel()
         output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
@@ -421,7 +438,6 @@ class LoggedSums:
         self._group = group
         self._log = log
         self._source, self._order = log.add_source(group, source)
-        self._note_order = self._order.note
         self._is_watched = is_watched
 
     def size(self) -> int:
@@ -433,13 +449,7 @@ class LoggedSums:
         given = tensors[0]
         group, source = self._group, self._source
         fields = ("all-reduce", group, given.numel(), given.dtype, given.device, source)
-        *_, work = uninterrupted(
-            (
-                (self._log.note, fields),
-                (self._note_order, source),
-                (group.allreduce, tensors, options),
-            )
-        )
+        work = self._log.launch(fields, self._order, group.allreduce, tensors, options)
         return (
             work if work is None or not self._is_watched else self._log.watched(work, self._order)
         )
