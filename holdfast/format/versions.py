@@ -28,7 +28,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, Protocol, TypeVar
@@ -437,13 +437,7 @@ def read_lease(
             lease.problem = str(error)
     with ExitStack() as stack:
         if lease.problem is None:
-            every_s = life_s / _RENEWALS_PER_LEASE
-            stack.enter_context(
-                repeated(
-                    lease.renew, every_s=every_s, first_s=after_s, name="holdfast-lease",
-                    at_end=lambda: _give_back(lease),
-                )
-            )  # fmt: skip
+            stack.enter_context(_renewed(lease, first_s=after_s))
         # After its own lease is written: a remover that comes now sees it. Where a look is a
         # request, the next one shows as much: that the checkpoint has its name. A remover takes the
         # name first, looks for leases once more, and gives it back if there is one.
@@ -527,6 +521,17 @@ def repeated(
             raise problem[0]
 
 
+def _renewed(lease: Lease, *, first_s: float = 0.0) -> AbstractContextManager[None]:
+    """Renew a lease in the body, the first time after `first_s` seconds if given, and remove it."""
+    return repeated(
+        lease.renew,
+        every_s=lease.life_s / _RENEWALS_PER_LEASE,
+        first_s=first_s,
+        name="holdfast-lease",
+        at_end=lambda: _give_back(lease),
+    )
+
+
 @contextmanager
 def announce_removal(
     storage: Storage, directory: str, *, life_s: float = DEFAULT_LEASE_S
@@ -556,10 +561,7 @@ def announce_copy(
     path = _new_path(directory, "copy")
     lease = Lease(storage=storage, directory=directory, path=path, life_s=life_s, save_id=save_id)
     lease.renew()
-    with repeated(
-        lease.renew, every_s=life_s / _RENEWALS_PER_LEASE, name="holdfast-lease",
-        at_end=lambda: _give_back(lease),
-    ):  # fmt: skip
+    with _renewed(lease):
         yield
 
 
