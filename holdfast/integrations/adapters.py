@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from holdfast._torch import write_counter
 from holdfast.errors import MismatchError, some_of
 from holdfast.parallel import Control
-from holdfast.state.tensor_elements import tensor_digest
+from holdfast.state.tensor_elements import local_of, tensor_digest
 
 _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 """How important AdaLoRA has found each weight: by these it decides which ranks to mask."""
@@ -61,7 +61,9 @@ class Adapters:
         # Whole, so that a base model that is sharded, or in another way, is the same one.
         self._digests = {name: tensor_digest(_whole(each)) for name, each in frozen.items()}
         self._own = {
-            name: tensor_digest(_local(each)) if isinstance(each, DTensor) else self._digests[name]
+            name: tensor_digest(local_of(each))
+            if isinstance(each, DTensor)
+            else self._digests[name]
             for name, each in frozen.items()
         }
         self._model = model
@@ -82,7 +84,7 @@ class Adapters:
         for name, each in self._base.items():
             before, self._looks[name] = self._looks[name], _look(each)
             was_written, differs = (a != b for a, b in zip(before, self._looks[name], strict=True))
-            if differs or (was_written and tensor_digest(_local(each)) != self._own[name]):
+            if differs or (was_written and tensor_digest(local_of(each)) != self._own[name]):
                 changed.append(name)
         answers = control.all_gather(json.dumps(changed).encode(), phase="weights of a base model")
         self._keep(sorted({name for each in answers for name in json.loads(each)}))
@@ -123,7 +125,8 @@ def rank_averages(model: nn.Module) -> list[dict[str, Any]]:
     No state dict has it: the model of AdaLoRA keeps it in an object of its own.
     """
     return [
-        {**{name: dict(getattr(each, name)) for name in _AVERAGES}, "pattern": _pattern(each)}
+        {name: dict(getattr(each, name)) for name in _AVERAGES}
+        | {"pattern": each.peft_config.rank_pattern}
         for each in _allocators(model)
     ]
 
@@ -143,14 +146,9 @@ def _allocators(model: nn.Module) -> list[Any]:
     return [each for each in known if each is not None]
 
 
-def _pattern(allocator: Any) -> object:
-    pattern: object = allocator.peft_config.rank_pattern
-    return pattern
-
-
 def _look(tensor: torch.Tensor) -> tuple[int, bytes]:
     """Return what changes with a tensor: its count of writes, and some of its elements."""
-    flat = _local(tensor.detach()).reshape(-1)
+    flat = local_of(tensor).reshape(-1)
     some = flat[:: max(1, flat.numel() // _NUM_SAMPLES)].contiguous().view(torch.uint8)
     return write_counter(tensor), some.cpu().numpy().tobytes()
 
@@ -158,8 +156,3 @@ def _look(tensor: torch.Tensor) -> tuple[int, bytes]:
 def _whole(parameter: nn.Parameter) -> torch.Tensor:
     """Return all elements of a parameter. Collective if it is sharded."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -302,9 +302,13 @@ class TrainingState:
             digest.update(text.encode())
         return digest.hexdigest()
 
-    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _roots(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules, and how names of theirs start."""
         for number, module in enumerate(self._modules):
-            start = f"{number}." if len(self._modules) > 1 else ""
+            yield f"{number}." if len(self._modules) > 1 else "", module
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for start, module in self._roots():
             for name, parameter in module.named_parameters():
                 if not is_lazy(parameter):
                     yield start + name, parameter
@@ -312,8 +316,7 @@ class TrainingState:
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """Yield tensors of the state with names, and whether they are buffers."""
         yield from ((name, each, False) for name, each in self._named_parameters())
-        for number, module in enumerate(self._modules):
-            start = f"{number}." if len(self._modules) > 1 else ""
+        for start, module in self._roots():
             for name, buffer in module.named_buffers():
                 if not is_lazy(buffer):
                     yield f"buffer {start}{name}", buffer, True
