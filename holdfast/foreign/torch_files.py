@@ -27,6 +27,7 @@ from holdfast.foreign.catalog import (
     HeldBytes,
     chunks_of_view,
 )
+from holdfast.foreign.draft import Draft, twice
 from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.other_formats import is_cut_by_rank, note_on_ranks
 from holdfast.foreign.pickle_nodes import NodeLeaf, array_form, module_versions, to_node
@@ -43,10 +44,9 @@ from holdfast.foreign.shard_index import (
     shard_sets,
 )
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
-from holdfast.foreign.weights import with_optimizers
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.values import Node, is_tensor, walk
+from holdfast.format.values import is_plain_dict, is_tensor, walk
 
 FORMAT = "torch.save"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
@@ -55,6 +55,7 @@ OWN = (*_SUFFIXES, ".safetensors")
 _WEIGHTS = ("pytorch_model", "diffusion_pytorch_model", "consolidated.00")
 """Names, without suffix, of a file that is all of a model: of Transformers, Diffusers and Llama."""
 _INDEX = re.compile(r"(?P<stem>.+)\.bin\.index(?P<variant>\.[\w-]+)?\.json")
+_MODEL = safetensors_files.PART
 _STEPS = ("global_step", "iteration", "step")
 _MAX_STEP = 10**18
 
@@ -70,6 +71,10 @@ def detect(location: Location) -> bool:
 
 def _candidates(location: Location) -> list[str]:
     return [name for name in location.names() if name.endswith(_SUFFIXES)]
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _is_torch(location: Location, name: str) -> bool:
@@ -94,71 +99,91 @@ def open_catalog(location: Location) -> Catalog:
     return _open_folder(location)
 
 
+def open_file(location: Location, name: str) -> tuple[TorchFile, bytes]:
+    """Open one file of a folder; also return what identifies it.
+
+    Raises:
+        CorruptionError: As `open_torch_save`, with what is known of a file that is none.
+    """
+    place = location.storage.describe(name)
+    try:
+        with closing(location.storage.open(name)) as source:
+            file = open_torch_save(source, place=place)
+            identity = digest128(f"{name}:{source.nbytes}:{sorted(file.storages)}".encode())
+    except CorruptionError as error:
+        why = why_none(location, name)
+        # What was not downloaded is not a file that is only never read.
+        raise CorruptionError(f"{error}{why}", details={} if why else error.details) from error
+    return file, identity.encode()
+
+
 def _open_file(location: Location, name: str) -> Catalog:
-    file, identity = _open(location, name)
+    file, identity = open_file(location, name)
     trees, step = _parts(file.value)
-    catalog = _Parts(location)
-    catalog.left_out += [*note_on_siblings(name), *note_on_ranks(location, name)]
-    memory = FileMemory()
-    for part, value in trees.items():
-        catalog.add(part, value, file, name, memory=memory)
-    catalog.left_out += memory.notes()
-    catalog.add_checksums(memory.checksums(file, name))
-    return catalog.finish(identity, [name], step=step)
+    made = Draft(location, FORMAT)
+    made.left_out += [*note_on_siblings(name), *note_on_ranks(location, name)]
+    checksums = add_file(made, trees, file, name)
+    return made.catalog(
+        identity=identity, files=[name], step=step, checksums=lambda files: checksums
+    )
 
 
 def _open_folder(location: Location) -> Catalog:
     """Describe a folder: one part per file."""
-    parts, identity, step = _Parts(location), bytearray(), 0
+    made, identity, step = Draft(location, FORMAT), bytearray(), 0
     used: list[str] = []
-    has_safetensors = safetensors_files.detect(location)
-    shards = _Shards(frozenset(), {}) if has_safetensors else _shards(location)
-    parts.left_out += [f"{name}: name this file to read it" for name in shards.others]
-    if not has_safetensors:
+    checksums: list[Checksum] = []
+    weights: Catalog | None = None
+    shards = _Shards(frozenset(), {})
+    if safetensors_files.detect(location):
+        weights = safetensors_files.open_catalog(location)
+        made.add_tensors(weights.tensors.values())
+        made.parts |= weights.parts
+    else:
+        shards = _shards(location)
         odd = [name for name in location.names() if name.endswith(".safetensors")]
-        parts.left_out += [f"{name}: it is not a safetensors file" for name in odd]
+        made.left_out += [f"{name}: it is not a safetensors file" for name in odd]
+    made.left_out += [f"{name}: name this file to read it" for name in shards.others]
     for name in _candidates(location):
-        stem = name.rpartition(".")[0]
+        stem = _stem(name)
         if name in shards.others:
             continue
-        if has_safetensors and stem.startswith(_WEIGHTS[:2]):
-            parts.left_out.append(f"{name}: the safetensors files are read instead")
+        if weights is not None and (stem.startswith(_WEIGHTS[:2]) or stem == _MODEL):
+            made.left_out.append(f"{name}: the safetensors files are read instead")
             continue
+        is_shard = name in shards.files
         try:
-            file, own = _open(location, name)
-            if name in shards.files or name == shards.whole:
-                parts.add("model", file.value, file, name, joins=True)
-            else:
-                _, step_there = _parts(file.value)
-                step = max(step, step_there)
-                parts.add(stem, file.value, file, name)
+            file, own = open_file(location, name)
+            is_model = is_shard or name == shards.whole
+            part = _MODEL if is_model else stem
+            checksums += add_file(made, {part: file.value}, file, name, joins=is_shard)
+            if not is_model:
+                step = max(step, _parts(file.value)[1])
         except CorruptionError as error:
-            why = why_none(location, name)
-            if name in shards.files or why or not error.details.get("not_read"):
+            if is_shard or not error.details.get("not_read"):
                 # Without it the others would look like all of it.
                 raise CorruptionError(
-                    f"{error}{why}; to read another file of the folder alone, name it"
+                    f"{error}; to read another file of the folder alone, name it"
                 ) from error
             # One odd file (arguments of a trainer) does not make all others unreadable.
-            parts.left_out.append(f"{name}: {error}")
+            made.left_out.append(f"{name}: {error}")
             continue
         identity += own
         used.append(name)
-    if not has_safetensors:
-        catalog = parts.finish(bytes(identity), used, step=step)
-        _compare_with_index(location, shards, catalog)
-        return replace(catalog, metadata=shards.metadata)
-    weights = safetensors_files.open_catalog(location)
-    if not used:
-        return replace(weights, left_out=_joined(weights.left_out, parts.left_out))
-    own_notes = [each for each in weights.left_out if each.partition(":")[0] not in used]
-    catalog = parts.finish(bytes(identity) + weights.identity, used, step=step)
-    return replace(
-        catalog,
-        tensors={**weights.tensors, **catalog.tensors},
-        parts={**weights.parts, **catalog.parts},
-        left_out=_joined(own_notes, catalog.left_out),
-        metadata=weights.metadata,
+    if weights is None:
+        _compare_with_index(location, shards, made)
+    elif not used:
+        return replace(weights, left_out=_joined(weights.left_out, made.left_out))
+    else:
+        notes = [each for each in weights.left_out if each.partition(":")[0] not in used]
+        made.left_out = _joined(notes, made.left_out)
+        identity += weights.identity
+    return made.catalog(
+        identity=bytes(identity),
+        files=used,
+        step=step,
+        metadata=shards.metadata if weights is None else weights.metadata,
+        checksums=lambda files: checksums,
     )
 
 
@@ -168,9 +193,9 @@ def _joined(before: Iterable[str], after: Sequence[str]) -> list[str]:
     return [*(each for each in before if each.partition(":")[0] not in noted), *after]
 
 
-def _compare_with_index(location: Location, shards: _Shards, catalog: Catalog) -> None:
+def _compare_with_index(location: Location, shards: _Shards, made: Draft) -> None:
     """Raise CorruptionError if a tensor that the index names is in none of its files."""
-    model = catalog.parts.get("model")
+    model = made.parts.get(_MODEL)
     missing = sorted(set(shards.placed) - set(model if isinstance(model, dict) else ()))
     if missing:
         raise CorruptionError(
@@ -204,15 +229,17 @@ def _shards(location: Location) -> _Shards:
         raise CorruptionError(
             f"{location.label} has {len(chosen)} indices ({', '.join(chosen)}): name one file"
         )
+    files = _candidates(location)
     for name in chosen:
         placed, metadata = read_index(location, name, present)
-        refuse_two_models(location, f"{indices[name]['stem']}.bin", list(placed.values()))
+        named = [file for file in files if _stem(file) == _MODEL]
+        for whole in (f"{indices[name]['stem']}.bin", *named):
+            refuse_two_models(location, whole, list(placed.values()))
         return _Shards(frozenset(placed.values()), placed, metadata)
-    files = _candidates(location)
     refuse_missing_shards(location, files)
     sets = shard_sets(files)
     sharded = [name for names in sets.values() for name in names]
-    wholes = [name for name in files if name.rpartition(".")[0] in _WEIGHTS]
+    wholes = [name for name in files if _stem(name) in (*_WEIGHTS, _MODEL)]
     if len(wholes) > 1 or (len(sets) > 1 and not wholes):
         raise CorruptionError(
             f"{location.label} has the weights of several models "
@@ -223,22 +250,13 @@ def _shards(location: Location) -> _Shards:
     return _Shards(frozenset(sharded), {})
 
 
-def _open(location: Location, name: str) -> tuple[TorchFile, bytes]:
-    """Open one file; also what identifies it."""
-    place = location.storage.describe(name)
-    with closing(location.storage.open(name)) as source:
-        file = open_torch_save(source, place=place)
-        identity = digest128(f"{name}:{source.nbytes}:{sorted(file.storages)}".encode())
-    return file, identity.encode()
-
-
 def _parts(value: object) -> tuple[dict[str, object], int]:
     """Return the parts that the value of a file has, and its step."""
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         return {"value": value}, 0
     step = next((value[name] for name in _STEPS if _is_step(value.get(name))), 0)
     if any(isinstance(each, PickledTensor) for each in value.values()):
-        return {"model": value}, 0
+        return {_MODEL: value}, 0
     return dict(value), step
 
 
@@ -250,83 +268,45 @@ _VERSIONS = ": _metadata attached to"
 _TO_MODULES = ": a module gets the versions in it, a plain dict does not"
 
 
-class _Parts:
-    """Collects the parts of a catalog.
+def add_file(
+    made: Draft, trees: Mapping[str, object], file: TorchFile, name: str, *, joins: bool = False
+) -> list[Checksum]:
+    """Add the trees of a file as parts, or join them with the parts that are there.
 
-    Attributes:
-        left_out: What the catalog will not have.
+    Args:
+        made: The catalog so far, unchanged if a single tree is refused.
+        trees: What the file has, by part.
+        file: That they came from.
+        name: Of the file in the folder.
+        joins: Another file may have a dict with other names of such a part.
+
+    Returns:
+        The checksums that the file states.
+
+    Raises:
+        CorruptionError: A value has no stored form, or a name is there twice.
     """
-
-    def __init__(self, location: Location) -> None:
-        self._location = location
-        self._tensors: dict[str, CatalogTensor] = {}
-        self._trees: dict[str, Node] = {}
-        self.left_out: list[str] = []
-        self._checksums: list[Checksum] = []
-        self._versions: dict[str, dict[str, int]] = {}
-
-    def add(
-        self,
-        part: str,
-        value: object,
-        file: TorchFile,
-        name: str,
-        *,
-        joins: bool = False,
-        memory: FileMemory | None = None,
-    ) -> None:
-        """Add the tree of a value as a part, or join it with the part that is there.
-
-        Args:
-            part: Its name.
-            value: Of the file, or a part of it.
-            file: That it came from.
-            name: Of the file in the folder.
-            joins: There may be such a part, of another file.
-            memory: Of the file, where several parts come from it; the caller notes what it has.
-
-        Raises:
-            CorruptionError: The value has no stored form, or a name is there twice.
-        """
-        own = FileMemory() if memory is None else memory
-        tensors, node, left_out = tensors_of(value, part, file, name, own)
+    memory = FileMemory()
+    for part, value in trees.items():
+        tensors, node, left_out = tensors_of(value, part, file, name, memory)
+        if part in made.parts:
+            if not joins:
+                raise twice(made.location, part)
+            before = made.parts[part]
+            if not (is_plain_dict(before) and is_plain_dict(node)):
+                raise CorruptionError(f"{file.place}: a shard of a model that is not a state dict")
+            if again := sorted(before.keys() & node.keys()):
+                raise twice(made.location, f"{part}.{again[0]}")
+            node = {**before, **node}
+        made.add_tensors(tensors.values())
+        made.parts[part] = node
         versions = module_versions(value)
         if versions is not None:
-            self._versions[part] = {**self._versions.get(part, {}), **versions}
+            made.versions[part] = {**made.versions.get(part, {}), **versions}
             left_out = [each + _TO_MODULES if _VERSIONS in each else each for each in left_out]
-        if memory is None:
-            left_out += own.notes()
-            self._checksums += own.checksums(file, name)
-        twice = sorted(set(tensors) & set(self._tensors))
-        if twice or (part in self._trees and not joins):
-            what = twice[0] if twice else part
-            raise CorruptionError(
-                f"{self._location.label}: {what!r} is there twice", details=NOT_READ
-            )
-        self._tensors |= tensors
-        self.left_out += left_out
-        there: Any = self._trees.get(part)
-        self._trees[part] = {**there, **node} if there is not None else node
-
-    def add_checksums(self, checksums: Iterable[Checksum]) -> None:
-        """Add those of a file whose memory the caller has."""
-        self._checksums += checksums
-
-    def finish(self, identity: bytes, names: Iterable[str], *, step: int) -> Catalog:
-        """Return the catalog."""
-        return Catalog(
-            format=FORMAT,
-            storage=self._location.storage,
-            label=self._location.label,
-            identity=identity,
-            step=step,
-            created=self._location.created(names),
-            tensors=self._tensors,
-            parts=with_optimizers(self._trees, self._tensors),
-            left_out=self.left_out,
-            versions=self._versions or None,
-            checksums=lambda files: self._checksums,
-        )
+        made.left_out += left_out
+    made.left_out += memory.notes()
+    return [*memory.checksums(file, name)]
 
 
 _EXPANDED_NBYTES = 1 << 30

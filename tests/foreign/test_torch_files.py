@@ -185,6 +185,50 @@ def test_a_damaged_file_of_a_folder_is_an_error(tmp_path: Path, weights: str) ->
         assert "optimizer.pt: " in " ".join(open_catalog(tmp_path).left_out)
 
 
+def test_files_of_a_folder_are_never_mixed(tmp_path: Path) -> None:
+    """X24: model.pt took the place of the safetensors files, or was joined with other weights."""
+    model = nn.BatchNorm1d(2)
+    save_file({**model.state_dict(), "0.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    torch.save({"weight": torch.full((2,), 7.0)}, tmp_path / "model.pt")
+    torch.save({"weight": torch.full((2,), 8.0)}, tmp_path / "model.0.pt")  # its key is another's
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.randn(3, 2)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    catalog = open_catalog(tmp_path)
+    assert list(catalog.parts) == ["model", "optimizer"]
+    assert [each.partition(":")[0] for each in catalog.left_out] == ["model.0.pt", "model.pt"]
+    facts: Any = catalog.parts["optimizer"]
+    assert facts["parameters"]["weight"] == {"shape": [2]}
+    values = Checkpointer(tmp_path / "run").load_all(source=tmp_path).values
+    assert values["model"]["0.weight"].tolist() == [0.0, 0.0]
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"bias": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CorruptionError, match=r"several models \(model\.pt, pytorch_model\.bin\)"):
+        open_catalog(tmp_path)
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"bias": "a.bin"}}')
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "a.bin")
+    with pytest.raises(CorruptionError, match=r"has model\.pt, and an index of other files"):
+        open_catalog(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (torch.ones(2), "not a state dict"),
+        ([torch.ones(2)], "not a state dict"),
+        ({"w": 3}, r"'model\.w' is there twice"),
+    ],
+)
+def test_shards_that_do_not_fit_together_are_refused(
+    tmp_path: Path, second: object, message: str
+) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "m-00001-of-00002.bin")
+    torch.save(second, tmp_path / "m-00002-of-00002.bin")
+    with pytest.raises(CorruptionError, match=message):
+        open_catalog(tmp_path)
+
+
 def test_memory_in_common_is_kept_or_noted(tmp_path: Path) -> None:
     weight, flat = torch.randn(3, 4), torch.randn(8)
     value = {
