@@ -240,24 +240,17 @@ class NameMap:
         Cost: linear in names times rules, and in chunks. Of tensors only those are read that are
         tied, and optimizer state of one element per parameter.
         """
-        unknown = set(variables or {}) - set(self.variables)
-        if unknown:
-            raise ConfigError(f"{self.name} has no variables {sorted(unknown)}")
         require_tilings(catalog)
         with OpenFiles(catalog.storage) as files:
-            return _Application(self, catalog, {**self.variables, **(variables or {})}, files).run()
+            return _Application(self.given(**(variables or {})), catalog, files).run()
 
     def describe(self) -> str:
-        """Return the map as text, from which two maps can be compared."""
-        return json.dumps(
-            [
-                [
-                    stage.unmatched,
-                    [[str(r), repr(r.where_to), dict(r.settings)] for r in stage.rules],
-                ]
-                for stage in self.stages
-            ]
-        )
+        """Return the map as text: maps of equal text do the same to a catalog."""
+        stages = [
+            [stage.unmatched, [[str(r), repr(r.where_to), dict(r.settings)] for r in stage.rules]]
+            for stage in self.stages
+        ]
+        return json.dumps([self.part, self.optimizers, self.variables, stages])
 
 
 _TABLE = ("name", "description", "part", "optimizer", "unmatched", "variables", "rule", "stage")
@@ -309,9 +302,7 @@ def _variables(table: Mapping[str, Any], name: str) -> dict[str, Value]:
 class _Application:
     """One application of a map to a catalog."""
 
-    def __init__(
-        self, name_map: NameMap, catalog: Catalog, given: Mapping[str, Value], files: OpenFiles
-    ) -> None:
+    def __init__(self, name_map: NameMap, catalog: Catalog, files: OpenFiles) -> None:
         self._map = name_map
         self._catalog = catalog
         self._files = files
@@ -332,7 +323,7 @@ class _Application:
             for name in name_map.optimizers
             if name in self._parts
         }
-        self._variables = Variables(given, _shapes(self._items))
+        self._variables = Variables(name_map.variables, _shapes(self._items))
 
     def run(self) -> MappedCatalog:
         """Apply all stages."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from holdfast import (
     ProcessGroups,
     StorageError,
 )
-from holdfast.foreign import NameMap, open_catalog, rename
+from holdfast.foreign import NameMap, open_catalog, rename, rotary
 from holdfast.foreign.convert import open_any
 from holdfast.foreign.location import Folder
+from holdfast.foreign.rules import ORDERS
 from tests.cli.conftest import Holdfast, holdfast
 from tests.harness import RankContext, run_ranks
 
@@ -195,12 +197,15 @@ def test_one_rank_opens_a_foreign_checkpoint_for_all(tmp_path: Path) -> None:
     assert first[4][1].startswith("ConfigError")
 
 
-def load_apart(context: RankContext, paths: list[str]) -> str:
+def load_apart(context: RankContext, paths: list[str], heads: Sequence[int] = ()) -> str:
     """Load what this rank names; the name and message of the error."""
+    turned = NameMap([rotary("w", order=ORDERS[0], heads="n")], variables={"n": None})
+    names = turned.given(n=heads[context.rank]) if heads else None
     with ProcessGroups.create(Layout(dp=context.num_ranks)) as groups:
         checkpointer = Checkpointer(Path(paths[0]) / "none", groups=groups)
         try:
-            checkpointer.load({"model": {"w": torch.zeros(4)}}, source=paths[context.rank])
+            state = {"model": {"w": torch.zeros(4)}}
+            checkpointer.load(state, source=paths[context.rank], names=names)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return "loaded"
@@ -214,8 +219,12 @@ def test_ranks_that_name_different_sources_are_refused_on_all(tmp_path: Path) ->
     for error in run_ranks(2, load_apart, [one, two]).results:
         assert error.startswith("PlanError")
         assert "source" in error
+    # Equal shapes, and each rank would have its rows in another order.
+    for error in run_ranks(2, load_apart, [one, one], [1, 2]).results:
+        assert error.startswith("PlanError")
+        assert f"{one} by name map (" in error
     three = str(tmp_path / "three")
     for error in run_ranks(2, load_apart, [three, three]).results:
         assert error.startswith("ConfigError")
         assert "three does not exist" in error
-    assert run_ranks(2, load_apart, [one, one]).results == ["loaded", "loaded"]
+    assert run_ranks(2, load_apart, [one, one], [2, 2]).results == ["loaded", "loaded"]

@@ -21,6 +21,7 @@ from holdfast.foreign.name_map_presets import name_map_of
 from holdfast.foreign.own_format import own_place
 from holdfast.foreign.shared_opening import Answers
 from holdfast.foreign.view import CatalogStorage
+from holdfast.format.digest import digest128
 from holdfast.format.names import parse_step_dir
 from holdfast.parallel import Control
 from holdfast.storage import Storage, is_url
@@ -70,41 +71,45 @@ def open_source(
             step.
         CorruptionError, StorageError: A foreign checkpoint is damaged or cannot be read, or has
             copies that differ and `on_drift` is "raise".
-        PlanError: Ranks name different sources.
+        PlanError: Ranks name different sources, or maps that differ.
 
     Cost: that of `open_catalog` for a foreign format, on the coordinator. With several ranks a
     collective and a broadcast of the metadata that it has read, and the time to interpret it.
     """
+    name_map = None if names is None else name_map_of(cast("NameMap | str | Path", names))
     place: _Place | None = None
     storage: Storage | None = None
     answers = Answers()
     data: bytes | None = None
     if control.is_coordinator and isinstance(source, str | os.PathLike):
-        place = _find(source, step, opener, is_mapped=names is not None)
+        place = _find(source, step, opener, is_mapped=name_map is not None)
         noted = answers if control.size > 1 else None
-        storage = _open(place, noted, opener, stack, names, on_drift)
+        storage = _open(place, noted, opener, stack, name_map, on_drift)
         data = msgspec.msgpack.encode((place, answers.encode())) if control.size > 1 else None
     if control.size > 1:
         labels, data = control.gather_and_broadcast(
-            _label_of(source).encode(), data, phase="load: source"
+            _label_of(source, name_map).encode(), data, phase="load: source"
         )
         if len(set(labels)) > 1:
             texts = [label.decode() for label in labels]
             raise disagreement("load", "source", texts, ranks=control.ranks)
     if isinstance(source, Catalog):
-        return _shown(_mapped(source, names), on_drift), step
+        return _shown(_mapped(source, name_map), on_drift), step
     if not isinstance(source, str | os.PathLike):
-        if names is not None:
+        if name_map is not None:
             raise ConfigError("a name map needs the path of a checkpoint, or its description")
         return cast(Storage, source), step
     if storage is None or place is None:
         place, known = msgspec.msgpack.decode(data or b"", type=tuple[_Place, bytes])
-        storage = _open(place, Answers(known), opener, stack, names, on_drift)
+        storage = _open(place, Answers(known), opener, stack, name_map, on_drift)
     return storage, place.step
 
 
-def _label_of(source: LoadSource) -> str:
+def _label_of(source: LoadSource, name_map: NameMap | None) -> str:
     """Return what all ranks must name alike."""
+    if name_map is not None:
+        digest = digest128(name_map.describe().encode())[:12]
+        return f"{_label_of(source, None)} by {name_map.name} ({digest})"
     if isinstance(source, Catalog):
         return source.label
     if not isinstance(source, str | os.PathLike):
@@ -139,24 +144,22 @@ def _open(
     answers: Answers | None,
     opener: Opener,
     stack: ExitStack,
-    names: NameSource | None,
+    name_map: NameMap | None,
     on_drift: OnDrift,
 ) -> Storage:
     """Open what is at a place; a name map reads from it, digests included if it has any."""
     if not place.is_own:
         catalog = open_catalog(Location.of(place.path, answers, opener=opener))
-        return _shown(_mapped(catalog, names), on_drift)
-    if names is None:
+        return _shown(_mapped(catalog, name_map), on_drift)
+    if name_map is None:
         return opener(place.path)
     own = stack.enter_context(open_any(place.path, step=place.step, opener=opener))
-    return _shown(_mapped(own, names), on_drift)
+    return _shown(_mapped(own, name_map), on_drift)
 
 
-def _mapped(catalog: Catalog, names: NameSource | None) -> Catalog:
+def _mapped(catalog: Catalog, name_map: NameMap | None) -> Catalog:
     """Return a catalog under other names."""
-    if names is None:
-        return catalog
-    return name_map_of(cast("NameMap | str | os.PathLike[str]", names)).apply(catalog).catalog
+    return catalog if name_map is None else name_map.apply(catalog).catalog
 
 
 def _shown(catalog: Catalog, on_drift: OnDrift) -> CatalogStorage:
