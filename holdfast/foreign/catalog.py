@@ -25,6 +25,7 @@ from holdfast.errors import (
     PlacementError,
     some_of,
 )
+from holdfast.foreign.pickled_values import span_of
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import Node, join_path
 from holdfast.storage import Source, Storage
@@ -91,6 +92,38 @@ class OpenFiles:
             self._stack.close()
 
 
+def fill_flat(
+    out: memoryview,
+    *,
+    start: int,
+    shape: Sequence[int],
+    itemsize: int,
+    read: Callable[[Box, memoryview], object],
+) -> None:
+    """Fill `out` from byte `start` of the row-major bytes of a tensor, box by box.
+
+    Args:
+        out: May start and end within an element, as a range of a file may.
+        start: Byte of the tensor.
+        shape: Of the tensor.
+        itemsize: Bytes of an element.
+        read: Fills memory with the elements of a box.
+
+    Cost: the length of `out` in memory, if it starts or ends within an element.
+    """
+    first, last = start // itemsize, -(-(start + len(out)) // itemsize)
+    skip = start - first * itemsize
+    is_cut = skip or len(out) % itemsize
+    whole = memoryview(bytearray((last - first) * itemsize)) if is_cut else out
+    left = whole
+    for box in flat_range_boxes(shape, first, last):
+        nbytes = box.numel * itemsize
+        read(box, left[:nbytes])
+        left = left[nbytes:]
+    if is_cut:
+        out[:] = whole[skip : skip + len(out)]
+
+
 class Payload(Protocol):
     """The bytes of one chunk: its elements in row-major order, little-endian."""
 
@@ -154,17 +187,16 @@ class StridedBytes:
     def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
         """Read the span of the elements that are asked for, and copy them in their order."""
         kind = np.dtype(f"V{self.itemsize}")
-        first, count = start // self.itemsize, len(out) // self.itemsize
-        for box in flat_range_boxes(self.shape, first, first + count):
-            begin = sum(o * s for o, s in zip(box.offset, self.stride, strict=True))
-            span = 1 + sum((n - 1) * s for n, s in zip(box.shape, self.stride, strict=True))
-            data = memoryview(bytearray(span * self.itemsize))
-            files.source(self.file).readinto(data, start=self.start + begin * self.itemsize)
-            strides = [s * self.itemsize for s in self.stride]
+        strides = [step * self.itemsize for step in self.stride]
+
+        def read(box: Box, piece: memoryview) -> None:
+            begin = sum(o * s for o, s in zip(box.offset, strides, strict=True))
+            data = memoryview(bytearray(span_of(box.shape, self.stride) * self.itemsize))
+            files.source(self.file).readinto(data, start=self.start + begin)
             values = np.ndarray(box.shape, dtype=kind, buffer=data, strides=strides)
-            nbytes = box.numel * self.itemsize
-            np.frombuffer(out[:nbytes], dtype=kind).reshape(box.shape)[...] = values
-            out = out[nbytes:]
+            np.frombuffer(piece, dtype=kind).reshape(box.shape)[...] = values
+
+        fill_flat(out, start=start, shape=self.shape, itemsize=self.itemsize, read=read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,8 +445,8 @@ def chunks_of_view(
         return ()
     # Cut where the memory is cut: along the dim with the widest steps.
     dim = max(range(len(shape)), key=lambda d: stride[d] if shape[d] > 1 else -1)
-    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    parts = min(max(-(-span * itemsize // _STRIDED_NBYTES), 1), shape[dim])
+    nbytes = span_of(shape, stride) * itemsize
+    parts = min(max(-(-nbytes // _STRIDED_NBYTES), 1), shape[dim])
     step = -(-shape[dim] // parts)
     chunks = []
     for at in range(0, shape[dim], step):
@@ -525,14 +557,10 @@ class TensorReader:
 def read_flat(reader: TensorReader, out: memoryview, *, start: int) -> None:
     """Fill `out` from byte `start` of the row-major bytes of the whole tensor.
 
-    `start` and the length are multiples of the element's size. Errors as `TensorReader.read_box`.
+    Errors as `TensorReader.read_box`, cost also as `fill_flat`.
     """
     tensor = reader.tensor
-    first, count = start // tensor.itemsize, len(out) // tensor.itemsize
-    for box in flat_range_boxes(tensor.shape, first, first + count):
-        nbytes = box.numel * tensor.itemsize
-        reader.read_box(box, out[:nbytes])
-        out = out[nbytes:]
+    fill_flat(out, start=start, shape=tensor.shape, itemsize=tensor.itemsize, read=reader.read_box)
 
 
 def pieces_of(tensor: CatalogTensor, *, max_nbytes: int) -> Iterator[tuple[int, int]]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.arrays.boxes import Box, flat_range_boxes, split_box
-from holdfast.foreign.catalog import Chunk, OpenFiles
+from holdfast.arrays.boxes import Box, split_box
+from holdfast.foreign.catalog import Chunk, OpenFiles, fill_flat
 from holdfast.foreign.tensor_expressions import Expression, ExpressionPart, bytes_of
 
 _CHUNK_NBYTES = 4 << 20
@@ -40,18 +40,17 @@ class ComputedBytes:
             PlacementError: A value does not fit the type it is cast to.
         """
         itemsize = self.expression.itemsize
-        first, last = start // itemsize, -(-(start + len(out)) // itemsize)
-        skip = start - first * itemsize  # of the first element, where a range starts within one
-        at = 0
-        for flat in flat_range_boxes(self.box.shape, first, last):
-            for part in split_box(flat, max_numel=max(_PIECE_NBYTES // itemsize, 1)):
+
+        def read(box: Box, piece: memoryview) -> None:
+            at = 0
+            for part in split_box(box, max_numel=max(_PIECE_NBYTES // itemsize, 1)):
                 offset = tuple(a + b for a, b in zip(part.offset, self.box.offset, strict=True))
                 values = self.expression.read(Box(offset, part.shape), files)
-                data = bytes_of(np.ascontiguousarray(values))[skip:]
-                data = data[: len(out) - at]
-                out[at : at + len(data)] = data
+                data = bytes_of(np.ascontiguousarray(values))
+                piece[at : at + len(data)] = data
                 at += len(data)
-                skip = 0
+
+        fill_flat(out, start=start, shape=self.box.shape, itemsize=itemsize, read=read)
 
 
 def chunks_of(expression: Expression) -> tuple[Chunk, ...]:

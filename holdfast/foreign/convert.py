@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.foreign import dcp_output, own_format, safetensors_files, torch_save_output
@@ -42,7 +42,6 @@ from holdfast.storage.places import Opener, as_url
 
 TargetFormat = Literal["holdfast", "huggingface", "safetensors", "dcp", "torch_save"]
 """The formats that can be written."""
-TARGET_FORMATS: tuple[str, ...] = get_args(TargetFormat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.arrays.box_table import BoxTable
-from holdfast.arrays.boxes import Box, flat_range_boxes
+from holdfast.arrays.boxes import Box
 from holdfast.errors import ConfigError
-from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, OpenFiles
+from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, OpenFiles, fill_flat
 from holdfast.foreign.output import Digests, Extent, Output, OutputFile, Written
 from holdfast.foreign.records import ONE_RANK, index_of_one_rank
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES, digest128
@@ -59,13 +59,13 @@ class SnapshotBytes:
 
     def readinto(self, out: memoryview, *, start: int, files: OpenFiles) -> None:
         """Read elements of the chunk; CorruptionError if no copy of them is good."""
-        itemsize = DTYPES[self.snapshot.tensor(self.key).dtype].itemsize
-        first, count = start // itemsize, len(out) // itemsize
-        for part in flat_range_boxes(self.box.shape, first, first + count):
+
+        def read(part: Box, piece: memoryview) -> None:
             offset = tuple(map(sum, zip(part.offset, self.box.offset, strict=True)))
-            nbytes = part.numel * itemsize
-            self.snapshot.read_box(self.key, Box(offset, part.shape), out[:nbytes])
-            out = out[nbytes:]
+            self.snapshot.read_box(self.key, Box(offset, part.shape), piece)
+
+        itemsize = DTYPES[self.snapshot.tensor(self.key).dtype].itemsize
+        fill_flat(out, start=start, shape=self.box.shape, itemsize=itemsize, read=read)
 
 
 def catalog_of(snapshot: Snapshot) -> Catalog:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,8 +241,8 @@ class PickledTensor:
             raise ValueError("a tensor whose shape and stride have different lengths")
         if any(size == 0 for size in self.shape):
             return
-        last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        if (last + 1) * DTYPES[self.dtype].itemsize > self.storage.nbytes:
+        end = self.offset + span_of(self.shape, self.stride)
+        if end * DTYPES[self.dtype].itemsize > self.storage.nbytes:
             raise ValueError(
                 f"a tensor of shape {self.shape} that ends outside of its storage of "
                 f"{self.storage.nbytes} bytes"
@@ -284,6 +284,11 @@ class PickledTensor:
     def identity(self) -> tuple[object, ...]:
         """Equal for tied tensors: the same elements of the same storage, in the same view."""
         return (self.storage.key, self.dtype, self.offset, self.shape, self.stride)
+
+
+def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the elements from the first to the last one of a view that is not empty."""
+    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def index(value: object, what: str = "a size") -> int:

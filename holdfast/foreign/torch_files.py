@@ -31,10 +31,7 @@ from holdfast.foreign.draft import Draft, twice
 from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.other_formats import is_cut_by_rank, note_on_ranks
 from holdfast.foreign.pickle_nodes import NodeLeaf, array_form, module_versions, to_node
-from holdfast.foreign.pickled_values import (
-    PickledStorage,
-    PickledTensor,
-)
+from holdfast.foreign.pickled_values import PickledStorage, PickledTensor, span_of
 from holdfast.foreign.pickles import NOT_READ
 from holdfast.foreign.shard_index import (
     note_on_siblings,
@@ -332,10 +329,8 @@ class FileMemory:
         key = self._first.setdefault(value.identity, leaf.key)
         if key == leaf.key and value.nbytes:
             self._nbytes += value.nbytes
-            itemsize = DTYPES[value.dtype].itemsize
-            reach = sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
-            span = (value.start, value.start + (reach + 1) * itemsize, key)
-            self._spans[value.storage_key].append(span)
+            reach = span_of(value.shape, value.stride) * DTYPES[value.dtype].itemsize
+            self._spans[value.storage_key].append((value.start, value.start + reach, key))
         return key
 
     def refuse_expansion(self, file: TorchFile) -> None:

@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import CorruptionError
 from holdfast.foreign.pickle_types import STANDARD_TYPES, torch_storage
-from holdfast.foreign.pickled_values import Constructor, PickledStorage, PickledTensor
+from holdfast.foreign.pickled_values import (
+    Constructor,
+    PickledStorage,
+    PickledTensor,
+    span_of,
+)
 from holdfast.foreign.pickles import MAX_PICKLE_NBYTES, NOT_READ, read_pickle, read_pickle_at
 from holdfast.foreign.zip_files import ZipEntry, checked_range, read_bytes, read_directory
 from holdfast.format.dtypes import DTYPES
@@ -62,9 +67,8 @@ class TorchFile:
         """
         if 0 in tensor.shape:
             return self.storages[tensor.storage_key].start, 0
-        num = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True))
         start = self.storages[tensor.storage_key].start + tensor.start
-        return start, num * DTYPES[tensor.dtype].itemsize
+        return start, span_of(tensor.shape, tensor.stride) * DTYPES[tensor.dtype].itemsize
 
 
 def open_torch_save(

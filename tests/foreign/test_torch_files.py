@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
 from holdfast import Checkpointer, CorruptionError, FromPart, OptimizerState
 from holdfast.cli.main import main
+from holdfast.foreign import NameMap
+from holdfast.foreign.convert import open_any
 from holdfast.foreign.formats import open_catalog
+from holdfast.foreign.view import CatalogStorage
 from tests.foreign.contract import check_catalog, check_format, raw, sample_tensors
 
 
@@ -35,6 +40,32 @@ def test_views_and_ties(tmp_path: Path) -> None:
     check_format(tmp_path / "x.pt", "model", tensors, fraction=4.0)
     values = Checkpointer(tmp_path / "run").load_all(source=tmp_path / "x.pt").values["model"]
     assert values["t"] is values["tie"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_any_range_of_bytes_is_read(tmp_path: Path) -> None:
+    """X1: of views, archives and our own chunks nothing was read of a part of an element.
+
+    `verify` looks at the first and the last byte of each chunk.
+    """
+    base = torch.randn(4, 6)
+    torch.save({"t": base.t(), "e": base[:1].expand(3, 6)}, tmp_path / "x.pt")
+    dcp.save({"t": base.t(), "c": base}, checkpoint_id=tmp_path / "dcp")
+    with Checkpointer(tmp_path / "own") as checkpointer:
+        checkpointer.save(1, {"model": {"c": base}})
+    kept = NameMap([], unmatched="keep")
+    draw = random.Random(3)
+    with open_any(tmp_path / "own") as own:
+        catalogs = [open_catalog(tmp_path / "x.pt"), open_catalog(tmp_path / "dcp"), own]
+        for storage in (CatalogStorage(kept.apply(catalog).catalog) for catalog in catalogs):
+            names = storage.list(storage.directory)
+            for path in (f"{storage.directory}/{name}" for name in names):
+                whole = storage.read(path)
+                for _ in range(40):
+                    start, stop = sorted(draw.choices(range(len(whole) + 1), k=2))
+                    part = storage.read(path, start=start, nbytes=stop - start)
+                    assert part == whole[start:stop], (path, start, stop)
+            assert len(names) > 2
 
 
 def test_a_module_and_an_optimizer_by_names(tmp_path: Path) -> None:
