@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.arrays.boxes import Box
@@ -30,12 +30,12 @@ from holdfast.foreign.catalog import (
     no_checksums,
     read_flat,
 )
+from holdfast.foreign.draft import Draft, twice
 from holdfast.foreign.location import Location
 from holdfast.foreign.pickled_values import Constructor, PickledTensor, Record, TorchSize
 from holdfast.foreign.pickles import MAX_PICKLE_NBYTES, read_pickle
 from holdfast.foreign.torch_files import tensors_of
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
-from holdfast.foreign.weights import with_optimizers
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.envelopes.dcp_metadata import EMPTY_DICTS
@@ -70,39 +70,18 @@ def open_catalog(location: Location) -> Catalog:
     nodes = {name: tensor_node(each.key) for name, each in items.tensors.items()} | items.values
     for name in items.in_order():
         items.put(tree, name, nodes[name])
-    parts = parts_of(tree)
-    tensors = dict(items.tensors_by_key())
-    if parts is not tree:
-        # Under the name of the part, so that keys are paths, as everywhere.
-        tensors = {f"model.{key}": _renamed(each) for key, each in tensors.items()}
-        parts = {"model": {name: tensor_node(f"model.{name}") for name in tree}}
-    return Catalog(
-        format=FORMAT,
-        storage=location.storage,
-        label=location.label,
-        identity=items.identity,
-        created=location.created([METADATA]),
-        tensors=tensors,
-        parts=with_optimizers(parts, tensors),
-        left_out=items.left_out,
-        checksums=items.checksums,
-    )
-
-
-def parts_of(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree, or of a flat dict of tensors the part `model` that it is."""
-    if tree and all(is_tensor(node) for node in tree.values()):
-        return {"model": tree}
-    return tree
-
-
-def _renamed(tensor: CatalogTensor) -> CatalogTensor:
-    return CatalogTensor(
-        key=f"model.{tensor.key}",
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        chunks=tensor.chunks,
-    )
+    made = Draft(location, FORMAT)
+    is_flat = bool(tree) and all(is_tensor(node) for node in tree.values())
+    # Under the name of the part, so that keys are paths, as everywhere.
+    prefix = "model." if is_flat else ""
+    tensors = [*items.tensors.values(), *items.more.values()]
+    made.add_tensors(replace(each, key=f"{prefix}{each.key}") for each in tensors)
+    if is_flat:
+        for node in tree.values():
+            node["k"] = f"{prefix}{node['k']}"
+    made.parts = {"model": tree} if is_flat else tree
+    made.left_out = items.left_out
+    return made.catalog(identity=items.identity, files=[METADATA], checksums=items.checksums)
 
 
 @dataclass(kw_only=True)
@@ -128,11 +107,6 @@ class Items:
     left_out: list[str] = field(default_factory=list)
     mcore_data: Mapping[str, Any] = field(default_factory=dict)
     checksums: Callable[[OpenFiles], Iterable[Checksum]] = no_checksums
-
-    def tensors_by_key(self) -> Iterator[tuple[str, CatalogTensor]]:
-        """Yield all tensors with their keys."""
-        for tensor in (*self.tensors.values(), *self.more.values()):
-            yield tensor.key, tensor
 
     def in_order(self) -> list[str]:
         """Return all names: of a dict in the order in which they were saved, of a list by place.
@@ -164,17 +138,19 @@ class Items:
             blank: Any = [] if isinstance(following, int) else {}
             new = node if following is None else blank
             if isinstance(step, int) and isinstance(here, list):
-                if step > len(here):
+                if not 0 <= step <= len(here):
                     raise CorruptionError(f"{name!r}: the list at its path has a gap")
-                if step == len(here):
+                is_there = step < len(here)
+                if not is_there:
                     here.append(new)
-                here = here[step]
             elif isinstance(step, str) and is_plain_dict(here):
-                if following is None and step in here:
-                    raise CorruptionError(f"{name!r}: its path is there twice")
-                here = here.setdefault(step, new)
+                is_there = step in here
+                here.setdefault(step, new)
             else:
                 raise CorruptionError(f"{name!r}: its path contradicts another one")
+            if is_there and following is None:
+                raise CorruptionError(f"{name!r}: its path is there twice")
+            here = here[step]
 
 
 def read_items(location: Location) -> Items:
@@ -216,11 +192,8 @@ def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
     for name, where in sorted(values, key=lambda pair: (pair[1].file, pair[1].start)):
         file = archives.open(where)
         more, node, left_out = tensors_of(file.value, name, file, where.file)
-        clash = sorted(
-            set(more) & {t.key for t in items.tensors.values()} | set(more) & set(items.more)
-        )
-        if clash:
-            raise CorruptionError(f"{location.label}: tensor {clash[0]!r} is there twice")
+        if clash := sorted(more.keys() & (items.tensors.keys() | items.more.keys())):
+            raise twice(location, clash[0])
         items.more |= more
         items.values[name] = node
         items.left_out += left_out
@@ -309,7 +282,9 @@ def _ranges(location: Location, storage_data: dict[Any, Any]) -> _Ranges:
                 f"({_get(info, 'transform_descriptors')}), which is not supported"
             )
         key = (_text(_get(index, "fqn")), None if offset is None else _sizes(offset))
-        table[key] = _Range(file, _number(_get(info, "offset")), _number(_get(info, "length")))
+        place = _Range(file, _number(_get(info, "offset")), _number(_get(info, "length")))
+        if table.setdefault(key, place) != place:
+            raise CorruptionError(f"{location.label}: {key[0]!r} is in two places")
     return _Ranges(table)
 
 

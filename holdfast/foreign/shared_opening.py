@@ -21,6 +21,7 @@ from holdfast.storage.reading import is_absence
 T = TypeVar("T")
 
 _MAX_NAMES = 1000
+"""So many names that may be folders are looked at."""
 _FILES = (".json", ".txt", ".md", ".py", ".model", ".safetensors", ".bin", ".pt", ".distcp")
 
 _Known = dict[bytes, tuple[bool, Any]]
@@ -184,5 +185,5 @@ def folders_in(storage: Storage) -> Sequence[str]:
     look = getattr(storage, "folders", None)
     if look is not None:
         return cast(Sequence[str], look())
-    names = storage.list("")[:_MAX_NAMES]
-    return [name for name in names if not name.endswith(_FILES) and storage.is_dir(name)]
+    names = [name for name in storage.list("") if not name.endswith(_FILES)]
+    return [name for name in names[:_MAX_NAMES] if storage.is_dir(name)]

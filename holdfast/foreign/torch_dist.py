@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,15 +18,15 @@ from typing import Any
 from holdfast.errors import CorruptionError
 from holdfast.foreign import dcp
 from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles, describing
+from holdfast.foreign.draft import Draft
 from holdfast.foreign.location import Location
 from holdfast.foreign.shared_opening import behind, found_once
 from holdfast.foreign.torch_dist_optimizer import OBJECTS_PART, is_of_optimizer, map_optimizer
 from holdfast.foreign.torch_dist_tensors import join_copies, unflattened
-from holdfast.foreign.torch_files import tensors_of
-from holdfast.foreign.torch_save import TorchFile, open_torch_save
-from holdfast.format.digest import digest128
+from holdfast.foreign.torch_files import open_file, tensors_of
+from holdfast.foreign.torch_save import TorchFile
 from holdfast.format.names import LATEST, step_dir
-from holdfast.format.values import is_plain_dict, is_tensor, tensor_node, walk
+from holdfast.format.values import is_plain_dict, is_tensor, walk
 
 FORMAT = "Megatron torch_dist"
 CONFIG = "metadata.json"
@@ -92,7 +91,7 @@ def open_catalog(location: Location) -> Catalog:
 def _open(location: Location) -> Catalog:
     items = dcp.read_items(location)
     common = _read_common(location)
-    made = _Made()
+    made = Draft(location, FORMAT)
     made.left_out += [*items.left_out, *common.left_out]
     # The bytes of copies are read by one rank, which has a sentence for the others.
     with OpenFiles(behind(location.storage)) as files:
@@ -101,7 +100,8 @@ def _open(location: Location) -> Catalog:
         )
     model = {name: t for name, t in joined.tensors.items() if not is_of_optimizer(name)}
     for name, tensor in model.items():
-        made.add_tensor(_MODEL, name, tensor)
+        node = made.add_tensor(replace(tensor, key=f"{_MODEL}.{name}"))
+        made.parts.setdefault(_MODEL, {})[name] = node
     of_optimizer = _add_objects(items, made)
     optimizer = map_optimizer(
         {name: t for name, t in joined.tensors.items() if is_of_optimizer(name)},
@@ -112,51 +112,24 @@ def _open(location: Location) -> Catalog:
         file=COMMON,
     )
     made.parts |= optimizer.parts
-    made.tensors |= optimizer.tensors
+    made.add_tensors(optimizer.tensors.values())
     made.left_out += optimizer.left_out
     _add_common(common, made)
     if joined.drift:
         made.left_out.append(f"{joined.drift}; only the first copy is read")
-    return Catalog(
-        format=FORMAT,
-        storage=location.storage,
-        label=location.label,
+    return made.catalog(
         identity=items.identity + common.identity,
+        files=[dcp.METADATA, CONFIG, COMMON],
         step=_step(common, location),
-        created=location.created([dcp.METADATA, CONFIG, COMMON]),
-        tensors=made.tensors,
-        parts=made.parts,
-        left_out=made.left_out,
         drift=f"{location.label}: {joined.drift}" if joined.drift else "",
         checksums=items.checksums,
     )
 
 
-@dataclass(kw_only=True)
-class _Made:
-    """The catalog so far."""
-
-    parts: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, CatalogTensor] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-
-    def add_tensor(self, part: str, name: str, tensor: CatalogTensor) -> None:
-        """Add a tensor to a part that is a flat table."""
-        key = f"{part}.{name}"
-        self.tensors[key] = replace(tensor, key=key)
-        self.parts.setdefault(part, {})[name] = tensor_node(key)
-
-    def free_name(self, name: str) -> str:
-        """Return the name of a new part, changed if it is taken."""
-        while name in self.parts:
-            name = f"{name}_common"
-        return name
-
-
 # ---- tensors ----
 
 
-def _restored(items: dcp.Items, made: _Made) -> dict[str, CatalogTensor]:
+def _restored(items: dcp.Items, made: Draft) -> dict[str, CatalogTensor]:
     """Return all tensors in their own shapes, as far as these are known."""
     tensors: dict[str, CatalogTensor] = {}
     for name, tensor in items.tensors.items():
@@ -189,7 +162,7 @@ def _own_shape(name: str, tensor: CatalogTensor, items: dcp.Items) -> tuple[int,
 # ---- objects ----
 
 
-def _add_objects(items: dcp.Items, made: _Made) -> dict[str, Any]:
+def _add_objects(items: dcp.Items, made: Draft) -> dict[str, Any]:
     """Add the objects of ranks, and return those of the optimizer by flat name."""
     of_optimizer: dict[str, Any] = {}
     empty: list[str] = []
@@ -222,14 +195,16 @@ def _add_objects(items: dcp.Items, made: _Made) -> dict[str, Any]:
 
 
 def _rename(
-    tensors: Mapping[str, CatalogTensor], node: Any, prefix: str, place: str, made: _Made
+    tensors: Mapping[str, CatalogTensor], node: Any, prefix: str, place: str, made: Draft
 ) -> None:
     """Add the tensors of a node under keys that are their paths in the catalog."""
+    renamed = {}  # several nodes may name one tensor
     for each in walk(node):
         if is_tensor(each):
             old = each["k"]
             each["k"] = new = place + old[len(prefix) :]
-            made.tensors[new] = replace(tensors[old], key=new)
+            renamed[new] = replace(tensors[old], key=new)
+    made.add_tensors(renamed.values())
 
 
 # ---- common values ----
@@ -251,11 +226,8 @@ def _read_common(location: Location) -> _Common:
     if not location.has(COMMON):
         common.left_out.append(f"{COMMON}: it is not there, so that settings and step are missing")
         return common
-    place = location.storage.describe(COMMON)
     try:
-        with closing(location.storage.open(COMMON)) as source:
-            file = open_torch_save(source, place=place)
-            common.identity = digest128(f"{COMMON}:{source.nbytes}".encode()).encode()
+        file, common.identity = open_file(location, COMMON)
     except CorruptionError as error:
         # One odd value (a class among the arguments) does not make the weights unreadable.
         common.left_out.append(f"{COMMON}: {error}")
@@ -281,7 +253,7 @@ def _read_value(common: _Common, name: str, value: object, file: TorchFile) -> N
     common.left_out += left_out
 
 
-def _add_common(common: _Common, made: _Made) -> None:
+def _add_common(common: _Common, made: Draft) -> None:
     """Add the common values as parts; what remains where tensors were taken out is nothing."""
     for name, node in common.nodes.items():
         if re.fullmatch(r"model[0-9]*", name) and _holds_nothing([node]):

@@ -23,7 +23,7 @@ from urllib.parse import unquote
 import msgspec
 
 from holdfast.arrays.boxes import Box
-from holdfast.errors import CorruptionError, PlacementError
+from holdfast.errors import CorruptionError, PlacementError, some_of
 from holdfast.foreign.catalog import (
     Catalog,
     CatalogTensor,
@@ -32,17 +32,16 @@ from holdfast.foreign.catalog import (
     chunks_of_view,
     describing,
 )
+from holdfast.foreign.draft import Draft
 from holdfast.foreign.location import Location
 from holdfast.foreign.pickle_nodes import to_node
 from holdfast.foreign.pickled_values import PickledStorage, PickledTensor
 from holdfast.foreign.torch_files import tensor_of
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
-from holdfast.foreign.weights import with_optimizers
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.envelopes.torch_types import TORCH_DTYPES
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES
-from holdfast.format.values import Node
 from holdfast.storage.storage_protocol import split_path
 
 FORMAT = "torchsnapshot"
@@ -79,27 +78,18 @@ def open_catalog(location: Location) -> Catalog:
         )
     with describing(place, "the metadata of a snapshot"):
         snapshot = _Snapshot(location, _by_path(data))
-        trees = {unquote(path): snapshot.value(path) for path in snapshot.roots()}
-        tensors: dict[str, CatalogTensor] = {}
-        parts: dict[str, Node] = {}
-        for part, value in trees.items():
-            if value is _NOTHING:
-                continue
-            tree = to_node(value, path=part, keeps_order_type=False)
-            parts[part] = tree.node
-            snapshot.left_out += tree.left_out
-            for leaf in tree.leaves:
-                tensors[leaf.key] = snapshot.tensor(leaf)
-    return Catalog(
-        format=FORMAT,
-        storage=location.storage,
-        label=location.label,
-        identity=digest128(data).encode(),
-        created=location.created([METADATA]),
-        tensors=tensors,
-        parts=with_optimizers(parts, tensors),
-        left_out=snapshot.left_out,
-    )
+        made = Draft(location, FORMAT)
+        for path in snapshot.roots():
+            part, value = unquote(path), snapshot.value(path)
+            if value is not _NOTHING:
+                tree = to_node(value, path=part, keeps_order_type=False)
+                made.parts[part] = tree.node
+                snapshot.left_out += tree.left_out
+                made.add_tensors(map(snapshot.tensor, tree.leaves))
+    made.left_out = snapshot.left_out
+    if lost := [unquote(path) for path in snapshot.entries if path not in snapshot.seen]:
+        made.left_out.append(f"{some_of(lost)}: in no dict or list of the snapshot")
+    return made.catalog(identity=digest128(data).encode(), files=[METADATA])
 
 
 def _by_path(data: bytes) -> dict[str, list[tuple[int, _Entry]]]:
@@ -133,11 +123,13 @@ class _Snapshot:
         location: The directory.
         entries: By path, of each rank that has one.
         left_out: What is not read, one sentence each.
+        seen: The paths that were read, or noted.
     """
 
     location: Location
     entries: dict[str, list[tuple[int, _Entry]]]
     left_out: list[str] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
     _chunks: dict[int, tuple[PickledTensor, tuple[Chunk, ...]]] = field(default_factory=dict)
     _files: dict[int, tuple[object, TorchFile, str]] = field(default_factory=dict)
 
@@ -147,6 +139,7 @@ class _Snapshot:
 
     def value(self, path: str) -> Any:
         """Return the value at a path."""
+        self.seen.add(path)
         entry = self._first(path)
         kind = entry["type"]
         if kind == "list":

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from holdfast.errors import CorruptionError, some_of
-from holdfast.foreign.catalog import Catalog, CatalogTensor, Checksum, describing
+from holdfast.foreign.catalog import Catalog, Checksum, describing
+from holdfast.foreign.draft import Draft
 from holdfast.foreign.location import Location
 from holdfast.foreign.other_formats import unread_files
 from holdfast.foreign.pickle_nodes import module_versions
 from holdfast.foreign.pickled_values import PickledTensor, Record
 from holdfast.foreign.torch_dist_optimizer import step_tensor
 from holdfast.foreign.torch_files import FileMemory, tensors_of
-from holdfast.foreign.weights import with_optimizers
 from holdfast.foreign.zero_files import (
     ALIGNMENT,
     CUT_FLAT,
@@ -43,12 +43,12 @@ from holdfast.foreign.zero_files import (
     list_in,
     model_files,
     one_type,
-    open_file,
     optimizer_of,
+    read_file,
     stage_of,
 )
 from holdfast.foreign.zero_partitions import FlatTensor, Parameter, tensor_of_runs
-from holdfast.format.values import join_path, tensor_node
+from holdfast.format.values import join_path
 
 FORMAT = "DeepSpeed ZeRO"
 _LATEST = "latest"
@@ -110,11 +110,11 @@ def open_catalog(location: Location) -> Catalog:
 
 def _open(location: Location) -> Catalog:
     ranks = files_by_rank(location)
-    optim = [open_file(location, name) for name in ranks]
+    optim = [read_file(location, name) for name in ranks]
     stage = stage_of(optim, location)
     names = model_files(location, stage, len(ranks))
-    model = [open_file(location, name) for name in names]
-    made = _Made(location=location)
+    model = [read_file(location, name) for name in names]
+    made = _Made(location, FORMAT)
     layout = layout_of(location, stage, optim, model)
     _add_model(made, layout, model)
     _add_optimizer(made, layout, optim)
@@ -126,17 +126,10 @@ def _open(location: Location) -> Catalog:
         if name.endswith(_OWN) and name not in used
     ]
     made.left_out += unread_files(location, _OWN)
-    return Catalog(
-        format=FORMAT,
-        storage=location.storage,
-        label=location.label,
+    return made.catalog(
         identity=b"".join(each.identity for each in (*optim, *model)),
+        files=used,
         step=made.step,
-        created=location.created(used),
-        tensors=made.tensors,
-        parts=with_optimizers(made.parts, made.tensors),
-        left_out=made.left_out,
-        versions=made.versions or None,
         checksums=lambda files: _checksums(made, [*model, *optim]),
     )
 
@@ -144,35 +137,29 @@ def _open(location: Location) -> Catalog:
 # ---- the parts ----
 
 
-@dataclass(kw_only=True)
-class _Made:
+class _Made(Draft):
     """The catalog so far.
 
-    Args:
-        location: Of the checkpoint.
+    Attributes:
         memory: Of the first file of model state.
-        owners: By file and byte the key of a tensor that starts there, for the checksums.
+        step: Of training.
     """
 
-    location: Location
-    parts: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, CatalogTensor] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    versions: dict[str, dict[str, int]] = field(default_factory=dict)
-    memory: FileMemory = field(default_factory=FileMemory)
-    step: int = 0
+    def __init__(self, location: Location, title: str) -> None:
+        super().__init__(location, title)
+        self.memory = FileMemory()
+        self.step = 0
 
     def add(self, path: str, value: object, file: ZeroFile, memory: FileMemory) -> Any:
         """Add the tensors of a value, and return its node."""
         tensors, node, left_out = tensors_of(value, path, file.file, file.name, memory)
-        self.tensors |= tensors
+        self.add_tensors(tensors.values())
         self.left_out += left_out
         return node
 
     def add_runs(self, key: str, parameter: Parameter, flats: Sequence[FlatTensor]) -> Any:
         """Add a tensor that lies in flat ones, and return its node."""
-        self.tensors[key] = tensor_of_runs(key, parameter, flats)
-        return tensor_node(key)
+        return self.add_tensor(tensor_of_runs(key, parameter, flats))
 
 
 def _add_model(made: _Made, layout: ZeroLayout, model: Sequence[ZeroFile]) -> None:
@@ -305,8 +292,7 @@ def _add_entry(
         for name in group.parameters:
             tensor = step_tensor(f"{_OPTIMIZER}.state.{name}.{entry}", first, {}, files[0].name)
             if tensor is not None:
-                made.tensors[tensor.key] = tensor
-                state.setdefault(name, {})[entry] = tensor_node(tensor.key)
+                state.setdefault(name, {})[entry] = made.add_tensor(tensor)
 
 
 def _is_flat(values: Sequence[Any], group: ZeroGroup) -> bool:
@@ -333,9 +319,7 @@ def _add_rest(made: _Made, model: Sequence[ZeroFile], optim: Sequence[ZeroFile])
     }
     files = [(key, value, first, made.memory) for key, value in rest.items()]
     for key, value, file, memory in [*files, (_COMMON, common, optim[0], FileMemory())]:
-        name = str(key)
-        while name in made.parts:
-            name = f"{name}_common"
+        name = made.free_name(str(key))
         try:
             made.parts[name] = made.add(name, value, file, memory)
         except CorruptionError as error:

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import CorruptionError, shorten_ranks, some_of
-from holdfast.foreign.location import Location, why_none
+from holdfast.foreign.location import Location
 from holdfast.foreign.pickled_values import EnumValue, PickledTensor, dims, index
 from holdfast.foreign.pickles import NOT_READ
-from holdfast.foreign.torch_save import TorchFile, open_torch_save
+from holdfast.foreign.torch_files import open_file
+from holdfast.foreign.torch_save import TorchFile
 from holdfast.foreign.zero_partitions import (
     FlatTensor,
     Parameter,
     cut_parameters,
     parameters_of_group,
 )
-from holdfast.format.digest import digest128
 from holdfast.storage import Storage
 
 OPTIMIZER_FILE = re.compile(
@@ -81,20 +80,12 @@ class ZeroFile:
         return value.dtype, storage.read(self.name, start=start, nbytes=nbytes)
 
 
-def open_file(location: Location, name: str) -> ZeroFile:
+def read_file(location: Location, name: str) -> ZeroFile:
     """Open a file; CorruptionError if it is damaged, or not a dict."""
-    place = location.storage.describe(name)
-    try:
-        with closing(location.storage.open(name)) as source:
-            file = open_torch_save(source, place=place)
-            identity = digest128(f"{name}:{source.nbytes}:{sorted(file.storages)}".encode())
-    except CorruptionError as error:
-        raise CorruptionError(
-            f"{error}{why_none(location, name)}", details=error.details
-        ) from error
+    file, identity = open_file(location, name)
     if not isinstance(file.value, dict):
-        raise CorruptionError(f"{place}: it is not a dict")
-    return ZeroFile(name=name, file=file, value=file.value, identity=identity.encode())
+        raise CorruptionError(f"{file.place}: it is not a dict")
+    return ZeroFile(name=name, file=file, value=file.value, identity=identity)
 
 
 def files_by_rank(location: Location) -> list[str]:

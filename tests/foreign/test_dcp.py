@@ -225,7 +225,14 @@ def _size(size: tuple[int, ...], *chunks: tuple[Any, Any]) -> Callable[[Any], No
     return change
 
 
+def _paths(a: tuple[Any, ...], b: tuple[Any, ...]) -> Callable[[Any], None]:
+    return lambda metadata: metadata.planner_data.update(a=a, b=b)
+
+
 LIES: dict[str, Callable[[Any], None]] = {
+    "a path before a list": _paths(("x", -1), ("y",)),
+    "one path of two in a list": _paths(("x", 0), ("x", 0)),
+    "one path of two": _paths(("x",), ("x",)),
     "an offset beyond 63 bits": _place(offset=2**63),
     "a length beyond 63 bits": _place(length=2**63),
     "a negative offset": _place(offset=-1),

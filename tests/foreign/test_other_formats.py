@@ -116,7 +116,8 @@ def test_what_is_next_to_a_checkpoint_is_listed(tmp_path: Path, holdfast: Holdfa
     dcp.save({"w": torch.ones(4)}, checkpoint_id=place)
     for name in ("meta.pt", "__7_0.distcp"):
         torch.save({"epoch": 3}, place / name)
-    (place / "__8_0.distcp").touch()  # of a rank that had nothing to write
+    for rank in range(8, 1010):
+        (place / f"__{rank}_0.distcp").touch()  # of ranks that had nothing to write
     write(
         place, {"old/pytorch_model.bin": WEIGHTS, "zero/latest_universal": b"x", "config.json": b""}
     )

@@ -65,6 +65,13 @@ def change(path: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
     return lambda manifest: manifest[path].update(fields)
 
 
+def dots(manifest: dict[str, Any]) -> None:
+    """Two parts with one path, when it is joined with dots: both had the tensor of the second."""
+    for part, key, other in (("a", "b.c", "n"), ("a.b", "c", "w")):
+        manifest[f"0/{part}"] = {"type": "dict", "keys": [key]}
+        manifest[f"0/{part}/{key}"] = manifest[f"0/model/{other}"]
+
+
 @pytest.mark.parametrize(
     ("edit", "error", "message"),
     [
@@ -81,6 +88,7 @@ def change(path: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
         (lambda m: m["0/model/w"]["chunks"].pop(), CorruptionError, "model.w"),
         (lambda m: m.update({"x/model": {}}), CorruptionError, "an entry at 'x/model'"),
         (lambda m: m["0/extra/table"]["shards"].clear(), CorruptionError, "table"),
+        (dots, CorruptionError, r"'a\.b\.c' is there twice"),
     ],
 )
 def test_snapshot_metadata_that_lies_is_refused(
@@ -126,7 +134,12 @@ def test_a_value_that_asks_for_code_is_left_out_by_name(tmp_path: Path) -> None:
 
     shutil.copytree(GOLDEN, folder)
     torch.save(Command(), folder / "0/extra/none")
+    metadata = json.loads((folder / ".snapshot_metadata").read_bytes())
+    for rank in range(2):
+        metadata["manifest"][f"{rank}/model"]["keys"].remove("n")
+    (folder / ".snapshot_metadata").write_text(json.dumps(metadata))
     report = Checkpointer(tmp_path / "none").load_all(source=folder)
     assert not ran.exists()
     assert "none" not in report.values["extra"]
+    assert "model/n: in no dict or list of the snapshot" in report.left_out
     assert any(each.startswith("extra/none: ") and "mkdir" in each for each in report.left_out)

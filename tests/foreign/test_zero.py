@@ -347,6 +347,17 @@ def test_files_that_lie_are_refused(tmp_path: Path, lie: str) -> None:
         open_catalog(folder)
 
 
+def test_a_value_never_takes_the_place_of_a_weight(tmp_path: Path) -> None:
+    """X30: a part `model.w` of the user's has the path of the weight `w`."""
+    edit = in_model(lambda m: m.update({"model.w": torch.ones(5), "model": 3}))
+    tensors = {"w": torch.rand(5)}
+    folder = write(tmp_path / "step", tensors, stage=2, num_ranks=2, edit=edit)
+    check_catalog(folder, "model", tensors)
+    catalog = open_catalog(folder)
+    assert catalog.parts["model_common"] == 3
+    assert any("'model.w' is there twice" in each for each in catalog.left_out)
+
+
 def test_state_that_has_no_element_for_each_of_the_parameter_is_named(tmp_path: Path) -> None:
     """X4: one entry of an optimizer that cannot be read does not take the others along."""
 
