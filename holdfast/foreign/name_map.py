@@ -26,7 +26,7 @@ from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles, require_
 from holdfast.foreign.computed_chunks import chunks_of
 from holdfast.foreign.matching import RuleUse, not_undone, require_equal, uses_of
 from holdfast.foreign.optimizer_records import OptimizerRecords
-from holdfast.foreign.rules import MapRule, rule_of
+from holdfast.foreign.rules import MapRule, rule_of, typed
 from holdfast.foreign.state_tree import Held, Item, TreeTensors, leaves_of
 from holdfast.foreign.tensor_expressions import Expression
 from holdfast.foreign.variables import Value, Variables
@@ -253,49 +253,57 @@ class NameMap:
         return json.dumps([self.part, self.optimizers, self.variables, stages])
 
 
-_TABLE = ("name", "description", "part", "optimizer", "unmatched", "variables", "rule", "stage")
+class _Stage(msgspec.Struct, forbid_unknown_fields=True):
+    """A [[stage]] of TOML."""
+
+    rule: list[dict[str, Any]]
+    name: str = ""
+    unmatched: Unmatched | None = None
+
+
+class _Table(msgspec.Struct, forbid_unknown_fields=True):
+    """A name map as TOML states it."""
+
+    rule: list[dict[str, Any]] = []
+    stage: list[_Stage] = []
+    name: str | None = None
+    description: str = ""
+    part: str = "model"
+    optimizer: bool | str | list[str] = True
+    unmatched: Unmatched = "error"
+    variables: dict[str, Any] = {}
 
 
 def _map_of(table: Mapping[str, Any], name: str) -> NameMap:
     """Return the map that a table of TOML states."""
-    name = str(table.get("name", name))
-    unknown = set(table) - set(_TABLE)
-    if unknown or ("rule" in table) == ("stage" in table):
-        raise ConfigError(
-            f"{name}: a name map has either [[rule]] or [[stage]], and of {', '.join(_TABLE)} "
-            f"what it needs; it has {', '.join(table)}"
-        )
-    settings: dict[str, Any] = {
-        key: table[key] for key in ("part", "optimizer") if key in table
-    } | {"variables": _variables(table.get("variables", {}), name), "name": name}
-    unmatched = table.get("unmatched", "error")
-    stages = table.get("stage") or [{"rule": table["rule"]}]
-    maps: list[NameMap] = []
+    stated: _Table = typed(table, _Table, place=name)
+    if bool(stated.rule) == bool(stated.stage):
+        raise ConfigError(f"{name}: a name map has either [[rule]] or [[stage]]")
+    name = stated.name or name
+    variables = {
+        key: typed(value, int | str | list[int | str], place=f"{name}: variable {key!r}")
+        for key, value in stated.variables.items()
+    }
+    result: NameMap | None = None
     count = 0
-    for stage in stages:
-        if set(stage) - {"name", "unmatched", "rule"} or not isinstance(stage.get("rule"), list):
-            raise ConfigError(f"{name}: a [[stage]] has [[stage.rule]], unmatched and name only")
+    for stage in stated.stage or [_Stage(stated.rule)]:
         rules = [
             rule_of(rule, label=f"{name}: rule {number}")
-            for number, rule in enumerate(stage["rule"], count + 1)
+            for number, rule in enumerate(stage.rule, count + 1)
         ]
         count += len(rules)
-        maps.append(NameMap(rules, unmatched=stage.get("unmatched", unmatched), **settings))
-    result = maps[0]
-    for other in maps[1:]:
-        result = result.then(other)
+        one = NameMap(
+            rules,
+            unmatched=stage.unmatched or stated.unmatched,
+            # An empty text stands for a value that the caller must pass.
+            variables={key: None if value == "" else value for key, value in variables.items()},
+            part=stated.part,
+            optimizer=stated.optimizer,
+            name=name,
+        )
+        result = one if result is None else result.then(one)
+    assert result is not None
     result.name = name
-    return result
-
-
-def _variables(table: Mapping[str, Any], name: str) -> dict[str, Value]:
-    """Return the variables; an empty text stands for a value that the caller must pass."""
-    result: dict[str, Value] = {}
-    for key, value in table.items():
-        options = value if isinstance(value, list) else [value]
-        if not all(isinstance(option, int | str) for option in options):
-            raise ConfigError(f"{name}: variable {key!r} is {value!r}, not a number or expression")
-        result[key] = None if value == "" else value
     return result
 
 

@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.foreign.patterns import NamePattern
 from holdfast.foreign.tensor_expressions import (
@@ -65,6 +67,14 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "absent": (),
 }
 """The settings of each kind of rule."""
+_TYPES: Mapping[str, Any] = {
+    "dim": int,
+    **dict.fromkeys(("over", "order", "dtype", "back"), str),
+    **dict.fromkeys(("groups", "heads", "head_dim", "rotary_dim", "unpadded", "padded"), Number),
+    **dict.fromkeys(("saturate", "recomputed", "optional"), bool),
+    "dims": list[int],
+    "shares": list[Number],
+}
 _INVERSE = {
     "join": "split", "split": "join", "stack": "unstack", "unstack": "stack", "tie": "untie",
     "untie": "tie", "pad": "trim", "trim": "pad",
@@ -204,15 +214,17 @@ class MapRule:
             if not 0 < turned <= head_dim or turned % 2:
                 raise MismatchError(f"rotary_dim {turned} is not an even part of {head_dim}")
         by_head = SplitDim(tensor, dim=dim, sizes=[heads, head_dim])
-        rows = by_head if turned == head_dim else _entries(by_head, dim + 1, 0, turned)
+        rows: Expression = by_head
+        if turned < head_dim:  # the others are not turned by the position: they stay
+            rows = SliceDim(by_head, dim=dim + 1, start=0, size=turned)
         to_half = self.settings["order"] == ORDERS[0]
         sizes = [turned // 2, 2] if to_half else [2, turned // 2]
         split = SplitDim(rows, dim=dim + 1, sizes=sizes)
         order = list(range(len(split.shape)))
         order[dim + 1], order[dim + 2] = order[dim + 2], order[dim + 1]
         rows = MergeDims(Permute(split, dims=order), dim=dim + 1, count=2)
-        if turned < head_dim:  # the others are not turned by the position: they stay
-            rest = _entries(by_head, dim + 1, turned, head_dim - turned)
+        if turned < head_dim:
+            rest = SliceDim(by_head, dim=dim + 1, start=turned, size=head_dim - turned)
             rows = Concat([rows, rest], dim=dim + 1)
         return [MergeDims(rows, dim=dim, count=2)]
 
@@ -235,7 +247,9 @@ class MapRule:
         dim, unpadded, padded = self._padding(tensor, variables)
         if tensor.shape[dim] != padded:
             raise MismatchError(f"dim {dim} has {tensor.shape[dim]} entries, not {padded}")
-        return [tensor if padded == unpadded else _entries(tensor, dim, 0, unpadded)]
+        if padded == unpadded:
+            return [tensor]
+        return [SliceDim(tensor, dim=dim, start=0, size=unpadded)]
 
     def _padding(self, tensor: Expression, variables: Variables) -> tuple[int, int, int]:
         """Return the dim, and its sizes without and with padding."""
@@ -256,7 +270,7 @@ class MapRule:
             raise MismatchError(f"it is {tensor.dtype}, but the rule casts from {back}")
         if tensor.dtype == dtype:
             return [tensor]
-        saturate = bool(self.settings.get("saturate"))
+        saturate = self.settings.get("saturate", False)
         return [Cast(tensor, dtype=dtype, saturate=saturate, name=names[0])]
 
     # ---- several ----
@@ -366,10 +380,6 @@ def _common_dim(tensors: Sequence[Expression], dim: int, *, except_there: bool) 
         shapes = ", ".join(f"{each.dtype} {list(each.shape)}" for each in tensors[:8])
         raise MismatchError(f"their types or shapes do not fit together: {shapes}")
     return dim
-
-
-def _entries(tensor: Expression, dim: int, start: int, size: int) -> Expression:
-    return SliceDim(tensor, dim=dim, start=start, size=size)
 
 
 def _require_groups(size: int, groups: int, dim: int) -> None:
@@ -526,6 +536,8 @@ def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> MapRule:
     unknown = set(table) - {kind, "to", "optional", *_CONDITIONS, *KINDS[kind]}
     if unknown:
         raise ConfigError(f"{label} ({kind}) has the unknown settings {sorted(unknown)}")
+    for name in table.keys() & _TYPES.keys():
+        typed(table[name], _TYPES[name], place=f"{label} ({kind}): {name}")
     settings = {name: table[name] for name in KINDS[kind] if name in table}
     sources = _texts(table[kind], kind in _MANY_SOURCES, f"{label}: {kind}")
     results: list[str] = []
@@ -539,7 +551,6 @@ def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> MapRule:
         results = _texts(to, kind in _MANY_RESULTS, f"{label}: to")
     else:
         raise ConfigError(f"{label} ({kind}) lacks the name to which it leads: to")
-    optional = bool(table.get("optional", kind == "absent"))
     conditions = {
         name: _texts(table[name], False, f"{label}: {name}")[0]
         for name in _CONDITIONS
@@ -552,13 +563,21 @@ def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> MapRule:
         sources=patterns[: len(sources)],
         results=patterns[len(sources) : len(sources + results)],
         settings=settings,
-        optional=optional,
+        optional=table.get("optional", kind == "absent"),
         where=stated.get("where"),
         where_to=stated.get("where_to"),
         label=label,
     )
     _check(rule)
     return rule
+
+
+def typed(value: object, kind: Any, *, place: str) -> Any:
+    """Return a value of TOML as a type that msgspec knows; ConfigError if it is of another."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def _texts(value: Any, many: bool, place: str) -> list[str]:

@@ -52,12 +52,8 @@ class Variables:
             ConfigError: It is malformed, or a variable in it has no value; the message names
                 `place`.
         """
-        if isinstance(expression, int):
-            return expression
         try:
-            return self._value(ast.parse(expression, mode="eval").body)
-        except SyntaxError:
-            raise ConfigError(f"{place}: {expression!r} is not an expression") from None
+            return self._option(expression)
         except _NoValueError as error:
             raise ConfigError(f"{place}: {expression!r}: {error}") from None
         except ZeroDivisionError:
@@ -113,9 +109,7 @@ class Variables:
             raise _NoValueError(
                 f"variable {name!r} has no value: pass variables={{{name!r}: …}}, or --set {name}=…"
             )
-        if isinstance(given, int):
-            return given
-        options = [given] if isinstance(given, str) else given
+        options = [given] if isinstance(given, int | str) else given
         reasons = []
         for option in options:
             try:
@@ -125,7 +119,7 @@ class Variables:
         raise _NoValueError(f"variable {name!r} has no value: {'; '.join(reasons)}")
 
     def _option(self, option: int | str) -> int:
-        """Return the value of one option of a variable; an error if a tensor of it is absent."""
+        """Return the value of an expression; an error if a tensor of it is absent."""
         if isinstance(option, int):
             return option
         try:

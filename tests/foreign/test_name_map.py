@@ -796,7 +796,11 @@ def test_the_map_of_the_page_is_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     ["a = \n", "name = 'x'\n", "other = 1\n[[rule]]\ndrop = 'a'\n", "[[stage]]\nrule = 1\n",
-     "[variables]\nx = 1.5\n[[rule]]\ndrop = 'a'\n", "unmatched = 'no'\n[[rule]]\ndrop = 'a'\n"],
+     "[variables]\nx = 1.5\n[[rule]]\ndrop = 'a'\n", "unmatched = 'no'\n[[rule]]\ndrop = 'a'\n",
+     "variables = 3\n[[rule]]\ndrop = 'a'\n", "rule = ['a']\n", "stage = 3\n",
+     "optimizer = 3\n[[rule]]\ndrop = 'a'\n", "[[rule]]\ndrop = 'a'\nrecomputed = 'false'\n",
+     "[[rule]]\njoin = ['a', 'b']\nto = 'c'\nshares = 3\n",
+     "[[rule]]\ncast = 'a'\ndtype = 'BF16'\nsaturate = 'false'\n"],
 )  # fmt: skip
 def test_what_is_no_map_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
