@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from holdfast.foreign.computed_chunks import chunks_of
 from holdfast.foreign.tensor_expressions import Cast, SourceTensor
 from holdfast.foreign.weights import weights_of
 from holdfast.format.elements import FLOATS
+from holdfast.format.values import tag_of, tensor_node, walk
 
 _ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -33,7 +35,9 @@ def float_type(name: str) -> str:
 def cast_weights(catalog: Catalog, dtype: str, *, part: str | None) -> Catalog:
     """Return the catalog in which the floats of one part have another type.
 
-    Integers, booleans and complex numbers stay. Values are rounded to nearest, to even.
+    Integers, booleans and complex numbers stay. Values are rounded to nearest, to even. An array of
+    NumPy, which lacks most of these types, becomes a tensor; one that another part has, too, is the
+    same tensor there.
 
     Args:
         catalog: Any.
@@ -45,7 +49,7 @@ def cast_weights(catalog: Catalog, dtype: str, *, part: str | None) -> Catalog:
 
     Cost: nothing is read; a value that does not fit the type is a PlacementError when it is.
     """
-    tensors = dict(catalog.tensors)
+    tensors, made = dict(catalog.tensors), set()
     for key in set(weights_of(catalog, part).keys.values()):
         tensor = tensors[key]
         if tensor.dtype in FLOATS and tensor.dtype != dtype:
@@ -53,5 +57,12 @@ def cast_weights(catalog: Catalog, dtype: str, *, part: str | None) -> Catalog:
             tensors[key] = CatalogTensor(
                 key=key, dtype=dtype, shape=tensor.shape, chunks=chunks_of(cast)
             )
+            made.add(key)
+    parts = copy.deepcopy(dict(catalog.parts))
+    for node in walk(parts):
+        if tag_of(node) == "array" and node["k"] in made:
+            key = node["k"]
+            node.clear()
+            node |= tensor_node(key)
     identity = catalog.identity + f"{part} as {dtype}".encode()
-    return replace(catalog, tensors=tensors, identity=identity)
+    return replace(catalog, tensors=tensors, parts=parts, identity=identity)

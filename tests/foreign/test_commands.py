@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -146,3 +147,20 @@ def test_commands_that_remove_leave_them_alone(holdfast: Holdfast, place: Path) 
     assert holdfast("tag", place / "dcp", "best", "0").code == 2
     after = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
     assert after == before
+
+
+def test_show_states_nothing_that_the_format_does_not(holdfast: Holdfast, place: Path) -> None:
+    assert "step       0 or not stated, files of" in holdfast("show", place / "hf").out
+    assert "step       7, files of" in holdfast("show", place / "step.pt").out
+    result = holdfast("show", place / "dcp", "--locality")
+    assert (result.code, "does not say what each rank held" in result.err) == (2, True)
+
+
+def test_a_cast_array_is_a_tensor(holdfast: Holdfast, place: Path) -> None:
+    """NumPy lacks the type, and its node stated a byte order: the result could not be loaded."""
+    torch.save({"model": {"a": np.array([1.0, 2.0], dtype=">f4"), "n": np.arange(2)}}, place / "a")
+    words = (place / "a", place / "own", "--to", "holdfast", "--dtype", "bf16")
+    assert holdfast("convert", *words).code == 0
+    values = Checkpointer(place / "own").load_all().values["model"]
+    assert torch.equal(values["a"], torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    assert isinstance(values["n"], np.ndarray)

@@ -85,6 +85,11 @@ def run(args: Args) -> int:
     if args.stats and args.tensor is None:
         raise ConfigError("--stats reads tensors: choose them with --tensor KEY or a pattern")
     with open_checkpoint(args.path, step=args.step) as opened:
+        if args.locality and opened.foreign:
+            raise ConfigError(
+                f"{opened.label} is in the format {opened.foreign}, which does not say what each "
+                f"rank held: leave out --locality"
+            )
         if args.part is not None:
             opened.snapshot.read_values(args.part)
         rows = _tensor_rows(opened.snapshot, args)
@@ -224,7 +229,7 @@ def _print_summary(console: Console, opened: OpenCheckpoint, manifest: Manifest)
     step = f"{manifest.step}, saved {when(manifest.created)} UTC, id {manifest.save_id}"
     by = ("by", f"holdfast {manifest.holdfast}, torch {manifest.torch}, format {manifest.version}")
     if opened.foreign:
-        step = f"{manifest.step}, files of {when(manifest.created)} UTC"
+        step = f"{manifest.step or '0 or not stated'}, files of {when(manifest.created)} UTC"
         by = ("format", f"{opened.foreign}; it has no digests, so nothing read can be verified")
     lines = [
         ("checkpoint", opened.label),
