@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -178,7 +177,7 @@ def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
     mcore_data = _optional(metadata, "mcore_data")
     if isinstance(mcore_data, dict):
         items.mcore_data = mcore_data
-    archives = _Archives(location)
+    archives = _Archives()
     values = []
     for name, entry in _consumed(entries):
         kind = entry.name if isinstance(entry, Record) else ""
@@ -189,14 +188,15 @@ def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
         else:
             raise CorruptionError(f"{location.label}: {name!r} is neither a tensor nor a value")
     # In the order of the files, so that reads go forwards.
-    for name, where in sorted(values, key=lambda pair: (pair[1].file, pair[1].start)):
-        file = archives.open(where)
-        more, node, left_out = tensors_of(file.value, name, file, where.file)
-        if clash := sorted(more.keys() & (items.tensors.keys() | items.more.keys())):
-            raise twice(location, clash[0])
-        items.more |= more
-        items.values[name] = node
-        items.left_out += left_out
+    with OpenFiles(location.storage) as files:
+        for name, where in sorted(values, key=lambda pair: (pair[1].file, pair[1].start)):
+            file = _opened(where, files)
+            more, node, left_out = tensors_of(file.value, name, file, where.file)
+            if clash := sorted(more.keys() & (items.tensors.keys() | items.more.keys())):
+                raise twice(location, clash[0])
+            items.more |= more
+            items.values[name] = node
+            items.left_out += left_out
     # In the order in which they were saved.
     items.values = {name: items.values[name] for name in names if name in items.values}
     items.values |= {name: {} for name in empty}
@@ -345,22 +345,11 @@ def _opened(where: _Range, files: OpenFiles) -> TorchFile:
 
 
 class _Archives:
-    """Opens what `torch.save` wrote into ranges of files, each once.
+    """Opens what `torch.save` wrote into ranges of files, each once."""
 
-    Args:
-        location: The directory.
-    """
-
-    def __init__(self, location: Location) -> None:
-        self._location = location
+    def __init__(self) -> None:
         self._tensors: dict[_Range, CatalogTensor] = {}
         self._lock = threading.Lock()
-
-    def open(self, where: _Range) -> Any:
-        """Open one archive."""
-        place = f"{self._location.storage.describe(where.file)} byte {where.start}"
-        with closing(self._location.storage.open(where.file)) as source:
-            return open_torch_save(source, place=place, start=where.start, nbytes=where.nbytes)
 
     def reader(self, payload: ArchiveBytes, files: OpenFiles) -> TensorReader:
         """Return a reader of the tensor in an archive, which is opened on first use.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from typing import TypeGuard
 
 from holdfast.errors import ConfigError, StorageError
 from holdfast.foreign.shared_opening import Answers, folders_in, modified
@@ -17,6 +18,7 @@ from holdfast.storage import PosixStorage, Source, Storage, is_url, open_storage
 from holdfast.storage.places import Opener, as_url
 
 _MAX_NAMES = 1_000_000
+_MAX_STEP = 10**18
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -168,6 +170,11 @@ class Location:
         """Return when the newest of these files was written, ISO 8601 UTC."""
         times = [modified(self.storage, name) for name in names]
         return datetime.fromtimestamp(int(max(times, default=0.0)), UTC).isoformat()
+
+
+def is_step(value: object) -> TypeGuard[int]:
+    """Return True for a value of a file that can be the number of a step."""
+    return type(value) is int and 0 <= value < _MAX_STEP
 
 
 def _noted(storage: Storage, label: str, answers: Answers | None) -> Storage:

@@ -76,20 +76,18 @@ class NodeTree:
     """For people: "path: what", such as the versions of modules that torch attaches."""
 
 
-def to_node(
-    value: object, *, path: str = "", limit: int = MAX_TREE_COST, keeps_order_type: bool = True
-) -> NodeTree:
+def to_node(value: object, *, path: str = "", limit: int = MAX_TREE_COST) -> NodeTree:
     """Return the stored tree of a value of `read_pickle`.
 
     A value that the pickle refers to twice is in the tree twice; a tied tensor is two leaves with
-    equal `identity`. A `torch.Size` becomes a tuple.
+    equal `identity`. A `torch.Size` becomes a tuple, and an OrderedDict with names as keys a dict,
+    which keeps the order: state dicts are ordered dicts only because they are older than that
+    promise.
 
     Args:
         value: What `read_pickle` has returned, or a part of it.
         path: Path of the tree; the keys of its tensors start with it.
         limit: Largest tree that is made, see `MAX_TREE_COST`.
-        keeps_order_type: False: an OrderedDict with names as keys becomes a dict, which keeps the
-            order; state dicts are ordered dicts only because they are older than that promise.
 
     Raises:
         PlacementError: A value has no stored form, the tree contains itself, is deeper than 100
@@ -98,7 +96,7 @@ def to_node(
     Cost: linear in the tree.
     """
     _check_tree(value, path, limit)
-    walk = _Walk(keeps_order_type)
+    walk = _Walk()
     node = walk.encode(value, path)
     trained = [leaf.key for leaf in walk.leaves if getattr(leaf.value, "requires_grad", False)]
     if trained:
@@ -195,8 +193,7 @@ def _is_odd(dtype: np.dtype[Any]) -> bool:
 class _Walk:
     """The walk of `to_node`: containers are encoded by `encode_tree`, all others here."""
 
-    def __init__(self, keeps_order_type: bool) -> None:
-        self._keeps_order_type = keeps_order_type
+    def __init__(self) -> None:
         self.leaves: list[NodeLeaf] = []
         self.left_out: list[str] = []
         self._keys: set[str] = set()
@@ -289,7 +286,7 @@ class _Walk:
         if value.state:
             self.left_out.append(f"{path}: {_names(value.state)} attached to the {value.name}")
         if value.name == "collections.OrderedDict":
-            is_plain = not self._keeps_order_type and all(type(key) is str for key in value)
+            is_plain = all(type(key) is str for key in value)
             return self.encode(dict(value) if is_plain else OrderedDict(value), path)
         if value.name == "collections.Counter":
             counter: Counter[object] = Counter()

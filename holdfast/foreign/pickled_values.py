@@ -249,16 +249,6 @@ class PickledTensor:
             )
 
     @property
-    def storage_key(self) -> str:
-        """Key of the storage."""
-        return self.storage.key
-
-    @property
-    def location(self) -> str:
-        """The device that the tensor was saved from."""
-        return self.storage.location
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the elements, as if they were contiguous."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
@@ -267,18 +257,6 @@ class PickledTensor:
     def start(self) -> int:
         """Byte in the storage at which the first element lies."""
         return self.offset * DTYPES[self.dtype].itemsize
-
-    @property
-    def is_contiguous(self) -> bool:
-        """True if the elements lie one after another, in row-major order."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size == 0:
-                return True
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True if expected else 0 in self.shape
 
     @property
     def identity(self) -> tuple[object, ...]:

@@ -23,41 +23,19 @@ from typing import Any, NoReturn
 import numpy as np
 
 from holdfast.errors import CorruptionError, in_bytes
-from holdfast.foreign.pickle_nodes import NodeTree, to_node
-from holdfast.foreign.pickle_types import STANDARD_TYPES, torch_storage
+from holdfast.foreign.pickle_types import STANDARD_TYPES
 from holdfast.foreign.pickled_values import (
     Constructor,
     EnumValue,
     PickledArray,
-    PickledDeque,
     PickledMapping,
     PickledNumpyType,
-    PickledStorage,
     PickledTensor,
     Record,
     TorchSize,
 )
 from holdfast.format.values import shorten
 from holdfast.storage.host_memory import available_memory_nbytes
-
-__all__ = [
-    "STANDARD_TYPES",
-    "Constructor",
-    "EnumValue",
-    "NodeTree",
-    "PickledArray",
-    "PickledDeque",
-    "PickledMapping",
-    "PickledNumpyType",
-    "PickledStorage",
-    "PickledTensor",
-    "Record",
-    "TorchSize",
-    "read_pickle",
-    "read_pickle_at",
-    "to_node",
-    "torch_storage",
-]
 
 Persistent = Callable[[object], object]
 

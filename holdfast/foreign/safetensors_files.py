@@ -30,10 +30,13 @@ from holdfast.foreign.shard_index import (
     note_on_siblings,
     read_index,
     refuse_missing_shards,
+    refuse_missing_tensors,
     refuse_two_models,
     shard_sets,
+    the_index,
 )
 from holdfast.foreign.weights import Weights, choose_part, weights_of
+from holdfast.foreign.zip_files import read_bytes
 from holdfast.format.dtypes import DTYPES, OLDEST_SAFETENSORS
 from holdfast.format.index import (
     HeaderEntry,
@@ -45,7 +48,6 @@ from holdfast.format.index import (
 )
 from holdfast.format.names import INDEX, MANIFEST
 from holdfast.format.values import tensor_node
-from holdfast.storage import Source
 
 FORMAT = "safetensors"
 PART = "model"
@@ -57,8 +59,7 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 _VARIANT_INDEX = re.compile(r"\.safetensors\.index\.[\w-]+\.json$")
 """Of Transformers' `variant=`, such as `model.safetensors.index.fp16.json`."""
 _SHARDED = "DCP_SHARDING_INFO"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-OWN = (*_PICKLES, _SUFFIX)
+OWN = (_SUFFIX,)
 """How the names of files end that a folder's description has, or says something about."""
 DEFAULT_MAX_FILE_NBYTES = 5_000_000_000
 """As large as a file of a Hugging Face folder usually is."""
@@ -112,12 +113,7 @@ def open_catalog(location: Location) -> Catalog:
                 left_out.append(f"{name}: {piece.entry.name!r}, which the index does not name")
                 continue
             pieces[piece.entry.name].append(piece)
-    missing = sorted(set(placed or ()) - set(pieces))
-    if missing:
-        raise CorruptionError(
-            f"{location.label}: the index names {len(missing)} tensors that their files lack, for "
-            f"example {missing[0]!r}"
-        )
+    refuse_missing_tensors(location, placed or (), pieces)
     tensors = [_tensor(location, name, each) for name, each in pieces.items()]
     return Catalog(
         format=FORMAT,
@@ -127,7 +123,7 @@ def open_catalog(location: Location) -> Catalog:
         created=location.created(files.names),
         tensors={tensor.key: tensor for tensor in tensors},
         parts={PART: {name: tensor_node(_key(name)) for name in pieces}},
-        left_out=[*left_out, *_others(location)],
+        left_out=left_out,
         metadata=metadata,
     )
 
@@ -148,15 +144,6 @@ def _merge(metadata: dict[str, Any], words: Mapping[str, str], name: str) -> lis
     return (
         [f"{name}: {some_of(odd)} of its header, which another file has otherwise"] if odd else []
     )
-
-
-def _others(location: Location) -> list[str]:
-    """Say which files of the folder may hold state, too, and are not read with it."""
-    if location.file is not None:
-        return []
-    return [
-        f"{name}: name this file to read it" for name in location.names() if name.endswith(_PICKLES)
-    ]
 
 
 def _key(name: str) -> str:
@@ -200,7 +187,8 @@ def _files_of(location: Location) -> _Files:
     names = [name for name in present if is_one[name]]
     odd = [name for name in present if not is_one[name]]
     left_out = [f"{name}: it is not a safetensors file" for name in odd]
-    if not indices:
+    index = the_index(location, indices)
+    if index is None:
         # Files that the system makes begin with a dot; any other was to be a part of the model.
         _refuse_odd(location, [name for name in odd if not name.startswith(".")])
         refuse_missing_shards(location, names)
@@ -223,11 +211,7 @@ def _files_of(location: Location) -> _Files:
             ]
             names = shards
         return _Files(names=names, left_out=left_out)
-    if len(indices) > 1:
-        raise CorruptionError(
-            f"{location.label} has {len(indices)} indices ({', '.join(indices)}): name one file"
-        )
-    placed, metadata = read_index(location, indices[0], set(present))
+    placed, metadata = read_index(location, index, set(present))
     used = sorted(set(placed.values()))
     refuse_two_models(location, _WHOLE, used)
     _refuse_odd(location, [name for name in odd if name in used])
@@ -248,14 +232,9 @@ def _read_header(location: Location, name: str) -> bytes:
     """Return the whole header of a file, its length included."""
     place = location.storage.describe(name)
     with closing(location.storage.open(name)) as source:
-        prefix = _read(source, 0, min(8, source.nbytes))
-        return _read(source, 0, header_nbytes(prefix, file_nbytes=source.nbytes, place=place))
-
-
-def _read(source: Source, start: int, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
-    source.readinto(memoryview(data), start=start)
-    return bytes(data)
+        prefix = read_bytes(source, 0, min(8, source.nbytes))
+        nbytes = header_nbytes(prefix, file_nbytes=source.nbytes, place=place)
+        return read_bytes(source, 0, nbytes)
 
 
 def _pieces(location: Location, name: str, header: bytes) -> Iterator[_Piece]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,31 @@ from holdfast.format.manifest import MAX_MANIFEST_NBYTES
 
 _COMPUTED = ("total_size", "total_parameters")
 _SHARD = re.compile(r"(?:shard-\d+-)?(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.(?P<type>\w+)")
+
+
+def the_index(location: Location, names: Sequence[str]) -> str | None:
+    """Return the one of these names that is the index of a folder; None if there is none.
+
+    Raises:
+        CorruptionError: There are several.
+    """
+    if len(names) > 1:
+        raise CorruptionError(
+            f"{location.label} has {len(names)} indices ({', '.join(names)}): name one file"
+        )
+    return names[0] if names else None
+
+
+def refuse_missing_tensors(
+    location: Location, placed: Collection[str], there: Collection[str]
+) -> None:
+    """Raise CorruptionError if a tensor that an index names is in none of its files."""
+    missing = sorted(set(placed) - set(there))
+    if missing:
+        raise CorruptionError(
+            f"{location.label}: the index names {len(missing)} tensors that their files lack, for "
+            f"example {missing[0]!r}"
+        )
 
 
 def read_index(

@@ -19,7 +19,7 @@ from holdfast.errors import CorruptionError
 from holdfast.foreign import dcp
 from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles, describing
 from holdfast.foreign.draft import Draft
-from holdfast.foreign.location import Location
+from holdfast.foreign.location import Location, is_step
 from holdfast.foreign.shared_opening import behind, found_once
 from holdfast.foreign.torch_dist_optimizer import OBJECTS_PART, is_of_optimizer, map_optimizer
 from holdfast.foreign.torch_dist_tensors import join_copies, unflattened
@@ -39,7 +39,6 @@ _SHARD = re.compile(r"(.+)/(shard_[0-9.]+_[0-9.]+)", re.ASCII)
 _EXTRA_STATE = "_extra_state"
 _ITERATION = re.compile(r"[0-9]{1,18}", re.ASCII)
 _MAX_CONFIG_NBYTES = 1 << 20
-_MAX_STEP = 10**18
 
 
 def detect(location: Location) -> bool:
@@ -271,6 +270,4 @@ def _holds_nothing(nodes: Iterable[Any]) -> bool:
 def _step(common: _Common, location: Location) -> int:
     """Return the iteration: as stored, else of the directory's name."""
     stored = common.nodes.get("iteration")
-    if type(stored) is int and 0 <= stored < _MAX_STEP:
-        return stored
-    return location.step
+    return stored if is_step(stored) else location.step

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import MappingProxyType
@@ -28,7 +28,7 @@ from holdfast.foreign.catalog import (
     chunks_of_view,
 )
 from holdfast.foreign.draft import Draft, twice
-from holdfast.foreign.location import Location, why_none
+from holdfast.foreign.location import Location, is_step, why_none
 from holdfast.foreign.other_formats import is_cut_by_rank, note_on_ranks
 from holdfast.foreign.pickle_nodes import NodeLeaf, array_form, module_versions, to_node
 from holdfast.foreign.pickled_values import PickledStorage, PickledTensor, span_of
@@ -37,8 +37,10 @@ from holdfast.foreign.shard_index import (
     note_on_siblings,
     read_index,
     refuse_missing_shards,
+    refuse_missing_tensors,
     refuse_two_models,
     shard_sets,
+    the_index,
 )
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
 from holdfast.format.digest import digest128
@@ -54,7 +56,6 @@ _WEIGHTS = ("pytorch_model", "diffusion_pytorch_model", "consolidated.00")
 _INDEX = re.compile(r"(?P<stem>.+)\.bin\.index(?P<variant>\.[\w-]+)?\.json")
 _MODEL = safetensors_files.PART
 _STEPS = ("global_step", "iteration", "step")
-_MAX_STEP = 10**18
 
 
 def detect(location: Location) -> bool:
@@ -168,12 +169,12 @@ def _open_folder(location: Location) -> Catalog:
         identity += own
         used.append(name)
     if weights is None:
-        _compare_with_index(location, shards, made)
+        model = made.parts.get(_MODEL)
+        refuse_missing_tensors(location, shards.placed, model if isinstance(model, dict) else ())
     elif not used:
-        return replace(weights, left_out=_joined(weights.left_out, made.left_out))
+        return replace(weights, left_out=[*weights.left_out, *made.left_out])
     else:
-        notes = [each for each in weights.left_out if each.partition(":")[0] not in used]
-        made.left_out = _joined(notes, made.left_out)
+        made.left_out = [*weights.left_out, *made.left_out]
         identity += weights.identity
     return made.catalog(
         identity=bytes(identity),
@@ -182,23 +183,6 @@ def _open_folder(location: Location) -> Catalog:
         metadata=shards.metadata if weights is None else weights.metadata,
         checksums=lambda files: checksums,
     )
-
-
-def _joined(before: Iterable[str], after: Sequence[str]) -> list[str]:
-    """Return notes on files; what is noted on one file in `after` counts."""
-    noted = {each.partition(":")[0] for each in after}
-    return [*(each for each in before if each.partition(":")[0] not in noted), *after]
-
-
-def _compare_with_index(location: Location, shards: _Shards, made: Draft) -> None:
-    """Raise CorruptionError if a tensor that the index names is in none of its files."""
-    model = made.parts.get(_MODEL)
-    missing = sorted(set(shards.placed) - set(model if isinstance(model, dict) else ()))
-    if missing:
-        raise CorruptionError(
-            f"{location.label}: the index names {len(missing)} tensors that their files lack, for "
-            f"example {missing[0]!r}"
-        )
 
 
 class _Shards(NamedTuple):
@@ -222,12 +206,9 @@ def _shards(location: Location) -> _Shards:
     present = location.names()
     indices = {name: m for name in present if (m := _INDEX.fullmatch(name))}
     chosen = [name for name, match in indices.items() if not match["variant"]] or [*indices]
-    if len(chosen) > 1:
-        raise CorruptionError(
-            f"{location.label} has {len(chosen)} indices ({', '.join(chosen)}): name one file"
-        )
     files = _candidates(location)
-    for name in chosen:
+    name = the_index(location, chosen)
+    if name is not None:
         placed, metadata = read_index(location, name, present)
         named = [file for file in files if _stem(file) == _MODEL]
         for whole in (f"{indices[name]['stem']}.bin", *named):
@@ -251,14 +232,10 @@ def _parts(value: object) -> tuple[dict[str, object], int]:
     """Return the parts that the value of a file has, and its step."""
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         return {"value": value}, 0
-    step = next((value[name] for name in _STEPS if _is_step(value.get(name))), 0)
+    step = next((value[name] for name in _STEPS if is_step(value.get(name))), 0)
     if any(isinstance(each, PickledTensor) for each in value.values()):
         return {_MODEL: value}, 0
     return dict(value), step
-
-
-def _is_step(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MAX_STEP
 
 
 _VERSIONS = ": _metadata attached to"
@@ -330,7 +307,7 @@ class FileMemory:
         if key == leaf.key and value.nbytes:
             self._nbytes += value.nbytes
             reach = span_of(value.shape, value.stride) * DTYPES[value.dtype].itemsize
-            self._spans[value.storage_key].append((value.start, value.start + reach, key))
+            self._spans[value.storage.key].append((value.start, value.start + reach, key))
         return key
 
     def refuse_expansion(self, file: TorchFile) -> None:
@@ -395,7 +372,7 @@ def tensors_of(
         CorruptionError: The value has no stored form; the message names its path.
     """
     try:
-        tree = to_node(value, path=path, keeps_order_type=False)
+        tree = to_node(value, path=path)
     except PlacementError as error:
         raise CorruptionError(f"{file.place}: {error}", details=NOT_READ) from error
     own = FileMemory() if memory is None else memory

@@ -12,13 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast.errors import CorruptionError
-from holdfast.foreign.pickle_types import STANDARD_TYPES, torch_storage
-from holdfast.foreign.pickled_values import (
-    Constructor,
-    PickledStorage,
-    PickledTensor,
-    span_of,
-)
+from holdfast.foreign.pickle_types import torch_storage
+from holdfast.foreign.pickled_values import PickledStorage, PickledTensor, span_of
 from holdfast.foreign.pickles import MAX_PICKLE_NBYTES, NOT_READ, read_pickle, read_pickle_at
 from holdfast.foreign.zip_files import ZipEntry, checked_range, read_bytes, read_directory
 from holdfast.format.dtypes import DTYPES
@@ -54,10 +49,6 @@ class TorchFile:
     place: str
     value: object
     """As `read_pickle` returns it, with `PickledTensor` in the place of each tensor."""
-    form: str
-    """"zip" or "legacy"."""
-    version: int
-    """The version that the file states."""
     storages: Mapping[str, StorageRange]
 
     def range_of(self, tensor: PickledTensor) -> tuple[int, int]:
@@ -66,8 +57,8 @@ class TorchFile:
         For a contiguous tensor these are its elements; others have gaps, or another order.
         """
         if 0 in tensor.shape:
-            return self.storages[tensor.storage_key].start, 0
-        start = self.storages[tensor.storage_key].start + tensor.start
+            return self.storages[tensor.storage.key].start, 0
+        start = self.storages[tensor.storage.key].start + tensor.start
         return start, span_of(tensor.shape, tensor.stride) * DTYPES[tensor.dtype].itemsize
 
 
@@ -77,7 +68,6 @@ def open_torch_save(
     place: str,
     start: int = 0,
     nbytes: int | None = None,
-    types: Mapping[str, Constructor] = STANDARD_TYPES,
 ) -> TorchFile:
     """Open what `torch.save` has written, as a file or as a range of one.
 
@@ -86,7 +76,6 @@ def open_torch_save(
         place: The file, for messages.
         start: Byte at which it begins.
         nbytes: Its length; None: up to the end of the file.
-        types: What its pickle may ask for.
 
     Raises:
         CorruptionError: It is damaged, its storages do not fit its tensors, or, with the details
@@ -98,9 +87,9 @@ def open_torch_save(
     length = checked_range(source, start, nbytes, place)
     head = read_bytes(source, start, min(length, _TAR_MAGIC_AT + 5))
     if head.startswith(_ZIP_MAGIC):
-        return _open_zip(source, start, length, place, types)
+        return _open_zip(source, start, length, place)
     if any(magic in head[:_LEGACY_HEAD] for magic in _LEGACY_MAGICS):
-        return _open_legacy(source, start, length, place, types)
+        return _open_legacy(source, start, length, place)
     if head.startswith(b"\x80"):
         raise CorruptionError(
             f"{place}: a pickle, but not one that torch.save has written", details=NOT_READ
@@ -137,25 +126,23 @@ class _Storages:
         return before if before == storage else storage
 
 
-def _open_zip(
-    source: Source, start: int, nbytes: int, place: str, types: Mapping[str, Constructor]
-) -> TorchFile:
+def _open_zip(source: Source, start: int, nbytes: int, place: str) -> TorchFile:
     entries = read_directory(source, start=start, nbytes=nbytes, place=place)
     folder = _folder(entries, place)
     _check_byteorder(source, entries.get(f"{folder}byteorder"), place)
-    version = _version(source, entries.get(f"{folder}version"), place)
+    _check_version(source, entries.get(f"{folder}version"), place)
     entry = entries[f"{folder}data.pkl"]
     data = _read_pickle_bytes(source, entry, place)
     if entry.crc and zlib.crc32(data) != entry.crc:
         raise CorruptionError(f"{place}: data.pkl is damaged: its bytes have another CRC-32")
     storages = _Storages()
-    value = read_pickle(data, place=f"{place}: data.pkl", types=types, persistent=storages)
+    value = read_pickle(data, place=f"{place}: data.pkl", persistent=storages)
     # torch writes zeros for all, if it is set to compute none.
     ranges = {
         key: _storage_range(entries.get(f"{folder}data/{key}"), storage, bool(entry.crc), place)
         for key, storage in storages.by_key.items()
     }
-    return TorchFile(place=place, value=value, form="zip", version=version, storages=ranges)
+    return TorchFile(place=place, value=value, storages=ranges)
 
 
 def _folder(entries: Mapping[str, ZipEntry], place: str) -> str:
@@ -205,11 +192,10 @@ def _check_byteorder(source: Source, entry: ZipEntry | None, place: str) -> None
         raise CorruptionError(f"{place}: its byte order is neither little nor big: it is damaged")
 
 
-def _version(source: Source, entry: ZipEntry | None, place: str) -> int:
+def _check_version(source: Source, entry: ZipEntry | None, place: str) -> None:
     text = b"" if entry is None else _small_text(source, entry)
     if not (text.isdigit() and len(text) < 5):
         raise CorruptionError(f"{place}: it does not state its version: damaged, or not of torch")
-    return int(text)
 
 
 def _storage_range(
@@ -240,10 +226,8 @@ class _Legacy:
     end: int = 0
 
 
-def _open_legacy(
-    source: Source, start: int, nbytes: int, place: str, types: Mapping[str, Constructor]
-) -> TorchFile:
-    legacy = _read_legacy(source, start, nbytes, place, types)
+def _open_legacy(source: Source, start: int, nbytes: int, place: str) -> TorchFile:
+    legacy = _read_legacy(source, start, nbytes, place)
     if sorted(map(str, legacy.keys)) != sorted(legacy.storages.by_key):
         raise CorruptionError(f"{place}: its storages are not those that its tensors refer to")
     ranges: dict[str, StorageRange] = {}
@@ -261,27 +245,23 @@ def _open_legacy(
         at += 8 + storage.nbytes
     if at != nbytes:
         raise CorruptionError(f"{place}: {nbytes - at} bytes follow its last storage")
-    return TorchFile(
-        place=place, value=legacy.value, form="legacy", version=_LEGACY_VERSION, storages=ranges
-    )
+    return TorchFile(place=place, value=legacy.value, storages=ranges)
 
 
-def _read_legacy(
-    source: Source, start: int, nbytes: int, place: str, types: Mapping[str, Constructor]
-) -> _Legacy:
+def _read_legacy(source: Source, start: int, nbytes: int, place: str) -> _Legacy:
     """Read the pickles. Their length is stated nowhere, so a growing part of the file is tried."""
     length = min(_LEGACY_STEP, nbytes)
     while True:
         data = read_bytes(source, start, length)
         try:
-            return _parse_legacy(data, place, types)
+            return _parse_legacy(data, place)
         except CorruptionError:
             if length == min(nbytes, _MAX_LEGACY_PICKLE):
                 raise
         length = min(4 * length, nbytes, _MAX_LEGACY_PICKLE)
 
 
-def _parse_legacy(data: bytes, place: str, types: Mapping[str, Constructor]) -> _Legacy:
+def _parse_legacy(data: bytes, place: str) -> _Legacy:
     magic, at = read_pickle_at(data, 0, place=place, types={})
     version, at = read_pickle_at(data, at, place=place, types={})
     system, at = read_pickle_at(data, at, place=place, types={})
@@ -290,7 +270,7 @@ def _parse_legacy(data: bytes, place: str, types: Mapping[str, Constructor]) -> 
     if system.get("little_endian") is not True:
         raise CorruptionError(f"{place}: its tensors are big-endian, which is not read")
     storages = _Storages()
-    value, at = read_pickle_at(data, at, place=place, types=types, persistent=storages)
+    value, at = read_pickle_at(data, at, place=place, persistent=storages)
     keys, at = read_pickle_at(data, at, place=place, types={})
     if type(keys) is not list or any(type(key) is not str for key in keys):
         raise CorruptionError(f"{place}: it does not list its storages")

@@ -82,7 +82,7 @@ def open_catalog(location: Location) -> Catalog:
         for path in snapshot.roots():
             part, value = unquote(path), snapshot.value(path)
             if value is not _NOTHING:
-                tree = to_node(value, path=part, keeps_order_type=False)
+                tree = to_node(value, path=part)
                 made.parts[part] = tree.node
                 snapshot.left_out += tree.left_out
                 made.add_tensors(map(snapshot.tensor, tree.leaves))
@@ -264,7 +264,7 @@ class _Snapshot:
             raise ValueError(f"an unknown serializer {entry['serializer']!r} at {path!r}")
         try:
             file = self._open(name, 0, None)
-            tree = to_node(file.value, path=unquote(path), keeps_order_type=False)
+            tree = to_node(file.value, path=unquote(path))
         except (CorruptionError, PlacementError) as error:
             # One odd value does not make all others unreadable.
             self.left_out.append(f"{unquote(path)}: {error}")

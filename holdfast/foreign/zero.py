@@ -20,7 +20,7 @@ from typing import Any
 from holdfast.errors import CorruptionError, some_of
 from holdfast.foreign.catalog import Catalog, Checksum, describing
 from holdfast.foreign.draft import Draft
-from holdfast.foreign.location import Location
+from holdfast.foreign.location import Location, is_step
 from holdfast.foreign.other_formats import unread_files
 from holdfast.foreign.pickle_nodes import module_versions
 from holdfast.foreign.pickled_values import PickledTensor, Record
@@ -63,7 +63,6 @@ _MODEL_LAYOUT = (
     *("module", "param_shapes", "buffer_names", "shared_params"),
     *("frozen_param_shapes", "frozen_param_fragments"),
 )
-_MAX_STEP = 10**18
 
 
 def detect(location: Location) -> bool:
@@ -329,7 +328,7 @@ def _add_rest(made: _Made, model: Sequence[ZeroFile], optim: Sequence[ZeroFile])
             made.left_out.append(str(error))
     made.left_out += made.memory.notes()
     step = rest.get("global_steps")
-    made.step = step if type(step) is int and 0 <= step < _MAX_STEP else made.location.step
+    made.step = step if is_step(step) else made.location.step
     if len(optim) > 1:
         made.left_out.append(
             f"values of ranks 1 to {len(optim) - 1} in their files, besides partitions: those of "

@@ -47,7 +47,7 @@ def opened(data: bytes, **options: Any) -> TorchFile:
 
 def tensor_of(file: TorchFile, data: bytes, tensor: PickledTensor) -> torch.Tensor:
     """The tensor, made from the bytes that the opened file points at."""
-    storage = file.storages[tensor.storage_key]
+    storage = file.storages[tensor.storage.key]
     raw = bytearray(data[storage.start : storage.start + storage.nbytes])
     dtype = DTYPES[tensor.dtype]
     if 0 in tensor.shape:
