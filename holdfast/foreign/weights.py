@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,14 +93,16 @@ def with_optimizers(
 ) -> dict[str, Any]:
     """Return parts in which optimizers of PyTorch are as Holdfast stores them, by name.
 
-    They get the shapes of the parameters of that name in any part, which a load compares.
+    They get the shapes of the parameters of that name, which a load compares, unless parts (a
+    teacher, a student) have tensors of one name and several shapes.
 
     Raises:
         CorruptionError: As `from_torch`.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
     for part in parts.values():
         for name, node in _leaves(part, ""):
             if is_tensor(node):
-                shapes.setdefault(name, tensors[attributes_of(node)["k"]].shape)
-    return {name: from_torch(node, shapes) for name, node in parts.items()}
+                shapes[name].add(tensors[attributes_of(node)["k"]].shape)
+    known = {name: next(iter(each)) for name, each in shapes.items() if len(each) == 1}
+    return {name: from_torch(node, known) for name, node in parts.items()}
