@@ -125,7 +125,7 @@ class Output:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensors that are written."""
+        """Bytes of the files, but for those that `finish` makes and those that are copied."""
         return sum(file.nbytes for file in self.files)
 
 
@@ -280,9 +280,8 @@ class _Copier:
         Raises:
             CorruptionError: A tensor is not there, is another one, or has other bytes.
         """
-        extents = {extent.to_key: extent for _, extent in self._extents}
-        if set(extents) != {k for k, t in result.tensors.items() if t.nbytes}:
-            odd = sorted(set(extents) ^ set(result.tensors))
+        written = {extent.to_key for _, extent in self._extents}
+        if odd := sorted(written ^ {key for key, t in result.tensors.items() if t.nbytes}):
             raise CorruptionError(f"{result.label}: what was written lacks or adds {odd[:3]}")
         with OpenFiles(result.storage) as sources, self._pool() as pool:
             compare = partial(self._compare, result=result, sources=sources)

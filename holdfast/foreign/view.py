@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -34,7 +34,7 @@ from holdfast.format.manifest import (
     encode_manifest,
 )
 from holdfast.format.names import INDEX, MANIFEST, step_dir
-from holdfast.storage import Sink, Source, Storage
+from holdfast.storage import Source, Storage
 from holdfast.storage.reading import is_cached_on_host, range_nbytes, read_strips
 
 _HEADER_NBYTES = 8
@@ -159,51 +159,18 @@ class CatalogStorage:
         """Return None: no file holds what this storage shows."""
         return None
 
-    def write_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
-        """Refuse."""
-        self._refuse()
-
-    def replace_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
-        """Refuse."""
-        self._refuse()
-
-    @contextmanager
-    def create(self, path: str, *, nbytes: int) -> Iterator[Sink]:
-        """Refuse."""
-        self._refuse()
-        yield  # type: ignore[unreachable]
-
-    def make_dir(self, path: str, *, durable: bool = True) -> None:
-        """Refuse."""
-        self._refuse()
-
-    def sync_dir(self, path: str) -> None:
-        """Refuse."""
-        self._refuse()
-
-    def rename_dir(self, src: str, dst: str, *, durable: bool = True) -> None:
-        """Refuse."""
-        self._refuse()
-
-    def exchange_dir(self, first: str, second: str) -> None:
-        """Refuse."""
-        self._refuse()
-
-    def remove_tree(
-        self, path: str, *, durable: bool = True, only_if: Callable[[str], bool] | None = None
-    ) -> None:
-        """Refuse."""
-        self._refuse()
-
     def free_nbytes(self) -> int:
         """Return 0: nothing can be written."""
         return 0
 
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise StorageError(
             f"{self.catalog.label} is a checkpoint in the format {self.catalog.format}: it is read "
             f"and never written to"
         )
+
+    write_file = replace_file = create = make_dir = sync_dir = _refuse
+    rename_dir = exchange_dir = remove_tree = _refuse
 
     def _name(self, path: str) -> str:
         """Return the name of a path in the checkpoint; the path itself if it is elsewhere."""
