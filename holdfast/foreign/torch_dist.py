@@ -21,7 +21,7 @@ from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles, describi
 from holdfast.foreign.draft import Draft
 from holdfast.foreign.location import Location, is_step
 from holdfast.foreign.shared_opening import behind, found_once
-from holdfast.foreign.torch_dist_optimizer import OBJECTS_PART, is_of_optimizer, map_optimizer
+from holdfast.foreign.torch_dist_optimizer import OBJECTS_PART, add_optimizer, is_of_optimizer
 from holdfast.foreign.torch_dist_tensors import join_copies, unflattened
 from holdfast.foreign.torch_files import open_file, tensors_of
 from holdfast.foreign.torch_save import TorchFile
@@ -102,7 +102,8 @@ def _open(location: Location) -> Catalog:
         node = made.add_tensor(replace(tensor, key=f"{_MODEL}.{name}"))
         made.parts.setdefault(_MODEL, {})[name] = node
     of_optimizer = _add_objects(items, made)
-    optimizer = map_optimizer(
+    add_optimizer(
+        made,
         {name: t for name, t in joined.tensors.items() if is_of_optimizer(name)},
         of_optimizer,
         common.nodes.pop(_OPTIMIZER, None),
@@ -110,9 +111,6 @@ def _open(location: Location) -> Catalog:
         common_tensors=common.tensors,
         file=COMMON,
     )
-    made.parts |= optimizer.parts
-    made.add_tensors(optimizer.tensors.values())
-    made.left_out += optimizer.left_out
     _add_common(common, made)
     if joined.drift:
         made.left_out.append(f"{joined.drift}; only the first copy is read")

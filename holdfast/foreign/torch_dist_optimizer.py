@@ -12,14 +12,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from holdfast.arrays.boxes import Box
 from holdfast.foreign.catalog import CatalogTensor, Chunk, HeldBytes
-from holdfast.format.values import is_plain_dict, is_tensor, pairs_of, tensor_keys, tensor_node
+from holdfast.foreign.draft import Draft
+from holdfast.format.values import is_plain_dict, is_tensor, pairs_of, tensor_keys
 
 PART = "optimizer"
 RAW_PART = "optimizer_raw"
@@ -40,21 +41,6 @@ _MAX_NAMED = 3
 def is_of_optimizer(name: str) -> bool:
     """Return True for the flat name of a tensor or an object of an optimizer."""
     return _OWN.match(name) is not None
-
-
-@dataclass(kw_only=True)
-class OptimizerParts:
-    """What becomes of an optimizer.
-
-    Args:
-        parts: Nodes by the name of their part.
-        tensors: Tensors by key.
-        left_out: For people.
-    """
-
-    parts: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, CatalogTensor] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +68,8 @@ class _Entry:
     tensor: CatalogTensor
 
 
-def map_optimizer(
+def add_optimizer(
+    made: Draft,
     tensors: Mapping[str, CatalogTensor],
     objects: Mapping[str, Any],
     common: Any,
@@ -90,10 +77,11 @@ def map_optimizer(
     shapes: Mapping[str, tuple[int, ...]],
     common_tensors: Mapping[str, CatalogTensor],
     file: str,
-) -> OptimizerParts:
-    """Return the parts of an optimizer.
+) -> None:
+    """Add the parts of an optimizer.
 
     Args:
+        made: The catalog so far.
         tensors: Its tensors by flat name.
         objects: Nodes of its sharded objects by flat name.
         common: The node of what the common values have of it; None if there is nothing.
@@ -101,9 +89,11 @@ def map_optimizer(
         common_tensors: Tensors in `common`, by key.
         file: Name of the file with the common values.
 
+    Raises:
+        CorruptionError: Two optimizers have state of one parameter.
+
     Cost: linear in the names.
     """
-    made = OptimizerParts()
     optimizers = _optimizers(common)
     entries, raw = _entries(tensors, shapes, made)
     if entries:
@@ -114,7 +104,8 @@ def map_optimizer(
     rest = [each for each in rest if not _is_empty(each)]
     if rest:
         made.parts[COMMON_PART] = rest[0] if len(rest) == 1 else rest
-        made.tensors |= {key: common_tensors[key] for each in rest for key in tensor_keys(each)}
+        keys = {key for each in rest for key in tensor_keys(each)}
+        made.add_tensors(common_tensors[key] for key in sorted(keys))
     if raw:
         _add_raw(made, raw)
     if objects:
@@ -126,13 +117,12 @@ def map_optimizer(
             f"of a bucket; the buckets are in the part {where!r} as they are (Megatron stores "
             f"moments by parameter as 'fully_reshardable')"
         )
-    return made
 
 
 def _entries(
     tensors: Mapping[str, CatalogTensor],
     shapes: Mapping[str, tuple[int, ...]],
-    made: OptimizerParts,
+    made: Draft,
 ) -> tuple[list[_Entry], dict[str, CatalogTensor]]:
     """Return the tensors that belong to a parameter and have its shape, and all others."""
     entries: list[_Entry] = []
@@ -157,12 +147,12 @@ def _entries(
     return entries, raw
 
 
-def _add_raw(made: OptimizerParts, raw: Mapping[str, CatalogTensor]) -> None:
+def _add_raw(made: Draft, raw: Mapping[str, CatalogTensor]) -> None:
     """Keep tensors that belong to no parameter under their own names."""
-    for name, tensor in raw.items():
-        key = f"{RAW_PART}.{name}"
-        made.tensors[key] = replace(tensor, key=key)
-    made.parts[RAW_PART] = {name: tensor_node(f"{RAW_PART}.{name}") for name in raw}
+    made.parts[RAW_PART] = {
+        name: made.add_tensor(replace(tensor, key=f"{RAW_PART}.{name}"))
+        for name, tensor in raw.items()
+    }
 
 
 # ---- what the common values have ----
@@ -225,7 +215,7 @@ def _is_empty(node: Any) -> bool:
 
 
 def _add_tree(
-    made: OptimizerParts,
+    made: Draft,
     entries: Sequence[_Entry],
     optimizers: Sequence[_Optimizer],
     shapes: Mapping[str, tuple[int, ...]],
@@ -242,11 +232,11 @@ def _add_tree(
         chain_of[name] = each.chain
         is_main = each.entry in _MAIN
         key = f"{PART}.main.{name}" if is_main else f"{PART}.state.{name}.{each.entry}"
-        made.tensors[key] = replace(each.tensor, key=key)
+        node = made.add_tensor(replace(each.tensor, key=key))
         if is_main:
-            main[name] = tensor_node(key)
+            main[name] = node
         else:
-            state.setdefault(name, {})[each.entry] = tensor_node(key)
+            state.setdefault(name, {})[each.entry] = node
         facts[name] = {"shape": [*shapes.get(name, each.tensor.shape)]}
     groups, steps, ranges = _all_groups(optimizers)
     everything = range(len(groups))
@@ -257,11 +247,12 @@ def _add_tree(
         is not None
     }
     for name, entries_of in state.items():
+        if "step" in entries_of:
+            continue  # its own, next to the one that its group states
         step = steps[membership[name]] if name in membership else _only(steps)
         tensor = step_tensor(f"{PART}.state.{name}.step", step, common_tensors, file)
         if tensor is not None:
-            made.tensors[tensor.key] = tensor
-            entries_of["step"] = tensor_node(tensor.key)
+            entries_of["step"] = made.add_tensor(tensor)
     tree = {"state": state, "groups": groups, "membership": membership, "parameters": facts}
     made.parts[PART] = tree | ({"main": main} if main else {})
     _note_groups(made, groups, [name for name in chain_of if name not in membership])
@@ -302,7 +293,7 @@ def _group_of(
     return first if is_certain else None
 
 
-def _note_groups(made: OptimizerParts, groups: Sequence[object], without: Sequence[str]) -> None:
+def _note_groups(made: Draft, groups: Sequence[object], without: Sequence[str]) -> None:
     if without:
         more = ", …" if len(without) > _MAX_NAMED else ""
         made.left_out.append(

@@ -28,8 +28,10 @@ from holdfast import (
     Stored,
 )
 from holdfast.cli.main import main
+from holdfast.foreign.draft import Draft
 from holdfast.foreign.formats import open_catalog
-from holdfast.foreign.torch_dist_optimizer import map_optimizer
+from holdfast.foreign.location import Location
+from holdfast.foreign.torch_dist_optimizer import add_optimizer
 from holdfast.optim import ShardedOptimizer
 from tests.foreign.contract import check_format, raw
 from tests.foreign.megatron_writing import (
@@ -188,16 +190,14 @@ def test_groups_that_settings_do_not_tell_apart_have_no_members(written: Path) -
     """Two groups that differ in their learning rate alone: who is in which is not guessed."""
     weight = open_catalog(written / "run").tensors["model.grid"]
     common = {"param_groups": [{"lr": 0.1, "wd_mult": 1.0}, {"lr": 0.2, "wd_mult": 1.0}]}
-    made = map_optimizer(
-        {"optimizer.state.exp_avg.grid": weight},
-        {},
-        common,
-        shapes={"grid": weight.shape},
-        common_tensors={},
-        file="common.pt",
-    )
+    others: Any = {"shapes": {"grid": weight.shape}, "common_tensors": {}, "file": "common.pt"}
+    made = Draft(Location.of(written), "Megatron")
+    add_optimizer(made, {"optimizer.state.exp_avg.grid": weight}, {}, common, **others)
     assert made.parts["optimizer"]["membership"] == {}
     assert any("the group of 1 parameters" in each and "grid" in each for each in made.left_out)
+    both = {f"chained_{i}.optimizer.state.exp_avg.grid": weight for i in range(2)}
+    with pytest.raises(CorruptionError, match=r"'optimizer\.state\.grid\.exp_avg' is there twice"):
+        add_optimizer(Draft(Location.of(written), "Megatron"), both, {}, None, **others)
 
 
 # ---- models and their optimizers ----
