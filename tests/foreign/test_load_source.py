@@ -212,6 +212,7 @@ def load_apart(context: RankContext, paths: list[str], heads: Sequence[int] = ()
 
 
 def test_ranks_that_name_different_sources_are_refused_on_all(tmp_path: Path) -> None:
+    """X1: also such that map its names in other ways."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         save_file({"w": torch.ones(4)}, tmp_path / name / "x.safetensors")
