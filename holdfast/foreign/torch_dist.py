@@ -11,20 +11,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from holdfast.errors import CorruptionError
 from holdfast.foreign import dcp
 from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles, describing
-from holdfast.foreign.draft import Draft
+from holdfast.foreign.draft import Draft, twice
 from holdfast.foreign.location import Location, is_step
 from holdfast.foreign.shared_opening import behind, found_once
 from holdfast.foreign.torch_dist_optimizer import OBJECTS_PART, add_optimizer, is_of_optimizer
 from holdfast.foreign.torch_dist_tensors import join_copies, unflattened
 from holdfast.foreign.torch_files import open_file, tensors_of
-from holdfast.foreign.torch_save import TorchFile
 from holdfast.format.names import LATEST, step_dir
 from holdfast.format.values import is_plain_dict, is_tensor, walk
 
@@ -89,7 +88,7 @@ def open_catalog(location: Location) -> Catalog:
 
 def _open(location: Location) -> Catalog:
     items = dcp.read_items(location)
-    common = _read_common(location)
+    common, identity = _read_common(location)
     made = Draft(location, FORMAT)
     made.left_out += [*items.left_out, *common.left_out]
     # The bytes of copies are read by one rank, which has a sentence for the others.
@@ -106,7 +105,7 @@ def _open(location: Location) -> Catalog:
         made,
         {name: t for name, t in joined.tensors.items() if is_of_optimizer(name)},
         of_optimizer,
-        common.nodes.pop(_OPTIMIZER, None),
+        common.parts.pop(_OPTIMIZER, None),
         shapes={name: tensor.shape for name, tensor in model.items()},
         common_tensors=common.tensors,
         file=COMMON,
@@ -115,7 +114,7 @@ def _open(location: Location) -> Catalog:
     if joined.drift:
         made.left_out.append(f"{joined.drift}; only the first copy is read")
     return made.catalog(
-        identity=items.identity + common.identity,
+        identity=items.identity + identity,
         files=[dcp.METADATA, CONFIG, COMMON],
         step=_step(common, location),
         drift=f"{location.label}: {joined.drift}" if joined.drift else "",
@@ -207,52 +206,47 @@ def _rename(
 # ---- common values ----
 
 
-@dataclass(kw_only=True)
-class _Common:
-    """The values of `common.pt`: nodes by name, and the tensors in them by key."""
+def _read_common(location: Location) -> tuple[Draft, bytes]:
+    """Return the common values by name, and what identifies them.
 
-    nodes: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, CatalogTensor] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    identity: bytes = b""
-
-
-def _read_common(location: Location) -> _Common:
-    """Read the common values; one that cannot be kept is left out, with the reason."""
-    common = _Common()
+    One that is never read is left out, with the reason: an odd one (a class among the arguments)
+    does not make the weights unreadable.
+    """
+    common = Draft(location, FORMAT)
     if not location.has(COMMON):
         common.left_out.append(f"{COMMON}: it is not there, so that settings and step are missing")
-        return common
+        return common, b""
     try:
-        file, common.identity = open_file(location, COMMON)
+        file, identity = open_file(location, COMMON)
     except CorruptionError as error:
-        # One odd value (a class among the arguments) does not make the weights unreadable.
+        if not error.details.get("not_read"):
+            raise
         common.left_out.append(f"{COMMON}: {error}")
-        return common
+        return common, b""
     if not isinstance(file.value, dict):
         common.left_out.append(f"{COMMON}: it is not a dict")
-        return common
-    for name, value in file.value.items():
-        _read_value(common, str(name), value, file)
-    return common
+        return common, identity
+    for key, value in file.value.items():
+        name = str(key)
+        try:
+            if name in common.parts:
+                raise twice(location, name)
+            where = "optimizer_common" if name == _OPTIMIZER else name
+            tensors, node, left_out = tensors_of(value, where, file, COMMON)
+            common.add_tensors(tensors.values())
+        except CorruptionError as error:
+            if not error.details.get("not_read"):
+                raise
+            common.left_out.append(str(error))
+            continue
+        common.parts[name] = node
+        common.left_out += left_out
+    return common, identity
 
 
-def _read_value(common: _Common, name: str, value: object, file: TorchFile) -> None:
-    """Add one common value."""
-    where = "optimizer_common" if name == _OPTIMIZER else name
-    try:
-        tensors, node, left_out = tensors_of(value, where, file, COMMON)
-    except CorruptionError as error:
-        common.left_out.append(str(error))
-        return
-    common.nodes[name] = node
-    common.tensors |= tensors
-    common.left_out += left_out
-
-
-def _add_common(common: _Common, made: Draft) -> None:
+def _add_common(common: Draft, made: Draft) -> None:
     """Add the common values as parts; what remains where tensors were taken out is nothing."""
-    for name, node in common.nodes.items():
+    for name, node in common.parts.items():
         if re.fullmatch(r"model[0-9]*", name) and _holds_nothing([node]):
             continue
         part = made.free_name(name)
@@ -265,7 +259,7 @@ def _holds_nothing(nodes: Iterable[Any]) -> bool:
     return all(is_plain_dict(node) and _holds_nothing(node.values()) for node in nodes)
 
 
-def _step(common: _Common, location: Location) -> int:
+def _step(common: Draft, location: Location) -> int:
     """Return the iteration: as stored, else of the directory's name."""
-    stored = common.nodes.get("iteration")
+    stored = common.parts.get("iteration")
     return stored if is_step(stored) else location.step

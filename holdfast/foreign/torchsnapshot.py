@@ -258,7 +258,7 @@ class _Snapshot:
         return value
 
     def _unpickled(self, path: str, entry: _Entry) -> Any:
-        """Return a value that `torch.save` wrote; one that is refused is left out."""
+        """Return a value that `torch.save` wrote; one that is never read is left out."""
         name = _file_name(entry)
         if entry["serializer"] != _PICKLED:
             raise ValueError(f"an unknown serializer {entry['serializer']!r} at {path!r}")
@@ -266,6 +266,8 @@ class _Snapshot:
             file = self._open(name, 0, None)
             tree = to_node(file.value, path=unquote(path))
         except (CorruptionError, PlacementError) as error:
+            if isinstance(error, CorruptionError) and not error.details.get("not_read"):
+                raise
             # One odd value does not make all others unreadable.
             self.left_out.append(f"{unquote(path)}: {error}")
             return _NOTHING

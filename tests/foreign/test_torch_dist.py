@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pickle
 import random
 import shutil
@@ -184,6 +185,9 @@ def test_flipped_bytes_of_megatron_are_an_error_with_a_name(written: Path, tmp_p
                 catalog = open_catalog(path)
                 assert all(len(t.shape) < 5 for t in catalog.tensors.values())
         (path / name).write_bytes(good)
+    os.truncate(path / "common.pt", 100)
+    with pytest.raises(CorruptionError, match=r"common\.pt"):
+        open_catalog(path)
 
 
 def test_groups_that_settings_do_not_tell_apart_have_no_members(written: Path) -> None:

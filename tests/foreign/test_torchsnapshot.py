@@ -143,3 +143,6 @@ def test_a_value_that_asks_for_code_is_left_out_by_name(tmp_path: Path) -> None:
     assert "none" not in report.values["extra"]
     assert "model/n: in no dict or list of the snapshot" in report.left_out
     assert any(each.startswith("extra/none: ") and "mkdir" in each for each in report.left_out)
+    os.truncate(folder / "0/extra/none", 90)  # a damaged one is an error
+    with pytest.raises(CorruptionError, match="0/extra/none"):
+        open_catalog(folder)
