@@ -27,6 +27,7 @@ from holdfast.optim.shard_groups import ShardGroups
 from holdfast.state.tensor_elements import local_of
 
 _POINTER = Tensor.data_ptr
+_STRIDES = Tensor.stride
 _DTYPE = attrgetter("dtype")
 
 
@@ -67,7 +68,8 @@ class Bucket:
         # bucket by this lock. Reentrant: to show parameters is to touch them.
         self._lock = threading.RLock()
         self._views = [self._make_view(i) for i in range(len(self.parameters))]
-        self._pointers = [view.data_ptr() for view in self._views]
+        self._pointers = list(map(_POINTER, self._views))
+        self._strides = list(map(_STRIDES, self._views))
         self._hiding: Hiding | None = None
         self.owned = tuple(
             self.layout.owned(span, shard_groups.index) for span in self.layout.spans
@@ -116,16 +118,17 @@ class Bucket:
         if (
             not self._has_dtensors
             and list(map(_POINTER, self.parameters)) == self._pointers
+            and list(map(_STRIDES, self.parameters)) == self._strides
             and set(map(_DTYPE, self.parameters)) <= {self.values.dtype}
         ):
             return
-        for parameter, pointer in zip(self.parameters, self._pointers, strict=True):
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
-            if local.data_ptr() != pointer or local.dtype != self.values.dtype:
+            if any(of(local) != of(view) for of in (_POINTER, _STRIDES, _DTYPE)):
                 raise ConfigError(
-                    f"{names[parameter]}: its memory was replaced after the sharded optimizer was "
-                    f"built (a module.to(...) or an assignment?); move the model first, then build "
-                    f"the optimizer"
+                    f"{names[parameter]}: its memory was replaced or transposed after the sharded "
+                    f"optimizer was built (a module.to(...) or an assignment?); change the model "
+                    f"first, then build the optimizer"
                 )
 
     def add_gradient(self, number: int, gradient: Tensor) -> None:
