@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -179,9 +180,9 @@ def _number(value: object) -> float | None:
     if isinstance(value, Tensor):
         is_scalar = value.ndim == 0 and value.device.type == "cpu" and not value.is_complex()
         return float(value) if is_scalar else None
-    if isinstance(value, int | float):
-        return float(value) if abs(value) < 2**1000 or isinstance(value, float) else None
-    return None
+    if isinstance(value, int):
+        return float(value) if abs(value) < 2**1000 else None
+    return float(value) if isinstance(value, Real) else None  # numpy's, too
 
 
 def _digest(place: str, numbers: Numbers) -> int:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NoReturn
 
 from holdfast.errors import ConfigError, shorten_ranks, values_by_rank
@@ -378,9 +379,9 @@ def _plain(value: object) -> object:
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    if isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return value
+    if isinstance(value, bool):
+        return value
+    return float(value) if isinstance(value, Real) else value  # numpy's, too
 
 
 def _shown(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import chain
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from holdfast.errors import ConfigError
 
 _WAYS = ("foreach", "fused", "capturable", "differentiable")
 """Settings of torch's optimizers that choose an implementation; the results are the same."""
-_VALUES = (bool, int, float, str, tuple, list, Tensor)
+_VALUES = (bool, int, float, str, tuple, list, Tensor, Real)
 """Types of settings; values of others may print differently in each process."""
 
 
@@ -189,13 +190,20 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]
     inners = optimizer.inners if isinstance(optimizer, TorchInterface) else (optimizer,)
     return [
         {
-            key: value.tolist() if isinstance(value, Tensor) else value
+            key: _in_full(value) if isinstance(value, tuple | list | Tensor) else value
             for key, value in group.items()
             if key in inner.defaults and key not in _WAYS and isinstance(value, _VALUES)
         }
         for inner in inners
         for group in inner.param_groups
     ]
+
+
+def _in_full(value: object) -> object:
+    """Return a setting with the numbers of its tensors, which they show with four digits."""
+    if isinstance(value, tuple | list):
+        return [_in_full(each) for each in value]
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def refuse_closure(closure: Callable[[], object] | None) -> None:
