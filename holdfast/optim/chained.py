@@ -109,6 +109,11 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     def parameters(self) -> list[nn.Parameter]:
         return [p for each in self._optimizers.values() for p in each.parameters()]
 
+    def check_ended(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.check_ended()
+        super().check_ended()
+
     @contextlib.contextmanager
     def take_microbatch(self, *, is_last: bool) -> Iterator[None]:
         # Left in their order, in which `join_microbatch` takes them on a rank that has failed: of

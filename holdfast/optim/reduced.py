@@ -226,7 +226,8 @@ class ReducedOptimizer(PlainStepper):
         """Parameters of the last reduction, the same on all ranks."""
         # What is saved is the torch optimizer, which does not know of this one.
         set_worker(self, on=optimizer)
-        optimizer.register_step_pre_hook(_Reduction(self))
+        self._step_hook = optimizer.register_step_pre_hook(_Reduction(self))
+        self._is_closed = False
         self._watch_gradients()
         self.number = groups.next_number("optimizer")
 
@@ -290,7 +291,8 @@ class ReducedOptimizer(PlainStepper):
     def _watch_gradients(self) -> None:
         """Notice what other code does to gradients between a backward and `reduce`."""
         is_alone = self._reduce is None or self.groups.layout.world_size == 1
-        self._left.watch([] if is_alone or self._has_warned else self.parameters())
+        is_off = is_alone or self._has_warned or self._is_closed
+        self._left.watch([] if is_off else self.parameters())
 
     def _warn_of_changes(self) -> None:
         """Warn if gradients were changed after a backward, before they are equal on all ranks."""
@@ -355,7 +357,8 @@ class ReducedOptimizer(PlainStepper):
                 parameter.grad = torch.zeros_like(parameter)
             grad = parameter.grad
             local = local_tensor(grad) if isinstance(grad, DTensor) else grad
-            wide = local.to(torch.promote_types(local.dtype, torch.float32)).contiguous()
+            wide = local.to(torch.promote_types(local.dtype, torch.float32))
+            wide = wide.resolve_conj().contiguous()
             sent = torch.view_as_real(wide) if wide.is_complex() else wide
             work = None if group is None else collectives.all_reduce(sent, group)
             sums.append((local, wide, work))
@@ -470,6 +473,17 @@ class ReducedOptimizer(PlainStepper):
         self._turns = []
         self._left.forget()
         self._watch_gradients()  # some may be new, or trained from now on
+
+    def check_ended(self) -> None:
+        if self._is_closed:
+            raise ConfigError(f"ReducedOptimizer '{self.name}' is closed; build another one")
+        super().check_ended()
+
+    def close(self) -> None:
+        """Remove all hooks: another optimizer may step the torch optimizer, or it may by itself."""
+        self._is_closed = True
+        self._step_hook.remove()
+        self._left.watch([])
 
     def unfinished_work(self) -> str | None:
         if self._is_interrupted or not self._is_reduced:
