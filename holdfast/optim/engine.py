@@ -92,14 +92,16 @@ class Stepper(MicrobatchTaker):
     """
 
     is_entry = False
-    """True if it steps with other modules."""
+    """True if it steps with other modules, so never in messages of this one alone."""
     number = 0
     """Of the optimizer among all that were built on its groups, from 1; equal on all ranks."""
 
+    _groups: ProcessGroups
+
     @property
-    @abstractmethod
     def groups(self) -> ProcessGroups:
         """Communicators of the module."""
+        return self._groups
 
     @property
     @abstractmethod
@@ -118,7 +120,7 @@ class Stepper(MicrobatchTaker):
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that this rank holds, or holds a part of."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return parameters_of(self.optimizer)
 
     def stage_description(self) -> str:
         """Return a text that is equal on all ranks of a pipeline stage; compared once."""
@@ -144,10 +146,6 @@ class Stepper(MicrobatchTaker):
         """
         self.check_ended()
         return self._engine.microbatch(is_last=is_last)
-
-    def become_entry(self) -> None:
-        """Step with other modules from now on, never in messages of this one alone."""
-        self.is_entry = True
 
     def orders(self) -> Mapping[str, int]:
         # Ranks that enter microbatches of several optimizers in another order reduce gradients of
@@ -324,6 +322,11 @@ class Stepper(MicrobatchTaker):
         return StepEngine(
             groups, {ALONE: groups.layout}, {ALONE: self}, name=self.kind, number=self.number
         )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return what is in the parameter groups of an optimizer."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class StepEngine:

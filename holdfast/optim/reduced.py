@@ -23,8 +23,8 @@ from holdfast.arguments import check_choice, check_int
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
 from holdfast.optim.agreement import Compared, compare_ranks, entry_of
-from holdfast.optim.checks import check_kind
-from holdfast.optim.engine import Stepper
+from holdfast.optim.checks import check_kind, refuse_shared
+from holdfast.optim.engine import Stepper, parameters_of
 from holdfast.optim.left_gradients import LeftGradients
 from holdfast.optim.norms import CopyCounts, GradientPart, gradient_parts, scale_gradients
 from holdfast.optim.plain_shards import HINTS, PlainShards, Shards
@@ -55,15 +55,10 @@ class JoinedOptimizer(TorchInterface):
         self._by_name = dict(optimizers)
         if not self._by_name:
             raise ConfigError(f"{where}: there is no optimizer")
-        owners: dict[nn.Parameter, str] = {}
         for name, optimizer in self._by_name.items():
             check_plain(optimizer, where=f"{where}: '{name}'")
-            for parameter in _parameters(optimizer):
-                if owners.setdefault(parameter, name) != name:
-                    raise ConfigError(
-                        f"{where}: a parameter of shape {list(parameter.shape)} is in optimizers "
-                        f"'{owners[parameter]}' and '{name}'; it belongs to one of them"
-                    )
+        members = {name: parameters_of(each) for name, each in self._by_name.items()}
+        refuse_shared(members, where="optimizers")
         super().__init__(list(self._by_name.values()))
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -118,10 +113,6 @@ class PlainStepper(Stepper):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer
-
-    @property
-    def groups(self) -> ProcessGroups:
-        return self._groups
 
     def hyperparameters(self) -> list[dict[str, object]]:
         """Return those of the optimizer, and how many parameters each group has got."""
@@ -563,11 +554,6 @@ def in_one_numbering(
         numbered += [replace(member, group=member.group + first) for member in own]
         first += len(optimizer.param_groups)
     return numbered
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:

@@ -110,8 +110,8 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             same parameters have others, other values or other buckets.
         GroupError: On all ranks: a communicator is missing or wrong.
 
-    Cost: collective over the layout, two small agreements and one hash of the parameters. Memory per
-    rank, in elements of the local parameters n over d ranks: n of parameters, n of gradients in
+    Cost: collective over the layout, two small agreements and one hash of the parameters. Memory
+    per rank, in elements of the local parameters n over d ranks: n of parameters, n of gradients in
     float32 (stage 2: two buckets), n/d of reduced gradients, n/d of main parameters for bf16 and
     fp16, and n/d per entry of the torch optimizer.
     """
@@ -192,10 +192,6 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self.number = groups.next_number("optimizer")
 
     # ---- training ----
-
-    @property
-    def groups(self) -> ProcessGroups:
-        return self._groups
 
     @property
     def optimizer(self) -> Self:
@@ -458,12 +454,6 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             # This rank's share at once, so that what is written to it before the gather shows.
             for bucket in self._buckets:
                 bucket.round_main()
-
-    def refresh_main(self) -> None:
-        """Set main parameters from the model's, after other code than a step changed these."""
-        for bucket in self._buckets:
-            for number in range(len(bucket.parameters)):
-                bucket.refresh_main(number, exactly=True)
 
     # ---- inside ----
 
