@@ -12,15 +12,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from holdfast.errors import ConfigError, values_by_rank
-from holdfast.optim.step_sum import stages_of
-from holdfast.optim.torch_interface import TorchInterface
+from holdfast.optim.torch_interface import torch_optimizers
 from holdfast.parallel import Layout
+
+if TYPE_CHECKING:
+    from holdfast.optim.engine import Stepper
 
 Numbers = dict[str, float]
 """By their names in messages."""
@@ -40,17 +42,6 @@ class Border:
     """Of the state of the parameter, which both ranks must have alike."""
 
 
-class Watched(Protocol):
-    """What is asked of a stepper."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer."""
-
-    def borders(self) -> list[Border]:
-        """Return the borders of this rank's shards."""
-
-
 class ScalarWatch:
     """Compares numbers that steps change, in groups and in states, between the ranks of a module.
 
@@ -65,19 +56,19 @@ class ScalarWatch:
     def __init__(self, layouts: Mapping[str, Layout]) -> None:
         self._layouts = dict(layouts.items())
         # Once: a step that went through the ranks for it would cost more with each of them.
-        self._stages = {module: [*stages_of(layout)] for module, layout in layouts.items()}
+        self._stages = {m: layout.groups("tp-cp-dp") for m, layout in layouts.items()}
         self._before: dict[str, dict[_Key, float]] = {}
         self._changing: dict[str, set[_Key]] = {}
         self._of_groups: dict[str, Numbers] = {}
         """By module, what this rank states; not for a rank on which a group got no gradient."""
         self._borders: list[Border] = []
 
-    def before_update(self, steppers: Mapping[str, Watched]) -> None:
+    def before_update(self, steppers: Mapping[str, Stepper]) -> None:
         """Remember the numbers before an update."""
         self._of_groups, self._borders = {}, []
         self._before = {m: _numbers(_groups(each.optimizer)) for m, each in steppers.items()}
 
-    def after_update(self, steppers: Mapping[str, Watched]) -> None:
+    def after_update(self, steppers: Mapping[str, Stepper]) -> None:
         """Look at the numbers after an update, while gradients are there."""
         for module, stepper in steppers.items():
             groups = _groups(stepper.optimizer)
@@ -157,8 +148,7 @@ def numbers_of(state: Mapping[str, Any], *, name: str) -> Numbers:
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    inners = optimizer.inners if isinstance(optimizer, TorchInterface) else (optimizer,)
-    return [group for inner in inners for group in inner.param_groups]
+    return [group for inner in torch_optimizers([optimizer]) for group in inner.param_groups]
 
 
 def _numbers(groups: Iterable[Mapping[str, Any]]) -> dict[_Key, float]:

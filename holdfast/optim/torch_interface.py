@@ -119,7 +119,7 @@ class JoinedState(MutableMapping[Any, Any]):
     """
 
     def __init__(self, inners: Sequence[torch.optim.Optimizer]) -> None:
-        self._inners = [*_torch_optimizers(inners)]
+        self._inners = [*torch_optimizers(inners)]
 
     def _of(self, key: Any) -> Any:
         """Return the state that has an entry, or is to have it.
@@ -173,11 +173,11 @@ class JoinedState(MutableMapping[Any, Any]):
         return self._of(key).pop(key, *default)
 
 
-def _torch_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
+def torch_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
     """Yield the torch optimizers in optimizers of ours, which may be chains of others of ours."""
     for optimizer in optimizers:
         if isinstance(optimizer, TorchInterface):
-            yield from _torch_optimizers(optimizer.inners)
+            yield from torch_optimizers(optimizer.inners)
         else:
             yield optimizer
 
@@ -187,14 +187,13 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]
 
     These are the declared ones, without the choice of an implementation and schedulers' notes.
     """
-    inners = optimizer.inners if isinstance(optimizer, TorchInterface) else (optimizer,)
     return [
         {
             key: _in_full(value) if isinstance(value, tuple | list | Tensor) else value
             for key, value in group.items()
             if key in inner.defaults and key not in _WAYS and isinstance(value, _VALUES)
         }
-        for inner in inners
+        for inner in torch_optimizers([optimizer])
         for group in inner.param_groups
     ]
 
