@@ -228,8 +228,7 @@ class Bucket:
         """
         self.finish_gather()
         self._num_uses = num_storage_uses(self.values)
-        if self.has_main:
-            self.share.copy_(self.main)
+        self.round_main()
         if self._shard_groups.gather is not None and self.layout.share > 0:
             # Not `values`: torch would count a change of the parameters when the gather ends, and
             # a graph that saved them after the step would be called stale.
@@ -243,8 +242,7 @@ class Bucket:
         Cost: a message of one share to and from each other rank.
         """
         self.finish_gather()
-        if self.has_main:
-            self.share.copy_(self.main)
+        self.round_main()
         try:
             message.exchange(numbers, self._share_for_gather, what=what)
         except DeadlineError as error:
@@ -325,9 +323,7 @@ class Bucket:
         others keep the bits that parameters have no room for.
         """
         if self.has_main:
-            written = self.main.to(self.share.dtype) != self.share
-            if bool(written.any()):
-                self.main[written] = self.share[written].to(self.main.dtype)
+            _follow(self.main, self.share)
 
     @torch.no_grad()
     def round_main(self) -> None:
@@ -350,7 +346,7 @@ class Bucket:
         if exactly:
             main.copy_(rounded)
         else:
-            main.copy_(torch.where(main.to(rounded.dtype) == rounded, main, rounded.to(main.dtype)))
+            _follow(main, rounded)
 
     def set_own_uses(self) -> None:
         """Count the present references to the memory as those of the bucket and its optimizer."""
@@ -376,6 +372,13 @@ class Bucket:
             for span, view in zip(self.layout.spans, self._views, strict=True)
         ]
         return memory
+
+
+def _follow(main: Tensor, rounded: Tensor) -> None:
+    """Set the elements of `main` that do not round to those of `rounded`."""
+    written = main.to(rounded.dtype) != rounded
+    if bool(written.any()):
+        main[written] = rounded[written].to(main.dtype)
 
 
 def plan_buckets(
