@@ -562,7 +562,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             GradientPart(
                 local=bucket.gradient,
                 num_copies=count // self._shard_groups.num_shares,
-                num_padding=bucket.layout.share - sum(o.numel for _, o in bucket.all_owned()),
+                num_padding=bucket.layout.padding(self._shard_groups.index),
             )
             for bucket, count in zip(
                 self._buckets, copies.of(zip(first, first, strict=True)), strict=True
