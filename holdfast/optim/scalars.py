@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from torch import Tensor
 from holdfast.errors import ConfigError, values_by_rank
 from holdfast.optim.torch_interface import torch_optimizers
 from holdfast.parallel import Layout
-
-if TYPE_CHECKING:
-    from holdfast.optim.engine import Stepper
 
 Numbers = dict[str, float]
 """By their names in messages."""
@@ -40,6 +37,17 @@ class Border:
     """True on the rank whose shard ends there, False on the one whose shard starts there."""
     numbers: Numbers
     """Of the state of the parameter, which both ranks must have alike."""
+
+
+class Watched(Protocol):
+    """What is asked of a stepper."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer."""
+
+    def borders(self) -> list[Border]:
+        """Return the borders of this rank's shards."""
 
 
 class ScalarWatch:
@@ -63,12 +71,12 @@ class ScalarWatch:
         """By module, what this rank states; not for a rank on which a group got no gradient."""
         self._borders: list[Border] = []
 
-    def before_update(self, steppers: Mapping[str, Stepper]) -> None:
+    def before_update(self, steppers: Mapping[str, Watched]) -> None:
         """Remember the numbers before an update."""
         self._of_groups, self._borders = {}, []
         self._before = {m: _numbers(_groups(each.optimizer)) for m, each in steppers.items()}
 
-    def after_update(self, steppers: Mapping[str, Stepper]) -> None:
+    def after_update(self, steppers: Mapping[str, Watched]) -> None:
         """Look at the numbers after an update, while gradients are there."""
         for module, stepper in steppers.items():
             groups = _groups(stepper.optimizer)
