@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from holdfast.bridge.bridge_plan import BridgePlan
 from holdfast.bridge.bridged import Bridged
@@ -176,6 +177,12 @@ class Bridge:
                 f"{destination!r} needs its tokens (a tensor) and counts (tokens of each sample); "
                 f"got {type(tokens).__name__} and {type(counts).__name__}. Without any tokens, "
                 f"give an empty tensor of shape (0, *features) and a count of 0 for each sample."
+            )
+        if isinstance(tokens, DTensor) or tokens.layout is not torch.strided:
+            raise ConfigError(
+                f"{where}: tokens are a {type(tokens).__name__} of layout {tokens.layout}; the "
+                f"bridge to {destination!r} takes plain dense tensors, whole on each rank: "
+                f"full_tensor() of a DTensor, to_dense() of others."
             )
         if tokens.device.type != route.device.type and route.groups.has("dp"):
             raise ConfigError(

@@ -7,8 +7,9 @@ data ranks: a piece is what one source data rank has and one destination data ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import cycle
 
 from holdfast.errors import LayoutError
 from holdfast.parallel.layout import Layout
@@ -112,37 +113,32 @@ class BridgePlan:
 
     def _plan_activations(self) -> Iterable[Message]:
         """One message for each piece and rank that takes it."""
-        turns = [_Turns(block) for block in _flat(self.givers)]
+        giver_for = [_in_turns(block) for block in _flat(self.givers)]
         for dp, ranks in enumerate(_flat(self.takers)):
             for taker in ranks:
                 for index in self.pieces_of_destination(dp):
-                    giver = turns[self.pieces[index].source].next_for(taker)
+                    giver = giver_for[self.pieces[index].source](taker)
                     yield Message(piece=index, giver=giver, taker=taker)
 
     def _plan_gradients(self) -> Iterable[Message]:
         """One message for each piece, destination cp coordinate and rank of the source."""
-        turns = [[_Turns(by_tp) for by_tp in by_cp] for by_cp in self.takers]
+        givers_for = [[_in_turns(by_tp) for by_tp in by_cp] for by_cp in self.takers]
         for dp, ranks in enumerate(_flat(self.givers)):
             for taker in ranks:
                 for index in self.pieces_of_source(dp):
-                    for cp, replicas in enumerate(turns[self.pieces[index].destination]):
-                        giver = replicas.next_for(taker)
-                        yield Message(piece=index, giver=giver, taker=taker, cp=cp)
+                    of_piece = givers_for[self.pieces[index].destination]
+                    for cp, giver_for in enumerate(of_piece):
+                        yield Message(piece=index, giver=giver_for(taker), taker=taker, cp=cp)
 
 
-class _Turns:
-    """Replicas that give in turns, so that none sends more than one message more than another."""
+def _in_turns(ranks: tuple[int, ...]) -> Callable[[int], int]:
+    """Return a function that gives, for a taker, the replica that gives to it.
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self._ranks = ranks
-        self._num_given = 0
-
-    def next_for(self, taker: int) -> int:
-        """Return the rank that gives to `taker`: `taker` itself if it is one of them."""
-        if taker in self._ranks:
-            return taker
-        self._num_given += 1
-        return self._ranks[(self._num_given - 1) % len(self._ranks)]
+    That is the taker itself if it is one of them. The others give in turns, so that none sends more
+    than one message more than another.
+    """
+    turns = cycle(ranks)
+    return lambda taker: taker if taker in ranks else next(turns)
 
 
 def _ranks_of_stage(layout: Layout, stage: int) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from holdfast.bridge.crossing import Crossing
 from holdfast.errors import ConfigError
@@ -76,10 +77,12 @@ class Bridged:
                 f"{where} took no tokens, and has no gradient of them: call backward() without one."
             )
         tokens = self.tokens
-        if (gradient.shape, gradient.dtype) != (tokens.shape, tokens.dtype):
-            return ConfigError(
-                f"{where}: the gradient has shape {tuple(gradient.shape)} and is of "
-                f"{gradient.dtype}, the tokens have shape {tuple(tokens.shape)} and are of "
-                f"{tokens.dtype}."
+        is_like = gradient.dtype == tokens.dtype and gradient.device == tokens.device
+        if gradient.shape != tokens.shape or not is_like or isinstance(gradient, DTensor):
+            got, expected = (
+                f"a {type(each).__name__} of {each.dtype} on {each.device}, with shape "
+                f"{tuple(each.shape)}"
+                for each in (gradient, tokens)
             )
+            return ConfigError(f"{where}: the gradient is {got}, the tokens are {expected}.")
         return None

@@ -165,6 +165,8 @@ class Crossing:
         Cost: one agreement, and one message of a piece to each taker.
         """
         rank = self._route.rank
+        if gradient is not None and gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()  # of an embedding with sparse=True of the tokens
         givers = self._agree_backward(gradient)
         shares: dict[int, list[Tensor]] = {piece: [] for piece in self._at_source}
         leaving: list[Parcel] = []

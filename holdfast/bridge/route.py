@@ -13,8 +13,6 @@ from holdfast.bridge.parcels import Parcel, exchange
 from holdfast.errors import DeadlineError, HoldfastError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from holdfast.parallel.groups.process_groups import ProcessGroups
 
 
@@ -78,7 +76,8 @@ class Route:
                 exchange(
                     leaving,
                     arriving,
-                    get_group=self._group,
+                    # Not before it is needed: an edge of one rank has none, and sends nothing.
+                    get_group=lambda: self.groups.group("dp"),
                     timeout_s=self.groups.control.limit_s,
                     what=f"{phase}, on rank {self.rank}",
                     giver=giving,
@@ -96,10 +95,6 @@ class Route:
             if control.is_broken:  # a rank is missing there too: the first error says more
                 raise error from None
             raise
-
-    def _group(self) -> ProcessGroup:
-        """Return the communicator; an edge of one rank has none, and sends nothing."""
-        return self.groups.group("dp")
 
 
 def _data_rank(ranks: tuple[tuple[tuple[int, ...], ...], ...], rank: int) -> int | None:

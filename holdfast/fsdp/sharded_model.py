@@ -787,8 +787,8 @@ class ShardedModelStepper(PlainStepper):
     def close_communicators(self, reason: str) -> None:
         self._sharded.close_communicators(reason)
 
-    def lose_update(self) -> None:
-        self._sharded.lose_update()
+    def lose_step(self) -> None:
+        self._sharded.lose_step()
 
     @property
     def has_lost_communicators(self) -> bool:

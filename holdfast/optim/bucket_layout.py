@@ -78,6 +78,11 @@ class BucketLayout:
             return None
         return OwnedSpan(start=lo - span.start, stop=hi - span.start, offset=lo - first)
 
+    def padding(self, index: int) -> int:
+        """Return the number of elements of share `index` that belong to no parameter."""
+        owned = (self.owned(span, index) for span in self.spans)
+        return self.share - sum(each.numel for each in owned if each is not None)
+
 
 def lay_out(
     sizes: Sequence[int], *, num_shares: int, limit: int, align: int = 1

@@ -27,6 +27,7 @@ from holdfast.optim.shard_groups import ShardGroups
 from holdfast.state.tensor_elements import local_of
 
 _POINTER = Tensor.data_ptr
+_STRIDES = Tensor.stride
 _DTYPE = attrgetter("dtype")
 
 
@@ -67,7 +68,8 @@ class Bucket:
         # bucket by this lock. Reentrant: to show parameters is to touch them.
         self._lock = threading.RLock()
         self._views = [self._make_view(i) for i in range(len(self.parameters))]
-        self._pointers = [view.data_ptr() for view in self._views]
+        self._pointers = list(map(_POINTER, self._views))
+        self._strides = list(map(_STRIDES, self._views))
         self._hiding: Hiding | None = None
         self.owned = tuple(
             self.layout.owned(span, shard_groups.index) for span in self.layout.spans
@@ -116,16 +118,17 @@ class Bucket:
         if (
             not self._has_dtensors
             and list(map(_POINTER, self.parameters)) == self._pointers
+            and list(map(_STRIDES, self.parameters)) == self._strides
             and set(map(_DTYPE, self.parameters)) <= {self.values.dtype}
         ):
             return
-        for parameter, pointer in zip(self.parameters, self._pointers, strict=True):
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
-            if local.data_ptr() != pointer or local.dtype != self.values.dtype:
+            if any(of(local) != of(view) for of in (_POINTER, _STRIDES, _DTYPE)):
                 raise ConfigError(
-                    f"{names[parameter]}: its memory was replaced after the sharded optimizer was "
-                    f"built (a module.to(...) or an assignment?); move the model first, then build "
-                    f"the optimizer"
+                    f"{names[parameter]}: its memory was replaced or transposed after the sharded "
+                    f"optimizer was built (a module.to(...) or an assignment?); change the model "
+                    f"first, then build the optimizer"
                 )
 
     def add_gradient(self, number: int, gradient: Tensor) -> None:
@@ -225,8 +228,7 @@ class Bucket:
         """
         self.finish_gather()
         self._num_uses = num_storage_uses(self.values)
-        if self.has_main:
-            self.share.copy_(self.main)
+        self.round_main()
         if self._shard_groups.gather is not None and self.layout.share > 0:
             # Not `values`: torch would count a change of the parameters when the gather ends, and
             # a graph that saved them after the step would be called stale.
@@ -240,8 +242,7 @@ class Bucket:
         Cost: a message of one share to and from each other rank.
         """
         self.finish_gather()
-        if self.has_main:
-            self.share.copy_(self.main)
+        self.round_main()
         try:
             message.exchange(numbers, self._share_for_gather, what=what)
         except DeadlineError as error:
@@ -322,9 +323,7 @@ class Bucket:
         others keep the bits that parameters have no room for.
         """
         if self.has_main:
-            written = self.main.to(self.share.dtype) != self.share
-            if bool(written.any()):
-                self.main[written] = self.share[written].to(self.main.dtype)
+            _follow(self.main, self.share)
 
     @torch.no_grad()
     def round_main(self) -> None:
@@ -347,7 +346,7 @@ class Bucket:
         if exactly:
             main.copy_(rounded)
         else:
-            main.copy_(torch.where(main.to(rounded.dtype) == rounded, main, rounded.to(main.dtype)))
+            _follow(main, rounded)
 
     def set_own_uses(self) -> None:
         """Count the present references to the memory as those of the bucket and its optimizer."""
@@ -373,6 +372,13 @@ class Bucket:
             for span, view in zip(self.layout.spans, self._views, strict=True)
         ]
         return memory
+
+
+def _follow(main: Tensor, rounded: Tensor) -> None:
+    """Set the elements of `main` that do not round to those of `rounded`."""
+    written = main.to(rounded.dtype) != rounded
+    if bool(written.any()):
+        main[written] = rounded[written].to(main.dtype)
 
 
 def plan_buckets(

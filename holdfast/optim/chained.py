@@ -9,6 +9,7 @@ from typing import Any, Self
 from torch import nn
 
 from holdfast.errors import ConfigError, DeadlineError
+from holdfast.optim.checks import refuse_shared
 from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import Stepper
 from holdfast.optim.microbatches import Launched
@@ -17,7 +18,6 @@ from holdfast.optim.reduced import ReducedOptimizer, in_one_numbering
 from holdfast.optim.scalars import Border
 from holdfast.optim.sharded import ShardedOptimizer
 from holdfast.optim.torch_interface import TorchInterface
-from holdfast.parallel import ProcessGroups
 from holdfast.state.optimizer_protocol import OptimizerParameter
 from holdfast.state.unfinished import unfinished_on
 
@@ -58,19 +58,13 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                     f"ShardedOptimizer, or a ReducedOptimizer around a plain torch optimizer"
                 )
         self._groups = next(iter(self._optimizers.values())).groups
-        names: dict[nn.Parameter, str] = {}
         for name, optimizer in self._optimizers.items():
             if optimizer.name != name:
                 raise ConfigError(f"optimizer '{optimizer.name}' is chained under name '{name}'")
             if optimizer.groups is not self._groups:
                 raise ConfigError(f"optimizer '{name}' has other process groups than the first one")
-            for member in optimizer.optimizer_parameters():
-                if member.parameter in names:
-                    raise ConfigError(
-                        f"a parameter of shape {list(member.parameter.shape)} is in optimizers "
-                        f"'{names[member.parameter]}' and '{name}'"
-                    )
-                names[member.parameter] = name
+        members = {name: each.parameters() for name, each in self._optimizers.items()}
+        refuse_shared(members, where="optimizers")
         super().__init__(
             [
                 each.inner if isinstance(each, ShardedOptimizer) else each.optimizer
@@ -82,10 +76,6 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     def __getitem__(self, name: str) -> Any:
         """Return one of the optimizers."""
         return self._optimizers[name]
-
-    @property
-    def groups(self) -> ProcessGroups:
-        return self._groups
 
     @property
     def optimizer(self) -> Self:
@@ -108,6 +98,11 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for each in self._optimizers.values() for p in each.parameters()]
+
+    def check_ended(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.check_ended()
+        super().check_ended()
 
     @contextlib.contextmanager
     def take_microbatch(self, *, is_last: bool) -> Iterator[None]:

@@ -133,6 +133,24 @@ def _is_torchs(function: object) -> bool:
     return function is None
 
 
+def refuse_shared(members: Mapping[str, Iterable[nn.Parameter]], *, where: str) -> None:
+    """Raise ConfigError if two optimizers would update one parameter.
+
+    Args:
+        members: the parameters of each, by its name.
+        where: in what they are, for messages.
+    """
+    owners: dict[nn.Parameter, str] = {}
+    for name, parameters in members.items():
+        for parameter in parameters:
+            owner = owners.setdefault(parameter, name)
+            if owner != name:
+                raise ConfigError(
+                    f"a parameter of shape {list(parameter.shape)} is in {where} '{owner}' and "
+                    f"'{name}'; it belongs to one of them"
+                )
+
+
 def check_free(parameters: Iterable[nn.Parameter], *, names: Mapping[nn.Parameter, str]) -> None:
     """Raise ConfigError if another sharded optimizer takes the gradients of a parameter."""
     for parameter in parameters:

@@ -256,10 +256,8 @@ def _compare_state(whole: Trial, parts: Sequence[Trial], position: int, *, kind:
 
 def _same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
     """Return True if the parts, joined, equal the whole; NaN equals NaN."""
-    whole_again, flat = (
-        torch.cat([part.detach().flatten() for part in parts]),
-        whole.detach().flatten(),
-    )
+    whole_again = torch.cat([part.detach().flatten() for part in parts])
+    flat = whole.detach().flatten()
     if whole_again.shape != flat.shape or whole_again.dtype != flat.dtype:
         return False
     return torch.equal(whole_again, flat) or bool(

@@ -21,7 +21,12 @@ from holdfast.errors import ConfigError, DeadlineError, ErrorRecord
 from holdfast.optim.checks import check_limit, check_scaler, check_tokens, distinct_scalers
 from holdfast.optim.divisors import refuse_unequal_divisors
 from holdfast.optim.joint import JointSums
-from holdfast.optim.microbatches import Microbatches, MicrobatchTaker, compare_launched
+from holdfast.optim.microbatches import (
+    STEP_LOST,
+    Microbatches,
+    MicrobatchTaker,
+    compare_launched,
+)
 from holdfast.optim.norms import GradientNorm, GradientPart, LayoutSum, share_square
 from holdfast.optim.scalars import Border, ScalarWatch
 from holdfast.optim.scaler import LossScaler
@@ -75,7 +80,7 @@ class Veto(Protocol):
         """Return True if this rank does not want the step to be updated."""
 
     def take_decision(self, vetoed: bool) -> None:
-        """Take whether any rank has vetoed; called on every rank."""
+        """Take whether any rank has vetoed; called on every rank, before an update."""
 
 
 class Stepper(MicrobatchTaker):
@@ -87,14 +92,16 @@ class Stepper(MicrobatchTaker):
     """
 
     is_entry = False
-    """True if it steps with other modules."""
+    """True if it steps with other modules, so never in messages of this one alone."""
     number = 0
     """Of the optimizer among all that were built on its groups, from 1; equal on all ranks."""
 
+    _groups: ProcessGroups
+
     @property
-    @abstractmethod
     def groups(self) -> ProcessGroups:
         """Communicators of the module."""
+        return self._groups
 
     @property
     @abstractmethod
@@ -113,7 +120,7 @@ class Stepper(MicrobatchTaker):
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that this rank holds, or holds a part of."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return parameters_of(self.optimizer)
 
     def stage_description(self) -> str:
         """Return a text that is equal on all ranks of a pipeline stage; compared once."""
@@ -139,10 +146,6 @@ class Stepper(MicrobatchTaker):
         """
         self.check_ended()
         return self._engine.microbatch(is_last=is_last)
-
-    def become_entry(self) -> None:
-        """Step with other modules from now on, never in messages of this one alone."""
-        self.is_entry = True
 
     def orders(self) -> Mapping[str, int]:
         # Ranks that enter microbatches of several optimizers in another order reduce gradients of
@@ -321,6 +324,11 @@ class Stepper(MicrobatchTaker):
         )
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return what is in the parameter groups of an optimizer."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 class StepEngine:
     """One step of all modules at once; an optimizer that steps alone is the only module.
 
@@ -387,6 +395,8 @@ class StepEngine:
         self._scalars = ScalarWatch(layouts)
         self._joint = self._make_joint()
         self._is_closed = False
+        self._reason_lost = ""
+        """Set once an interrupt has ended a step on this rank alone."""
         self.num_updates = 0
         """Steps that have changed parameters, or may have."""
 
@@ -406,16 +416,16 @@ class StepEngine:
         veto: Veto | None = None,
     ) -> StepOutcome:
         """Make a step; see `Stepper.step` and `MultiModuleOptimizer.step`."""
-        mine = Contribution(
-            number=self._number, count_zeros=bool(count_zeros), is_finite=bool(is_finite)
-        )
-        is_updating = False
+        if self._reason_lost:  # not by the sum of all ranks, which they make no more together
+            raise ConfigError(self._reason_lost)
+        mine = Contribution(number=self._number)
         failure: Exception | None = None
         try:
             # Phase 1: measure. Wrong arguments, too, wait for the sum to be raised on all ranks.
             try:
                 self._tell_others()
                 refuse_closure(closure)
+                mine.count_zeros, mine.is_finite = bool(count_zeros), bool(is_finite)
                 mine.max_norm = check_limit(max_norm)
                 mine.scale = check_scaler(scaler, layouts=self._layouts, trained=self._steppers)
                 mine.num_tokens = check_tokens(
@@ -444,7 +454,12 @@ class StepEngine:
             # Phase 3: decide.
             outcome, factors = self._decide(mine, sums)
             if veto is not None:
-                veto.take_decision(outcome.vetoed)
+                try:
+                    veto.take_decision(outcome.vetoed)
+                except Exception as error:
+                    if outcome.skipped:
+                        raise  # no rank waits for this one
+                    failure = error
             # Not earlier: a scale updated by what only some ranks know would get out of sync.
             for each in () if outcome.vetoed else distinct_scalers(scaler):
                 each.update(overflowed=outcome.skipped)
@@ -452,18 +467,19 @@ class StepEngine:
             if not outcome.skipped:
                 # Phase 4: clip and update, in one multiplication by a module's factor.
                 self.num_updates += 1
-                is_updating = True
-                failure = self._update(factors, sums, joint)
+                updated = self._update(factors, sums, joint)
                 # Phase 5: agree, while the gathers are in flight.
-                self._agree(failure, joint)
+                self._agree(failure or updated, joint)
                 # Phase 6: publish.
                 for stepper in self._steppers.values():
                     stepper.publish()
         except BaseException as error:
-            if is_updating and not isinstance(error, Exception) and self._groups.control.size > 1:
-                # Others may have updated more or less, or wait in collectives that this one left.
+            if not isinstance(error, Exception) and self._groups.control.size > 1:
+                # An interrupt leaves at once. The others wait in collectives that the next ones of
+                # this rank would meet, or have decided by the sum, and updated.
+                self._reason_lost = STEP_LOST
                 for stepper in self._steppers.values():
-                    stepper.lose_update()
+                    stepper.lose_step()
             with contextlib.suppress(DeadlineError):  # of a rank that the error has named
                 self.drop_gradients()
             raise

@@ -263,39 +263,37 @@ def _delete_gradient(self: Any) -> None:
     _tensor.grad.__delete__(self)
 
 
-def _as(base: type[Tensor], tensor: Tensor, action: Callable[[Any], object]) -> object:
-    kind = type(tensor)
-    change_class(tensor, base)
-    try:
-        return action(tensor)
-    finally:
-        change_class(tensor, kind)
+class Bucketed:
+    """What reading `.grad` does, and copies, where the gradient is in a bucket."""
+
+    __slots__ = ()
+    grad = property(_read_gradient, _write_gradient, _delete_gradient)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+        return self._in_own_class(lambda p: copy.deepcopy(p, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._in_own_class(lambda p: p.__reduce_ex__(protocol))
+
+    def _in_own_class(self: Any, action: Callable[[Any], object]) -> object:
+        kind: Any = type(self)
+        change_class(self, kind.__base__)
+        try:
+            return action(self)
+        finally:
+            change_class(self, kind)
 
 
-class BucketedParameter(nn.Parameter):
+class BucketedParameter(Bucketed, nn.Parameter):
     """A parameter whose gradient is in a bucket: reading `.grad` calls its optimizer."""
 
     __slots__ = ()
-    grad = property(_read_gradient, _write_gradient, _delete_gradient)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
-        return _as(nn.Parameter, self, lambda p: copy.deepcopy(p, memo))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as(nn.Parameter, self, lambda p: p.__reduce_ex__(protocol))
 
 
-class BucketedDTensor(DTensor):
+class BucketedDTensor(Bucketed, DTensor):
     """A parameter that is a DTensor and whose gradient is in a bucket."""
 
     __slots__ = ()
-    grad = property(_read_gradient, _write_gradient, _delete_gradient)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
-        return _as(DTensor, self, lambda p: copy.deepcopy(p, memo))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as(DTensor, self, lambda p: p.__reduce_ex__(protocol))
 
 
 class BucketedShare(Tensor):

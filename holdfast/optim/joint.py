@@ -61,15 +61,7 @@ class JointSums:
         self._shares = JointMessage(
             groups, self._ranks, update, bucket.layout.share, dtype=bucket.values.dtype
         )
-        self._padding = [
-            bucket.layout.share
-            - sum(
-                owned.numel
-                for span in bucket.layout.spans
-                if (owned := bucket.layout.owned(span, index)) is not None
-            )
-            for index in range(shard_groups.num_shares)
-        ]
+        self._padding = [*map(bucket.layout.padding, range(shard_groups.num_shares))]
 
     @staticmethod
     def fits(buckets: Sequence[Bucket], shard_groups: ShardGroups, layout: Layout) -> bool:

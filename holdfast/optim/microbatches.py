@@ -27,6 +27,10 @@ _PHASE = "microbatch"
 _COMPARE_AFTER_S = 1.0
 """A wait that has lasted so long looks whether other ranks have launched something else."""
 _START_AGAIN = "Create the groups and the model again, and load the last checkpoint"
+STEP_LOST = (
+    f"an interrupt ended the last step on this rank alone, so ranks may hold parameters of "
+    f"different steps. {_START_AGAIN}"
+)
 _MODEL_AXES = ("tp", "cp", "pp", "ep")
 """Axes along which a model may have collectives of its own in forward and backward."""
 
@@ -129,13 +133,10 @@ class MicrobatchTaker(ABC):
         """Refuse everything from now on: the ranks' collectives do not match any more."""
         self._reason_closed = reason
 
-    def lose_update(self) -> None:
-        """Refuse everything from now on, saves too: an interrupt has ended an update."""
-        self._reason_lost = (
-            f"an interrupt ended the last step in the middle of its update, so ranks may hold "
-            f"parameters of different steps. {_START_AGAIN}"
-        )
-        self.close_communicators(self._reason_lost)
+    def lose_step(self) -> None:
+        """Refuse everything from now on, saves too: an interrupt has ended a step midway."""
+        self._reason_lost = STEP_LOST
+        self.close_communicators(STEP_LOST)
 
     @property
     def has_lost_communicators(self) -> bool:

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
 
 from holdfast.errors import ConfigError, shorten_ranks
+from holdfast.optim.checks import refuse_shared
 from holdfast.optim.engine import StepEngine, StepOutcome, Stepper, Veto
 from holdfast.optim.scaler import LossScaler
 from holdfast.optim.torch_interface import TorchInterface
@@ -74,7 +74,8 @@ class MultiModuleOptimizer(TorchInterface):
             name_of_loss = _choose_loss_module(groups.layouts, loss_module)
             _check_entries(groups, optimizers)
             self._steppers = {m: s for m in groups.modules if (s := optimizers[m]) is not None}
-            _refuse_common_parameters(self._steppers)
+            members = {module: each.parameters() for module, each in self._steppers.items()}
+            refuse_shared(members, where="the optimizers of modules")
             answer = {m: _describe(optimizers[m]) for m in groups.modules}
         except Exception as error:
             failure = error
@@ -95,7 +96,7 @@ class MultiModuleOptimizer(TorchInterface):
             bridged=groups if groups.layouts.edges else None,
         )
         for stepper in self._steppers.values():
-            stepper.become_entry()
+            stepper.is_entry = True
             # What is saved of a module knows nothing of the bridges between them.
             set_worker(self, on=stepper.optimizer)
         super().__init__([stepper.optimizer for stepper in self._steppers.values()])
@@ -290,19 +291,6 @@ def _check_entries(groups: ModuleGroups, optimizers: Mapping[str, object]) -> No
                 f"module {module!r}: its optimizer is on other process groups than "
                 f"groups[{module!r}]; build it on those"
             )
-
-
-def _refuse_common_parameters(steppers: Mapping[str, Stepper]) -> None:
-    """Raise ConfigError if two modules would update one parameter."""
-    owners: dict[nn.Parameter, str] = {}
-    for module, stepper in steppers.items():
-        for parameter in stepper.parameters():
-            owner = owners.setdefault(parameter, module)
-            if owner != module:
-                raise ConfigError(
-                    f"a parameter of shape {list(parameter.shape)} is in the optimizers of modules "
-                    f"{owner!r} and {module!r}; it belongs to one of them"
-                )
 
 
 def _describe(stepper: Stepper | None) -> list[Any]:

@@ -298,7 +298,7 @@ def sums_of_shares(
         padding: elements of each share that belong to no parameter, and are zero.
         count_zeros: if not, they are taken for 0.
     """
-    parts = _as_real(shares) if shares.is_complex() else shares
+    parts = _reals(shares).view(len(ranks), -1) if shares.is_complex() else shares
     wide = parts.to(torch.float64, copy=True)  # `double()` of float64 is the tensor itself
     wide.mul_(wide)
     while (width := wide.shape[1]) > _FEW:
@@ -316,10 +316,6 @@ def sums_of_shares(
         num_zeros=num_zeros,
         bad_ranks=tuple(sorted(r for r, is_bad in zip(ranks, bad, strict=True) if is_bad)),
     )
-
-
-def _as_real(rows: Tensor) -> Tensor:
-    return torch.view_as_real(rows.resolve_conj()).flatten(1)
 
 
 def share_square(parts: Iterable[GradientPart], *, layout: Layout) -> float:

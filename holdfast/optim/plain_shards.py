@@ -135,4 +135,4 @@ def _checked(
                 f"{who}: shards={{{axis!r}: ...}} has a {type(each).__name__}{what} that is not a "
                 f"parameter of the optimizer; pass the parameters themselves, not names"
             )
-    return checked
+    return list(dict.fromkeys(checked))  # a tied one may be listed by each of its names

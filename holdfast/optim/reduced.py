@@ -23,8 +23,8 @@ from holdfast.arguments import check_choice, check_int
 from holdfast.errors import ConfigError
 from holdfast.optim import collectives
 from holdfast.optim.agreement import Compared, compare_ranks, entry_of
-from holdfast.optim.checks import check_kind
-from holdfast.optim.engine import Stepper
+from holdfast.optim.checks import check_kind, refuse_shared
+from holdfast.optim.engine import Stepper, parameters_of
 from holdfast.optim.left_gradients import LeftGradients
 from holdfast.optim.norms import CopyCounts, GradientPart, gradient_parts, scale_gradients
 from holdfast.optim.plain_shards import HINTS, PlainShards, Shards
@@ -55,15 +55,10 @@ class JoinedOptimizer(TorchInterface):
         self._by_name = dict(optimizers)
         if not self._by_name:
             raise ConfigError(f"{where}: there is no optimizer")
-        owners: dict[nn.Parameter, str] = {}
         for name, optimizer in self._by_name.items():
             check_plain(optimizer, where=f"{where}: '{name}'")
-            for parameter in _parameters(optimizer):
-                if owners.setdefault(parameter, name) != name:
-                    raise ConfigError(
-                        f"{where}: a parameter of shape {list(parameter.shape)} is in optimizers "
-                        f"'{owners[parameter]}' and '{name}'; it belongs to one of them"
-                    )
+        members = {name: parameters_of(each) for name, each in self._by_name.items()}
+        refuse_shared(members, where="optimizers")
         super().__init__(list(self._by_name.values()))
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -118,10 +113,6 @@ class PlainStepper(Stepper):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer
-
-    @property
-    def groups(self) -> ProcessGroups:
-        return self._groups
 
     def hyperparameters(self) -> list[dict[str, object]]:
         """Return those of the optimizer, and how many parameters each group has got."""
@@ -226,7 +217,8 @@ class ReducedOptimizer(PlainStepper):
         """Parameters of the last reduction, the same on all ranks."""
         # What is saved is the torch optimizer, which does not know of this one.
         set_worker(self, on=optimizer)
-        optimizer.register_step_pre_hook(_Reduction(self))
+        self._step_hook = optimizer.register_step_pre_hook(_Reduction(self))
+        self._is_closed = False
         self._watch_gradients()
         self.number = groups.next_number("optimizer")
 
@@ -290,7 +282,8 @@ class ReducedOptimizer(PlainStepper):
     def _watch_gradients(self) -> None:
         """Notice what other code does to gradients between a backward and `reduce`."""
         is_alone = self._reduce is None or self.groups.layout.world_size == 1
-        self._left.watch([] if is_alone or self._has_warned else self.parameters())
+        is_off = is_alone or self._has_warned or self._is_closed
+        self._left.watch([] if is_off else self.parameters())
 
     def _warn_of_changes(self) -> None:
         """Warn if gradients were changed after a backward, before they are equal on all ranks."""
@@ -355,7 +348,8 @@ class ReducedOptimizer(PlainStepper):
                 parameter.grad = torch.zeros_like(parameter)
             grad = parameter.grad
             local = local_tensor(grad) if isinstance(grad, DTensor) else grad
-            wide = local.to(torch.promote_types(local.dtype, torch.float32)).contiguous()
+            wide = local.to(torch.promote_types(local.dtype, torch.float32))
+            wide = wide.resolve_conj().contiguous()
             sent = torch.view_as_real(wide) if wide.is_complex() else wide
             work = None if group is None else collectives.all_reduce(sent, group)
             sums.append((local, wide, work))
@@ -471,6 +465,17 @@ class ReducedOptimizer(PlainStepper):
         self._left.forget()
         self._watch_gradients()  # some may be new, or trained from now on
 
+    def check_ended(self) -> None:
+        if self._is_closed:
+            raise ConfigError(f"ReducedOptimizer '{self.name}' is closed; build another one")
+        super().check_ended()
+
+    def close(self) -> None:
+        """Remove all hooks: another optimizer may step the torch optimizer, or it may by itself."""
+        self._is_closed = True
+        self._step_hook.remove()
+        self._left.watch([])
+
     def unfinished_work(self) -> str | None:
         if self._is_interrupted or not self._is_reduced:
             return super().unfinished_work()
@@ -549,11 +554,6 @@ def in_one_numbering(
         numbered += [replace(member, group=member.group + first) for member in own]
         first += len(optimizer.param_groups)
     return numbered
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:

@@ -163,7 +163,8 @@ class GradientReducer:
         """True from the start of a microbatch that reduces until all of its round is launched."""
         self._is_inside = False
         self._is_reduced = False
-        self._is_finished = False
+        self.is_finished = False
+        """True if shares hold the averaged gradients of this step."""
         self._handles: list[RemovableHandle] = [
             cast("Any", slot.parameter).register_post_accumulate_grad_hook(HeldHook(slot))
             for slot in self.slots
@@ -171,16 +172,11 @@ class GradientReducer:
         self._has_warned = False
 
     @property
-    def is_finished(self) -> bool:
-        """True if shares hold the averaged gradients of this step."""
-        return self._is_finished
-
-    @property
     def owes_reductions(self) -> bool:
         """True if `finish` launches some; equal on all ranks."""
         groups = self._shard_groups
         is_launched = self._is_reduced and not self.is_joint
-        if self._is_finished or (is_launched and groups.between is None and groups.tied is None):
+        if self.is_finished or (is_launched and groups.between is None and groups.tied is None):
             return False
         return any(each is not None for each in (groups.reduce, groups.between, groups.tied))
 
@@ -303,7 +299,7 @@ class GradientReducer:
         Cost: a reduce-scatter per bucket not launched yet, and with hybrid sharding or tied stages
         an all-reduce per bucket.
         """
-        if self._is_finished:
+        if self.is_finished:
             return
         self.take_all()
         self._finish_reductions()
@@ -322,7 +318,7 @@ class GradientReducer:
         if self.divisor != 1:
             shares.div_(self.divisor)
         bucket.take_reduced(shares[index])
-        self._is_finished = True
+        self.is_finished = True
 
     @torch.no_grad()
     def join_microbatch(self) -> None:
@@ -342,7 +338,7 @@ class GradientReducer:
 
         Cost: as `finish`.
         """
-        if self._is_finished:
+        if self.is_finished:
             return
         if not self._is_reduced:
             self._launch_rest()
@@ -358,7 +354,7 @@ class GradientReducer:
             write_gradient(slot.parameter, None)
             slot.is_used = False
         self._next = 0
-        self._is_reduced = self._is_finished = self._owes_round = self.is_apart = False
+        self._is_reduced = self.is_finished = self._owes_round = self.is_apart = False
         self.turns = []
 
     def show_gradients(self) -> None:
@@ -492,7 +488,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.finish_reduction()
         self._sum_between()
-        self._is_finished = True
+        self.is_finished = True
 
     def _launch_next(self, *, waits: bool = True) -> None:
         if waits and self._stage == 2 and self._next >= _MAX_IN_FLIGHT:

@@ -11,14 +11,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from holdfast.errors import ConfigError, values_by_rank
-from holdfast.optim.step_sum import stages_of
-from holdfast.optim.torch_interface import TorchInterface
+from holdfast.optim.torch_interface import torch_optimizers
 from holdfast.parallel import Layout
 
 Numbers = dict[str, float]
@@ -64,7 +64,7 @@ class ScalarWatch:
     def __init__(self, layouts: Mapping[str, Layout]) -> None:
         self._layouts = dict(layouts.items())
         # Once: a step that went through the ranks for it would cost more with each of them.
-        self._stages = {module: [*stages_of(layout)] for module, layout in layouts.items()}
+        self._stages = {m: layout.groups("tp-cp-dp") for m, layout in layouts.items()}
         self._before: dict[str, dict[_Key, float]] = {}
         self._changing: dict[str, set[_Key]] = {}
         self._of_groups: dict[str, Numbers] = {}
@@ -156,8 +156,7 @@ def numbers_of(state: Mapping[str, Any], *, name: str) -> Numbers:
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    inners = optimizer.inners if isinstance(optimizer, TorchInterface) else (optimizer,)
-    return [group for inner in inners for group in inner.param_groups]
+    return [group for inner in torch_optimizers([optimizer]) for group in inner.param_groups]
 
 
 def _numbers(groups: Iterable[Mapping[str, Any]]) -> dict[_Key, float]:
@@ -179,9 +178,9 @@ def _number(value: object) -> float | None:
     if isinstance(value, Tensor):
         is_scalar = value.ndim == 0 and value.device.type == "cpu" and not value.is_complex()
         return float(value) if is_scalar else None
-    if isinstance(value, int | float):
-        return float(value) if abs(value) < 2**1000 or isinstance(value, float) else None
-    return None
+    if isinstance(value, int):
+        return float(value) if abs(value) < 2**1000 else None
+    return float(value) if isinstance(value, Real) else None  # numpy's, too
 
 
 def _digest(place: str, numbers: Numbers) -> int:

@@ -53,14 +53,15 @@ class ShardGroups:
             GroupError: A communicator is missing, is the reducing one itself, or has other ranks or
                 another order.
         """
-        check_choice(over, name="over", choices=tuple(_SHARD_AXES))
+        check_choice(over, name="over", choices=_SHARD_AXES)
         ranks = groups.ranks(over)
         several = len(ranks) > 1
         gather = gather or f"{over}_ag"
         reduce = groups.group(over) if several else None
         between = _BETWEEN.get(over)
-        has_between = between is not None and groups.size(between) > 1
-        if has_between and between is not None:
+        if between is not None and groups.size(between) == 1:
+            between = None
+        if between is not None:
             groups.require(between)
         has_tied = groups.layout.has_group("embd", groups.rank) and groups.has("embd")
         return cls(
@@ -70,7 +71,7 @@ class ShardGroups:
             index=groups.index(over),
             reduce=reduce,
             gather=gather_group(groups, over=over, name=gather) if several else None,
-            between=groups.group(between) if has_between and between is not None else None,
+            between=None if between is None else groups.group(between),
             tied=groups.group("embd") if has_tied else None,
         )
 

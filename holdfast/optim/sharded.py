@@ -37,6 +37,7 @@ from holdfast.optim.scalars import Border, numbers_of
 from holdfast.optim.shard_groups import ShardGroups
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.parallel import ProcessGroups
+from holdfast.parallel.control.guard import Guard
 from holdfast.state.module_tree import parameter_names
 from holdfast.state.optimizer_protocol import OptimizerParameter
 from holdfast.state.tensor_elements import local_of
@@ -104,13 +105,13 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         name: for messages and stored records.
 
     Raises:
-        ConfigError: Parameters do not fit `over`, the module does not own them, another sharded
-            optimizer has them, or the optimizer joins elements. On all ranks: ranks that hold the
+        ConfigError: On all ranks: parameters do not fit `over`, the module does not own them,
+            another sharded optimizer has them, the optimizer joins elements, or ranks that hold the
             same parameters have others, other values or other buckets.
-        GroupError: A communicator is missing or wrong.
+        GroupError: On all ranks: a communicator is missing or wrong.
 
-    Cost: collective over the layout, one small agreement and one hash of the parameters. Memory per
-    rank, in elements of the local parameters n over d ranks: n of parameters, n of gradients in
+    Cost: collective over the layout, two small agreements and one hash of the parameters. Memory
+    per rank, in elements of the local parameters n over d ranks: n of parameters, n of gradients in
     float32 (stage 2: two buckets), n/d of reduced gradients, n/d of main parameters for bf16 and
     fp16, and n/d per entry of the torch optimizer.
     """
@@ -137,24 +138,28 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self._groups = groups
         self._overlap, self._stage = overlap, stage
         self._bucket_nbytes, self._divisor = bucket_nbytes, divisor
-        self._shard_groups = ShardGroups.of(groups, over=over, gather=gather)
-        self._names = parameter_names(module)
-        param_groups = read_groups(parameters)
-        self._all = [(p, i) for i, group in enumerate(param_groups) for p in group["params"]]
-        check_settings(
-            name=name,
-            divisor=divisor,
-            num_averaged=groups.size("dp_cp"),
-            stage=stage,
-            sizes={"bucket_nbytes": bucket_nbytes, "align_nbytes": align_nbytes},
-        )
-        self._shards = PlainShards(
-            shards, [p for p, _ in self._all], groups=groups, over=over, who=f"optimizer '{name}'"
-        )
-        self._frozen = [p for p, _ in self._all if not p.requires_grad]
-        self._buckets = self._make_buckets(bucket_nbytes, align_nbytes)
-        self._updated = self._updated_views()
-        self.inner = self._make_inner(param_groups, make, is_elementwise=elementwise)
+
+        def lay_out() -> None:
+            self._shard_groups = ShardGroups.of(groups, over=over, gather=gather)
+            self._names = parameter_names(module)
+            param_groups = read_groups(parameters)
+            self._all = [(p, i) for i, group in enumerate(param_groups) for p in group["params"]]
+            check_settings(
+                name=name,
+                divisor=divisor,
+                num_averaged=groups.size("dp_cp"),
+                stage=stage,
+                sizes={"bucket_nbytes": bucket_nbytes, "align_nbytes": align_nbytes},
+            )
+            members = [p for p, _ in self._all]
+            self._shards = PlainShards(shards, members, groups=groups, over=over, who=who)
+            self._frozen = [p for p in members if not p.requires_grad]
+            self._buckets = self._make_buckets(bucket_nbytes, align_nbytes)
+            self._updated = self._updated_views()
+            self.inner = self._make_inner(param_groups, make, is_elementwise=elementwise)
+
+        who = f"optimizer '{name}'"
+        Guard[None](groups.control, who).run(lay_out)
         super().__init__([self.inner])
         self._members = [[*map(id, group["params"])] for group in self.inner.param_groups]
         self._parameters = self._make_parameters()
@@ -187,10 +192,6 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         self.number = groups.next_number("optimizer")
 
     # ---- training ----
-
-    @property
-    def groups(self) -> ProcessGroups:
-        return self._groups
 
     @property
     def optimizer(self) -> Self:
@@ -454,12 +455,6 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             for bucket in self._buckets:
                 bucket.round_main()
 
-    def refresh_main(self) -> None:
-        """Set main parameters from the model's, after other code than a step changed these."""
-        for bucket in self._buckets:
-            for number in range(len(bucket.parameters)):
-                bucket.refresh_main(number, exactly=True)
-
     # ---- inside ----
 
     @torch.no_grad()
@@ -567,7 +562,7 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             GradientPart(
                 local=bucket.gradient,
                 num_copies=count // self._shard_groups.num_shares,
-                num_padding=bucket.layout.share - sum(o.numel for _, o in bucket.all_owned()),
+                num_padding=bucket.layout.padding(self._shard_groups.index),
             )
             for bucket, count in zip(
                 self._buckets, copies.of(zip(first, first, strict=True)), strict=True

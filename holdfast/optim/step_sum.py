@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NoReturn
 
 from holdfast.errors import ConfigError, shorten_ranks, values_by_rank
@@ -162,9 +163,14 @@ class StepSum:
         self._ranks = ranks
         self._edges = tuple(edges)
         self._loss_module = loss_module
-        self._loss_layout = None if loss_module is None else layouts[loss_module]
+        with_loss = None if loss_module is None else layouts[loss_module]
+        self._loss_ranks = () if with_loss is None else with_loss.ranks
+        self._data_ranks = () if with_loss is None else with_loss.groups("tp-pp")
+        """Ranks of the module with the loss, by their coordinate of `dp_cp`."""
         self._stages = [
-            (module, ranks) for module, layout in layouts.items() for ranks in stages_of(layout)
+            (module, ranks)
+            for module, layout in layouts.items()
+            for ranks in layout.groups("tp-cp-dp")
         ]
         """Ranks of one stage of a module: each stage may have its own hyperparameters."""
         self._digests: dict[str | None, tuple[str, float]] = {}
@@ -291,7 +297,7 @@ class StepSum:
             return None
         total = 0
         where = f"num_tokens of module {self._loss_module!r}"
-        for ranks in self._data_ranks():
+        for ranks in self._data_ranks:
             counts = {rank: sums.tokens[rank] for rank in ranks if sums.tokens[rank] is not None}
             if not counts:
                 raise ConfigError(
@@ -313,29 +319,6 @@ class StepSum:
                 f"catch this error on all ranks and continue with the next one"
             )
         return total
-
-    @property
-    def _loss_ranks(self) -> tuple[int, ...]:
-        return () if self._loss_layout is None else self._loss_layout.ranks
-
-    def _data_ranks(self) -> list[list[int]]:
-        """Return the ranks of the module with the loss by their coordinate of `dp_cp`."""
-        layout = self._loss_layout
-        if layout is None:
-            return []
-        by_index: dict[int, list[int]] = {}
-        for rank in layout.ranks:
-            index = layout.group("dp_cp", rank).index(rank)
-            by_index.setdefault(index, []).append(rank)
-        return list(by_index.values())
-
-
-def stages_of(layout: Layout) -> Iterable[list[int]]:
-    """Return the ranks of a layout by pipeline stage."""
-    by_stage: dict[int, list[int]] = {}
-    for rank in layout.ranks:
-        by_stage.setdefault(layout.coordinates(rank)["pp"], []).append(rank)
-    return by_stage.values()
 
 
 def refuse_different(by_rank: Mapping[int, Mapping[str, Any]], *, where: str) -> None:
@@ -378,9 +361,9 @@ def _plain(value: object) -> object:
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    if isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return value
+    if isinstance(value, bool):
+        return value
+    return float(value) if isinstance(value, Real) else value  # numpy's, too
 
 
 def _shown(value: object) -> str:

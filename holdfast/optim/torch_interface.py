@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import chain
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from holdfast.errors import ConfigError
 
 _WAYS = ("foreach", "fused", "capturable", "differentiable")
 """Settings of torch's optimizers that choose an implementation; the results are the same."""
-_VALUES = (bool, int, float, str, tuple, list, Tensor)
+_VALUES = (bool, int, float, str, tuple, list, Tensor, Real)
 """Types of settings; values of others may print differently in each process."""
 
 
@@ -118,7 +119,7 @@ class JoinedState(MutableMapping[Any, Any]):
     """
 
     def __init__(self, inners: Sequence[torch.optim.Optimizer]) -> None:
-        self._inners = [*_torch_optimizers(inners)]
+        self._inners = [*torch_optimizers(inners)]
 
     def _of(self, key: Any) -> Any:
         """Return the state that has an entry, or is to have it.
@@ -172,11 +173,11 @@ class JoinedState(MutableMapping[Any, Any]):
         return self._of(key).pop(key, *default)
 
 
-def _torch_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
+def torch_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
     """Yield the torch optimizers in optimizers of ours, which may be chains of others of ours."""
     for optimizer in optimizers:
         if isinstance(optimizer, TorchInterface):
-            yield from _torch_optimizers(optimizer.inners)
+            yield from torch_optimizers(optimizer.inners)
         else:
             yield optimizer
 
@@ -186,16 +187,22 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]
 
     These are the declared ones, without the choice of an implementation and schedulers' notes.
     """
-    inners = optimizer.inners if isinstance(optimizer, TorchInterface) else (optimizer,)
     return [
         {
-            key: value.tolist() if isinstance(value, Tensor) else value
+            key: _in_full(value) if isinstance(value, tuple | list | Tensor) else value
             for key, value in group.items()
             if key in inner.defaults and key not in _WAYS and isinstance(value, _VALUES)
         }
-        for inner in inners
+        for inner in torch_optimizers([optimizer])
         for group in inner.param_groups
     ]
+
+
+def _in_full(value: object) -> object:
+    """Return a setting with the numbers of its tensors, which they show with four digits."""
+    if isinstance(value, tuple | list):
+        return [_in_full(each) for each in value]
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def refuse_closure(closure: Callable[[], object] | None) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast.bridge import Bridge, Bridged, parcels
 from holdfast.errors import DeadlineError, HoldfastError
@@ -83,6 +84,16 @@ MISTAKES: dict[str, tuple[int, Any, list[str]]] = {
         (torch.ones(4, 3, dtype=torch.int64), [1, 3]),
         ["'vision' on rank 1: tokens are of torch.int64"],
     ),
+    "tokens in two parts": (
+        1,
+        (torch.ones(4, 3).to_sparse(), [1, 3]),
+        ["'vision' on rank 1: tokens are a Tensor of layout torch.sparse_coo", "to_dense()"],
+    ),
+    "declared tokens": (
+        1,
+        (torch.ones(4, 3), [1, 3]),
+        ["'vision' on rank 1: tokens are a DTensor of layout", "full_tensor()"],
+    ),
     "fractions as counts": (1, (torch.ones(4, 3), [1.0, 3.0]), ["rank 1: counts must be integers"]),
     "a float tensor as counts": (
         0,
@@ -114,6 +125,9 @@ def mistakes(rank: RankContext) -> list[tuple[str, str]]:
             bridge = Bridge(groups, "vision", "language")
             good = SAME_SUMS.get(name, GOOD) if groups.has("vision") else (None, None)
             chosen = arguments if rank.rank == wrong else good
+            if name == "declared tokens" and rank.rank == wrong:
+                mesh = groups["vision"].mesh("tp")
+                chosen = (DTensor.from_local(chosen[0], mesh, [Replicate()]), chosen[1])
             texts.append(caught(lambda b=bridge, c=chosen: b(*c)))
             bridged = bridge(*(COUNTED if groups.has("vision") else (None, None)))
             if bridged.tokens is not None:
@@ -169,6 +183,7 @@ def backwards(rank: RankContext) -> dict[str, tuple[str, str]]:
         wrong: dict[str, dict[int, Any]] = {
             "shape": {1: torch.ones(3, 4)},
             "dtype": {2: torch.ones(4, 3).double()},
+            "device": {1: torch.ones(4, 3, device="meta")},
             "nothing taken": {0: torch.ones(4, 3)},
             "one replica": {2: None},
         }
@@ -181,7 +196,10 @@ def backwards(rank: RankContext) -> dict[str, tuple[str, str]]:
             texts["forward again"] = caught(bridge)
         else:
             texts["forward again"] = caught(lambda: bridged.backward(own))
-        crossed(rank, bridge).backward(own)
+        tokens = torch.ones(4, 3, requires_grad=True) if rank.rank == 0 else None
+        bridged = bridge(tokens, [1, 3]) if tokens is not None else bridge()
+        bridged.backward(own if own is None else own.to_sparse())
+        assert tokens is None or torch.equal(tokens.grad, torch.ones(4, 3))
     return texts
 
 
@@ -190,7 +208,9 @@ def test_a_wrong_backward_is_raised_on_all() -> None:
     for texts in run_ranks(3, backwards).results:
         kind, text = texts["shape"]
         assert kind == "ConfigError"
-        assert "'language' on rank 1: the gradient has shape (3, 4)" in text
+        assert "'language' on rank 1: the gradient is a Tensor of torch.float32 on cpu" in text
+        assert "with shape (3, 4)" in text
+        assert "on rank 1: the gradient is a Tensor of torch.float32 on meta" in texts["device"][1]
         assert "torch.float64" in texts["dtype"][1]
         assert "'language' on rank 2" in texts["dtype"][1]
         assert "'language' on rank 0 took no tokens" in texts["nothing taken"][1]
@@ -199,8 +219,8 @@ def test_a_wrong_backward_is_raised_on_all() -> None:
         assert "replicas 1, 2 of 'language' only ranks 1 have a gradient" in text
         kind, text = texts["forward again"]
         assert kind == "GroupError"
-        assert "rank 1 in phase 'forward 6 of vision -> language'" in text
-        assert "ranks 0, 2 in phase 'backward 5 of vision -> language'" in text
+        assert "rank 1 in phase 'forward 7 of vision -> language'" in text
+        assert "ranks 0, 2 in phase 'backward 6 of vision -> language'" in text
 
 
 def no_edge(rank: RankContext) -> list[tuple[str, str]]:

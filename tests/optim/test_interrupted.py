@@ -179,10 +179,9 @@ class Trained:
             self.microbatch(number, each, fail=False)
         return self.update()
 
-    def update(self) -> float:
-        outcome = (
-            self.taker.step() if self.taker is self.optimizer else self.taker.step(self.optimizer)
-        )
+    def update(self, **options: Any) -> float:
+        own = () if self.taker is self.optimizer else (self.optimizer,)
+        outcome = self.taker.step(*own, **options)
         norm: float = outcome.norm
         return norm
 
@@ -301,7 +300,6 @@ def interrupted_in_launches(context: RankContext, way: str, stride: int) -> int:
     ("way", "stride"),
     [
         ("sharded 2", 7),
-        ("fsdp optim_grads_params", 23),
         *(
             pytest.param(way, 1, marks=pytest.mark.slow)
             for way in ("sharded 1", "sharded 2", "fsdp optim_grads_params", "fsdp no_shard")
@@ -347,6 +345,70 @@ def test_an_interrupt_within_two_microbatches_leaves_both_on_all_ranks() -> None
     assert second[0] == "KeyboardInterrupt: in a backward"
     assert "rank 1: KeyboardInterrupt: in a backward" in first[0]
     assert all("KeyboardInterrupt: in a backward" in each[1] for each in (first, second))
+
+
+class Leaving:
+    """A veto that raises before the sum of a step, or after it."""
+
+    def __init__(self, place: str, error: type[BaseException] | None) -> None:
+        self.place, self.error = place, error
+
+    def vetoes(self) -> bool:
+        self.come_to("vetoes")
+        return False
+
+    def take_decision(self, vetoed: bool) -> None:
+        self.come_to("take_decision")
+
+    def come_to(self, place: str) -> None:
+        if self.error is not None and place == self.place:
+            raise self.error(f"in {place}")
+
+
+def left_in_a_step(context: RankContext, way: str, place: str) -> str:
+    """What this rank raises where rank 1 leaves a step by an interrupt; an error is one of all."""
+    with ProcessGroups.create(Layout(dp=2), data_timeout_s=2.0) as groups:
+        groups.clone("dp_cp", purpose="dp_cp_ag")
+        trained = Trained(way, groups)
+        trained.step(0)
+        for error in (Trouble, KeyboardInterrupt):
+            for number in range(NUM_MICROBATCHES):
+                trained.microbatch(1, number, fail=False)
+            with pytest.raises((HoldfastError, KeyboardInterrupt)) as caught:
+                trained.update(veto=Leaving(place, error if context.rank else None))
+            if error is Trouble:
+                assert f"rank 1: Trouble: in {place}" in str(caught.value)
+                trained.step(2)
+        if context.rank:
+            trained.taker.drop_gradients()
+            for action in (partial(trained.microbatch, 2, 0, fail=False), trained.update):
+                with pytest.raises(HoldfastError, match="an interrupt ended the last step"):
+                    action()
+            assert "of different steps" in trained.taker.unfinished_work()
+        return f"{caught.typename}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("way", "place"),
+    [
+        ("sharded 1", "take_decision"),
+        *(
+            pytest.param(way, place, marks=pytest.mark.slow)
+            for way in ("sharded 1", "reduced", "fsdp optim_grads_params")
+            for place in ("vetoes", "take_decision")
+            if (way, place) != ("sharded 1", "take_decision")
+        ),
+    ],
+)
+def test_a_rank_that_leaves_a_step_makes_no_other_one(way: str, place: str) -> None:
+    """I1: before, its next messages met those of the step that the others were in.
+
+    They had updated by then, or gloo ended the process. An error is raised on all ranks.
+    """
+    first, second = run_ranks(2, left_in_a_step, way, place).results
+    assert first.startswith("DeadlineError")
+    assert "ranks [1] did not arrive" in first
+    assert second == f"KeyboardInterrupt: in {place}"
 
 
 class Told(MicrobatchTaker):

@@ -101,13 +101,15 @@ def tensor_parallel(context: RankContext) -> list[str]:
         messages.append(refusal(partial(fully_shard_model, Half(groups), groups, experts=())))
         net = Half(groups)
         net.weight.grad, net.bias.grad = net.weight.detach().clone(), torch.zeros(4)
-        exact = gradient_norm(net.parameters(), groups=groups, shards={"tp": [net.weight]})
+        twice = [net.weight, net.weight]  # as each of the names of a tied one
+        exact = gradient_norm(net.parameters(), groups=groups, shards={"tp": twice})
         assert exact.value == pytest.approx(float(WEIGHT.norm()))
     return messages
 
 
 def wrong(build: Callable[..., Any], net: Half, groups: ProcessGroups) -> None:
-    """Declarations that do not fit, the same on all ranks."""
+    """Declarations that do not fit, and a `make` that fails, on one rank: raised on all."""
+    good = {"tp": [net.weight]}
     placed = DTensor.from_local(net.bias, groups.mesh("dp_cp"), [Replicate()], run_check=False)
     for shards, expected in (
         ([net.weight], "must be a dict of axes"),
@@ -116,8 +118,20 @@ def wrong(build: Callable[..., Any], net: Half, groups: ProcessGroups) -> None:
         ({"tp": torch.ones(3)}, r"has a Tensor of shape \[3\] that is not"),
         ({"tp": [nn.Parameter(placed)]}, "has a DTensor of shape"),
     ):
-        with pytest.raises(ConfigError, match=expected):
-            build(shards=shards)
+        with pytest.raises(ConfigError, match=rf"rank 2: .*{expected}"):
+            build(shards=shards if groups.rank == 2 else good)
+
+    def make(listed: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        if groups.rank == 2:
+            raise ValueError("too late")
+        return torch.optim.SGD(listed, lr=LR)
+
+    net = Half(groups)
+    with pytest.raises(ConfigError, match=r"rank 2: .*: make failed .* too late"):
+        ShardedOptimizer(
+            net, net.parameters(), make=make, groups=groups, over="dp_cp", divisor=1,
+            shards={"tp": [net.weight]},
+        )  # fmt: skip
 
 
 def test_shards_that_are_plain_tensors_are_refused_or_declared() -> None:

@@ -173,6 +173,27 @@ def averaged(context: RankContext) -> None:
         ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)  # gone at once
         parameter.sum().backward()
         inner.step()
+        before = num_hooks(parameter)
+        closed = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
+        chained = ChainedOptimizer({"optimizer": closed})
+        closed.close()
+        assert num_hooks(parameter) == before
+        for optimizer in (closed, chained):
+            with pytest.raises(ConfigError, match="'optimizer' is closed; build another one"):
+                optimizer.step()
+        assert num_hooks(parameter) == before
+        optimizer = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
+        (parameter * (1 + context.rank)).sum().backward()
+        assert optimizer.step().norm == pytest.approx(3**0.5 * 1.5)
+        phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        optimizer = ReducedOptimizer(
+            torch.optim.SGD([phase], lr=0.5), groups, reduce="dp_cp", divisor=2
+        )
+        torch.view_as_real(phase.conj().resolve_conj()).sum().mul(1 + context.rank).backward()
+        assert phase.grad is not None
+        assert phase.grad.is_conj()  # a view, which no backend can add up
+        optimizer.step()
+        assert torch.equal(phase, torch.full_like(phase, 1 - 0.75 * (1 - 1j)))
 
 
 def test_an_optimizer_never_steps_with_the_gradients_of_one_rank() -> None:

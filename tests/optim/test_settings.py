@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from holdfast import Layout, ProcessGroups
 from holdfast.errors import ConfigError, HoldfastError, PlanError
 from holdfast.optim import LossScaler, MultiModuleOptimizer, ShardedOptimizer
 from holdfast.optim.scalars import ScalarWatch
-from holdfast.optim.step_sum import refuse_different
+from holdfast.optim.step_sum import Contribution, StepSum, refuse_different
+from holdfast.optim.torch_interface import hyperparameters
 from holdfast.parallel import ModuleGroups
 from tests.harness import RankContext, run_ranks
 from tests.optim.multi_module.common import (
@@ -405,6 +407,22 @@ def test_settings_that_differ_in_their_last_digits_are_shown_in_all_of_them() ->
         ConfigError, match=r"differ in lr: 0\.1 on rank 0; 0\.10000000000100001 on rank 1"
     ):
         refuse_different(by_rank, where="optimizer")
+
+
+def test_settings_of_tensors_and_numpy_are_compared_like_others() -> None:
+    """I2: a tensor in a tuple shows four digits, and numbers of numpy were not looked at."""
+
+    def digest(lr: Any, beta: Any) -> float:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([parameter], lr=lr, betas=(torch.tensor(0.5), beta))
+        mine = Contribution(hyperparameters={"": hyperparameters(optimizer)})
+        ranks = StepSum({"": Layout()}, ranks=(0,), loss_module=None)
+        return ranks.pack(mine, rank=0)[-1]
+
+    first = digest(np.float32(0.25), torch.tensor(0.75))
+    assert first == digest(0.25, torch.tensor(0.75))
+    assert first != digest(np.float32(0.125), torch.tensor(0.75))
+    assert first != digest(np.float32(0.25), torch.tensor(0.75 + 1e-6))
 
 
 def test_a_step_does_not_look_up_the_place_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -439,6 +439,10 @@ def test_parameters_that_are_not_the_models_any_more_are_found() -> None:
             lambda net: setattr(net[0].weight, "data", net[0].weight.data.clone()),
             r"0\.weight: its memory was replaced",
         ),
+        "transposed": (
+            lambda net: setattr(net[0].weight, "data", net[0].weight.data.t()),
+            r"0\.weight: its memory was replaced or transposed",
+        ),
     }
     for name, (change, message) in changes.items():
         net = net_of()
