@@ -13,6 +13,7 @@ and `save` and `load` with DCP's signatures, which plan as a `Checkpointer` does
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import re
@@ -51,7 +52,7 @@ from holdfast.arrays.types import AnyArray
 from holdfast.checkpoint import Checkpointer, LoadReport, SaveReport
 from holdfast.checkpoint.load.target_memory import Target
 from holdfast.errors import ConfigError, MismatchError, StorageError, disagreement
-from holdfast.format.names import list_steps, parse_step_dir, step_dir
+from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import (
     MAPPINGS,
@@ -69,6 +70,7 @@ from holdfast.format.values import (
 from holdfast.integrations.names import member_of, part_of
 from holdfast.integrations.world import (
     agreed_newest_step,
+    committed_steps,
     groups_of_world,
     put_values,
     text_of_coordinator,
@@ -453,8 +455,7 @@ class HoldfastReader(StorageReader):
 def _existing(checkpoint_id: PathLike) -> tuple[Path, int]:
     """Return the root and the step of a checkpoint that is to be read."""
     path = Path(checkpoint_id)
-    steps = list_steps(PosixStorage(path)) if path.is_dir() else []
-    if steps:
+    if steps := committed_steps(path):
         return path, steps[-1]
     root, step = place_of(checkpoint_id)
     if not (root / step_dir(step)).is_dir():
@@ -559,16 +560,17 @@ def load(
 
 def _agreed(groups: ProcessGroups, checkpoint_id: PathLike) -> tuple[Path, int]:
     """Return the root and the step, by the first rank's view of the storage."""
-    text = ""
-    if groups.control.is_coordinator:
-        try:
-            text = str(_existing(checkpoint_id)[1])
-        except StorageError:
-            text = str(place_of(checkpoint_id)[1])  # the load says on all ranks that it is missing
-    step = int(text_of_coordinator(groups, text, phase="load"))
     path = Path(checkpoint_id)
-    has_steps = path.is_dir() and bool(list_steps(PosixStorage(path)))
-    return (path if has_steps else path.parent), step
+
+    def place() -> str:
+        try:
+            root, step = _existing(path)
+        except StorageError:  # the load waits for a writer of it, or says that it is missing
+            root, step = place_of(path)
+        return json.dumps([root == path, step])
+
+    is_root, step = json.loads(text_of_coordinator(groups, place, phase="load"))
+    return (path if is_root else path.parent), step
 
 
 def _groups(no_dist: bool) -> ProcessGroups:

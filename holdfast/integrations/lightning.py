@@ -296,12 +296,15 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         """Return what was logged last, by the first rank, as numbers that `KeepBest` can compare.
 
-        Cost: one small collective.
+        Cost: two small collectives.
         """
         assert self._groups is not None
-        own = {name: float(each) for name, each in trainer.callback_metrics.items()}
+
+        def own() -> str:
+            return json.dumps({n: float(each) for n, each in trainer.callback_metrics.items()})
+
         metrics: dict[str, float] = json.loads(
-            text_of_coordinator(self._groups, json.dumps(own), phase="metrics")
+            text_of_coordinator(self._groups, own, phase="metrics")
         )
         return metrics
 

@@ -28,6 +28,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -67,13 +68,13 @@ from megatron.core.rerun_state_machine import (
 )
 
 from holdfast.arrays.boxes import Box
-from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
+from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError, MismatchError, PlanError, StorageError
-from holdfast.format.names import OTHER_FILES, list_steps, parse_step_dir, step_dir
+from holdfast.format.names import OTHER_FILES, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import decode_tree
 from holdfast.integrations.names import TOP, member_of, part_of
-from holdfast.integrations.world import agreed_newest_step, text_of_coordinator
+from holdfast.integrations.world import agreed_newest_step, committed_steps, text_of_coordinator
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.policies.keep import KeepPolicy
@@ -150,7 +151,7 @@ def latest(groups: ProcessGroups, root: str | os.PathLike[str]) -> str | None:
     directory = Path(root) / step_dir(step)
 
     def restore() -> None:
-        for each in list_steps(PosixStorage(Path(root))):
+        for each in committed_steps(Path(root)):
             older = Path(root) / step_dir(each)
             if each != step and not all((older / name).is_file() for name in (_COMMON, _METADATA)):
                 _restore_files(older)
@@ -263,6 +264,17 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
     def _prepared(
         self, sharded: dict[str, Any], directory: Path
     ) -> tuple[Checkpointer, int, dict[str, object]]:
+        """Return the checkpointer, the step and the state to save; an error is raised on all ranks.
+
+        Cost: one small collective.
+        """
+        prepare = partial(self._prepare, sharded, directory)
+        guard = Guard[tuple[Checkpointer, int, dict[str, object]]](self.groups.control, "save")
+        return guard.run(prepare)
+
+    def _prepare(
+        self, sharded: dict[str, Any], directory: Path
+    ) -> tuple[Checkpointer, int, dict[str, object]]:
         """Return the checkpointer, the step and the state to save."""
         common, self._common = self._common, None
         if common is None and len(self.groups.layout.ranks) > 1:
@@ -372,28 +384,28 @@ class HoldfastLoad(LoadShardedStrategy):  # type: ignore[misc]
             HoldfastError: on all ranks, as of `Checkpointer.load`.
         """
         directory = _directory(checkpoint_dir)
-        tensors, objects, copies = [], {}, _Copies()
-        for each in nested_values(sharded_state_dict):
-            if isinstance(each, ShardedTensor):
-                each.init_data("cpu")
-                tensors.append(each)
-            elif isinstance(each, ShardedObject):
-                objects[each.unique_key] = Stored()
-        state = _tensor_parts(tensors, copies.target)
-        state[_OWN] = {"objects": Union(objects)}
 
-        def load() -> LoadReport:
+        def load() -> Any:
             self.common.refuse_unread(directory)
+            tensors, objects, copies = [], {}, _Copies()
+            for each in nested_values(sharded_state_dict):
+                if isinstance(each, ShardedTensor):
+                    each.init_data("cpu")
+                    tensors.append(each)
+                elif isinstance(each, ShardedObject):
+                    objects[each.unique_key] = Stored()
+            state = _tensor_parts(tensors, copies.target)
+            state[_OWN] = {"objects": Union(objects)}
             with Checkpointer(directory.parent, groups=self.groups) as checkpointer:
                 report = checkpointer.load(
                     state, step=_step_of(directory), ignore_unexpected=True, cast=self._cast
                 )
             self.common.refuse_other(directory, report.save_id)
-            return report
+            copies.finish()
+            return report.values[_OWN]
 
         # Under one guard: each rank compares what it has seen itself.
-        own: Any = Guard[LoadReport](self.groups.control, "load").run(load).values[_OWN]
-        copies.finish()
+        own = Guard[Any](self.groups.control, "load").run(load)
 
         def loaded(each: Any) -> Any:
             if isinstance(each, ShardedTensor):
@@ -896,16 +908,16 @@ def _refuse_unloadable(content: bytes) -> None:
 
 
 def _on_first_rank(groups: ProcessGroups, action: Callable[[], None]) -> None:
-    """Do something on the first rank; StorageError on all ranks if it fails."""
-    text = ""
-    if groups.control.is_coordinator:
+    """Do something with files on the first rank; StorageError on all ranks if it fails."""
+
+    def done() -> str:
         try:
             action()
-        except Exception as error:
-            text = str(error) or repr(error)
-    text = text_of_coordinator(groups, text, phase="files of Megatron")
-    if text:
-        raise StorageError(text)
+        except OSError as error:
+            raise StorageError(str(error)) from error
+        return ""
+
+    text_of_coordinator(groups, done, phase="files of Megatron")
 
 
 def _comparable(value: Any) -> Any:
