@@ -69,6 +69,7 @@ from holdfast.format.values import (
 )
 from holdfast.integrations.names import member_of, part_of
 from holdfast.integrations.world import (
+    CheckpointerAt,
     agreed_newest_step,
     committed_steps,
     groups_of_world,
@@ -145,9 +146,8 @@ class HoldfastWriter(StorageWriter):
         self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._overwrite = overwrite
-        self._options = options
-        self._groups: ProcessGroups | None = groups_of_world("dcp-writer")
-        self._opened: tuple[Path, Checkpointer] | None = None
+        self._groups = groups_of_world("dcp-writer")
+        self._checkpointer = CheckpointerAt(self._groups, options)
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         """Take the place of the next save, which this thread makes."""
@@ -157,8 +157,7 @@ class HoldfastWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise ConfigError for a save that is not collective."""
         place_of(self._id())
-        rank = self._groups.rank if self._groups is not None else 0
-        if kwargs.get("rank", rank) != rank:
+        if kwargs.get("rank", self._groups.rank) != self._groups.rank:
             raise ConfigError("HoldfastWriter does not support no_dist or groups of some ranks")
         if not kwargs.get("use_collectives", True):
             raise ConfigError("HoldfastWriter does not support use_collectives=False")
@@ -173,7 +172,7 @@ class HoldfastWriter(StorageWriter):
         Raises:
             ConfigError: they are not: of `no_dist=True`, or of a group of some of the ranks.
         """
-        size = len(self._groups.layout.ranks) if self._groups is not None else 1
+        size = len(self._groups.layout.ranks)
         if len(plans) != size:
             raise ConfigError(
                 f"HoldfastWriter does not support no_dist or groups of some ranks: DCP has planned "
@@ -203,11 +202,10 @@ class HoldfastWriter(StorageWriter):
 
     def close(self) -> None:
         """Stop the process that writes, and destroy the communicator made here."""
-        if self._opened is not None:
-            self._opened[1].close()
-        if self._groups is not None:
+        try:
+            self._checkpointer.close()
+        finally:
             self._groups.close()
-        self._opened = self._groups = None
 
     def __reduce__(self) -> Any:
         """Raise ConfigError: another process has none of this one's communicators."""
@@ -231,16 +229,6 @@ class HoldfastWriter(StorageWriter):
             raise ConfigError("HoldfastWriter: pass checkpoint_id= to dcp.save, or to the writer")
         place: PathLike = own
         return place
-
-    def _checkpointer(self, root: Path) -> Checkpointer:
-        """Return the checkpointer of a root; the same one as long as the root is."""
-        if self._opened is None or self._opened[0] != root:
-            if self._groups is None:
-                raise ConfigError("HoldfastWriter: it is closed")
-            if self._opened is not None:
-                self._opened[1].close()
-            self._opened = (root, Checkpointer(root, groups=self._groups, **self._options))
-        return self._opened[1]
 
 
 def _parts(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from holdfast.integrations.adapters import put_rank_averages, rank_averages
 from holdfast.integrations.fetches import LoadedStreams
 from holdfast.integrations.gradients import GradientWatch, own_gradients, unused_gradients
 from holdfast.integrations.loaders import LoaderPlace, place_of, shares_of_data
-from holdfast.integrations.owners import owners_of
+from holdfast.integrations.names import owners_of
 from holdfast.integrations.turns import Turns
 from holdfast.integrations.world import CheckpointsOfWorld, of_each_rank_or_first, put_values
 from holdfast.state import RNG, OptimizerState, Stored
@@ -123,7 +123,6 @@ class FabricCheckpoints(CheckpointsOfWorld):
         Raises:
             ConfigError: it is not one of `loaders`.
         """
-        self._turns.count_passes()
         for index, each in enumerate(self._loaders):
             if each is loader:
                 self._turns.count_passes(index)
@@ -246,7 +245,8 @@ class FabricCheckpoints(CheckpointsOfWorld):
         for name, value in self._state.items():
             is_optimizer = isinstance(value, torch.optim.Optimizer) or hasattr(value, "optimizer")
             if is_optimizer and hasattr(value, "param_groups"):
-                parts[name] = OptimizerState(value, _owners(name, value, modules))
+                owners = owners_of(value, modules.items(), name=f"state[{name!r}]")
+                parts[name] = OptimizerState(value, owners)
             else:
                 parts[name] = value
         return {**parts, _RNG: RNG()}
@@ -264,13 +264,3 @@ def _place(loader: Any, num_shares: int) -> LoaderPlace:
             f"state only at iter"
         )
     return place
-
-
-def _owners(
-    name: str, optimizer: Any, modules: Mapping[str, nn.Module]
-) -> nn.Module | dict[str, nn.Module]:
-    """Return the module whose parameters an optimizer has, or those by name."""
-    owners = owners_of(optimizer, modules.items())
-    if owners is None:
-        raise ConfigError(f"state['{name}']: no module of the state has its parameters")
-    return owners

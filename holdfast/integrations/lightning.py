@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from holdfast.integrations.lightning_callbacks import (
 )
 from holdfast.integrations.lightning_loops import Boundaries, stateful_loaders
 from holdfast.integrations.loaders import LoaderPlace, has_place, place_of, shares_of_data
+from holdfast.integrations.names import numbered
 from holdfast.integrations.world import (
     groups_of_world,
     newest_step,
@@ -308,10 +309,18 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         )
         return metrics
 
-    def step_at(self, path: Any) -> int | None:
-        """Return the step of a checkpoint below the root by its path; None for any other path."""
+    def read(
+        self, trainer: Trainer, path: Any, otherwise: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Load a checkpoint below the root by its path; for any other path, what `otherwise` does.
+
+        Raises:
+            HoldfastError: on all ranks, as of `Checkpointer.load`.
+        """
         step = parse_step_dir(Path(path).name)
-        return step if Path(path).absolute().parent == self._root else None
+        if step is None or Path(path).absolute().parent != self._root:
+            return otherwise()
+        return self.load(trainer, step)
 
     def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
         """Load a checkpoint into the module, and return the rest as Lightning's own has it."""
@@ -445,16 +454,9 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]
         self._inner.save_checkpoint(_without_places(checkpoint, self._trainer), path, *args, **more)
 
     def load_checkpoint(self, path: Any, *args: Any, **more: Any) -> dict[str, Any]:
-        """Load a checkpoint by its path.
-
-        Raises:
-            HoldfastError: on all ranks, as of `Checkpointer.load`.
-        """
-        step = self._checkpoints.step_at(path)
-        if step is not None:
-            return self._checkpoints.load(self._trainer, step)
-        loaded: dict[str, Any] = self._inner.load_checkpoint(path, *args, **more)
-        return loaded
+        """Load a checkpoint by its path; errors are those of `HoldfastCheckpoint.read`."""
+        inner = partial(self._inner.load_checkpoint, path, *args, **more)
+        return self._checkpoints.read(self._trainer, path, inner)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file of Lightning's."""
@@ -479,14 +481,10 @@ def _without_places(checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, A
 
 def _read_here(strategy: Any, checkpoints: HoldfastCheckpoint, trainer: Trainer) -> None:
     """Let a strategy without a `CheckpointIO` read our checkpoints; all others as it does."""
-    inner = type(strategy).load_checkpoint
 
     def load_checkpoint(path: Any, *args: Any, **more: Any) -> dict[str, Any]:
-        step = checkpoints.step_at(path)
-        if step is not None:
-            return checkpoints.load(trainer, step)
-        loaded: dict[str, Any] = inner(strategy, path, *args, **more)
-        return loaded
+        inner = partial(type(strategy).load_checkpoint, strategy, path, *args, **more)
+        return checkpoints.read(trainer, path, inner)
 
     strategy.load_checkpoint = load_checkpoint
 
@@ -535,8 +533,7 @@ def _follow_groups(trainer: Trainer, parts: Mapping[str, object]) -> None:
 
 def _optimizers(trainer: Trainer) -> dict[str, object]:
     """Return the parts of the optimizers."""
-    module = trainer.lightning_module
     return {
-        "optimizer" if index == 0 else f"optimizer{index}": OptimizerState(optimizer, module)
-        for index, optimizer in enumerate(trainer.optimizers)
+        name: OptimizerState(optimizer, trainer.lightning_module)
+        for name, optimizer in numbered("optimizer", trainer.optimizers)
     }

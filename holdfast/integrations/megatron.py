@@ -74,7 +74,12 @@ from holdfast.format.names import OTHER_FILES, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import decode_tree
 from holdfast.integrations.names import TOP, member_of, part_of
-from holdfast.integrations.world import agreed_newest_step, committed_steps, text_of_coordinator
+from holdfast.integrations.world import (
+    CheckpointerAt,
+    agreed_newest_step,
+    committed_steps,
+    text_of_coordinator,
+)
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.policies.keep import KeepPolicy
@@ -195,12 +200,11 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
         retention = options.get("retention")
         if isinstance(retention, KeepPolicy):
             options["retention"] = retention | _KeepUnfinished(self._unfinished)
-        self._options = options
         self._main_replica_only = tuple(main_replica_only)
         self._preprocess = common
         self._common: tuple[Any, Any] | None = None
         """Of this rank: the common state, and what of it is compared."""
-        self._opened: tuple[Path, Checkpointer] | None = None
+        self._checkpointer = CheckpointerAt(groups, options)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -257,9 +261,7 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
     def close(self) -> None:
         """Wait for saves in flight, and raise what failed; the groups stay open."""
-        if self._opened is not None:
-            opened, self._opened = self._opened, None
-            opened[1].close()
+        self._checkpointer.close()
 
     def _prepared(
         self, sharded: dict[str, Any], directory: Path
@@ -304,13 +306,6 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
             raise ConfigError(f"HoldfastSave does not support a {type(each).__name__} ({each})")
         is_trusted = any(fnmatch.fnmatchcase(each.key, p) for p in self._main_replica_only)
         return not is_trusted or is_main_replica(each.replica_id)
-
-    def _checkpointer(self, root: Path) -> Checkpointer:
-        """Return the checkpointer of a root; the same one as long as the root is."""
-        if self._opened is None or self._opened[0] != root:
-            self.close()
-            self._opened = root, Checkpointer(root, groups=self.groups, **self._options)
-        return self._opened[1]
 
     def _finish(self, directory: Path) -> None:
         """Make the file that Megatron begins a load with; the other one it writes itself."""
@@ -438,10 +433,12 @@ class HoldfastLoad(LoadShardedStrategy):  # type: ignore[misc]
                     ),
                 ).without_data()
                 for key in snapshot.keys
-                if not key.startswith(f"{_OWN}.") and (name := _name_of(key))
+                if not key.startswith(f"{_OWN}.") and (name := key.removeprefix(f"{TOP}."))
             }
             if with_objects:
-                names = _members(snapshot, "objects")
+                node: Any = snapshot.manifest.parts.get(_OWN)
+                own: Any = decode_tree(node, on_leaf=lambda *_: None) if node is not None else {}
+                names = own.get("objects", ())
                 stored |= {name: ShardedObject.empty_from_unique_key(name) for name in names}
         return stored
 
@@ -809,11 +806,6 @@ def _step_of(directory: Path) -> int:
     return step
 
 
-def _name_of(key: str) -> str:
-    """Return Megatron's key of a stored tensor."""
-    return key.removeprefix(f"{TOP}.")
-
-
 def _snapshot(directory: Path, *, prove: bool = True) -> Snapshot:
     """Return a checkpoint, open.
 
@@ -822,14 +814,6 @@ def _snapshot(directory: Path, *, prove: bool = True) -> Snapshot:
         prove: prove that its tensors are whole; digests of what is read are checked in any case.
     """
     return Snapshot.open(PosixStorage(directory.parent), directory.name, prove=prove)
-
-
-def _members(snapshot: Snapshot, name: str) -> dict[str, Any]:
-    """Return a dict of what is kept besides tensors, without its tensors."""
-    node: Any = snapshot.manifest.parts.get(_OWN)
-    tree: Any = decode_tree(node, on_leaf=lambda *_: None) if node is not None else {}
-    members: dict[str, Any] = tree.get(name, {})
-    return members
 
 
 def _restore_files(directory: Path, *, with_metadata: bool = True) -> None:

@@ -98,6 +98,32 @@ class CheckpointsOfWorld(ABC):
         )
 
 
+class CheckpointerAt:
+    """A `Checkpointer` for calls that each name their root: the same one as long as the root is.
+
+    Args:
+        groups: of all ranks; they stay the caller's.
+        options: further arguments of `Checkpointer`.
+    """
+
+    def __init__(self, groups: ProcessGroups, options: Mapping[str, Any]) -> None:
+        self._groups, self._options = groups, options
+        self._opened: tuple[Path, Checkpointer] | None = None
+
+    def __call__(self, root: Path) -> Checkpointer:
+        """Return the one of a root; that of another root is closed."""
+        if self._opened is None or self._opened[0] != root:
+            self.close()
+            self._opened = root, Checkpointer(root, groups=self._groups, **self._options)
+        return self._opened[1]
+
+    def close(self) -> None:
+        """Wait for saves in flight, and raise what failed."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened[1].close()
+
+
 def text_of_coordinator(groups: ProcessGroups, make: Callable[[], str], *, phase: str) -> str:
     """Return the text that the coordinator makes, on every rank.
 
