@@ -21,12 +21,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
+from torch.utils.data import DataLoader
 
 from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError
 from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.integrations.adapters import put_rank_averages, rank_averages
-from holdfast.integrations.fetches import Streams, set_streams
+from holdfast.integrations.fetches import Streams, has_workers, set_streams, start_workers
 from holdfast.integrations.gradients import (
     Gradients,
     GradientWatch,
@@ -277,6 +278,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         kept = {
             **state_of_callbacks(trainer),
             "loops": self._boundaries.state(),
+            "validates_with": [has_workers(each) for each in _validation_loaders(trainer)],
             "gradients": [*gradients],
             "seed": os.environ.get(_SEED),
             "ranks": rank_averages(trainer.lightning_module),
@@ -395,6 +397,11 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         # If the rest of a pass comes, its first batch sets them again.
         now = next((each.now for each in self._places if each.now is not None), self._now)
         self._now = None
+        # They would draw their seed at the next validation, from streams that go on after it.
+        workers = zip(_validation_loaders(trainer), self._callbacks["validates_with"], strict=False)
+        for loader, had_workers in workers:
+            if had_workers:
+                start_workers(loader, {})
         for each in self._places:
             each.finish_fetch()
         if now is not None:
@@ -515,6 +522,13 @@ def _set_seed(seed: str | None) -> None:
     os.environ.pop(_SEED, None)
     if seed is not None:
         os.environ[_SEED] = seed
+
+
+def _validation_loaders(trainer: Trainer) -> list[DataLoader[Any]]:
+    """Return the loaders of the validations within a training."""
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    loaders = [] if combined is None else combined.flattened
+    return [each for each in loaders if isinstance(each, DataLoader)]
 
 
 def _parameters(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
