@@ -385,13 +385,17 @@ class HoldfastReader(StorageReader):
             return {fqn: (fqn,) for fqn in (*self._keys, *self._values)}
         paths = {fqn: tuple(path) for fqn, path in stored["paths"].items()}
         pickled = stored["pickled"]
-        parts: Any = snapshot.manifest.parts
+        nodes = {
+            (part, key_name(name)): child
+            for part, tree in snapshot.manifest.parts.items()
+            for name, child in members(tree)
+        }
         self._keys = {
             # Tensors that share their memory are stored once, under the key of the first of them.
             fqn: f"{_OWN}.pickled.{fqn}"
             if fqn in pickled
-            else next(tensor_keys(parts[part_of(p)][member_of(p)]))
-            for fqn, p in paths.items()
+            else next(tensor_keys(nodes[part_of(path), member_of(path)]))
+            for fqn, path in paths.items()
         }
         return paths
 

@@ -103,6 +103,7 @@ def state_of(seed: int, *, sharded: bool = False) -> dict[str, Any]:
         "tied": {"embedding": shared, "head": shared},
         "model": model,
         "optimizer": optimizer,
+        "tagged": {"$dict": torch.full((2,), float(seed))},
         "step": seed,
         "scalar": torch.tensor(float(seed)),
         "half": torch.full((3, 2), seed, dtype=torch.bfloat16).t(),
