@@ -56,6 +56,7 @@ from holdfast.integrations.world import (
     groups_of_world,
     newest_step,
     of_each_rank_or_first,
+    refuse_other_run,
     text_of_coordinator,
 )
 from holdfast.parallel import ProcessGroups
@@ -196,12 +197,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 "without a checkpoint would go on with the counters of that one, without its "
                 'place in the data and its optimizers; pass ckpt_path="last" to this fit, too'
             )
-        elif not self._continues and self._running().latest() is not None:
-            raise ConfigError(
-                f"{self._root} has checkpoints, the newest of step {self._running().latest()}, "
-                f"and this run does not continue from them: it would be resumed from them later. "
-                f'Pass ckpt_path="last" to fit, or choose another root'
-            )
+        elif not self._continues:
+            refuse_other_run(self._running(), self._root, how='Pass ckpt_path="last" to fit')
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **named: Any) -> None:
         """Note if a save is due; while gradients are accumulated, after the optimizer's step."""

@@ -35,6 +35,7 @@ from holdfast.integrations.world import (
     newest_step,
     of_each_rank,
     of_each_rank_or_first,
+    refuse_other_run,
     step_of_coordinator,
     text_of_coordinator,
 )
@@ -181,12 +182,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._adapters = Adapters(self._model) if self._is_adapted else None
         if self._resumed is not None:
             self._load(checkpointer, self._resumed, args, state)
-        elif not self._continues and checkpointer.latest() is not None:
-            raise ConfigError(
-                f"{self._root} has checkpoints, the newest of step {checkpointer.latest()}, and "
-                f"this run does not continue from them: it would be resumed from them later. Pass "
-                f"resume_from_checkpoint=checkpoints.latest(), or choose another root"
-            )
+        elif not self._continues:
+            how = "Pass resume_from_checkpoint=checkpoints.latest()"
+            refuse_other_run(checkpointer, self._root, how=how)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Bring the streams back with which the order of the epoch was drawn."""

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
-from holdfast.errors import GroupError
+from holdfast.errors import ConfigError, GroupError
 from holdfast.format.names import list_steps, require_root_of_checkpoints
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
@@ -186,6 +186,22 @@ def step_of_coordinator(
 
     answer = text_of_coordinator(groups, text, phase=phase)
     return int(answer) if answer else None
+
+
+def refuse_other_run(checkpointer: Checkpointer, root: Path, *, how: str) -> None:
+    """Raise ConfigError if there are checkpoints, for a run that does not continue from them.
+
+    Args:
+        checkpointer: of the run.
+        root: where it saves.
+        how: to continue from them, for the message.
+    """
+    newest = checkpointer.latest()
+    if newest is not None:
+        raise ConfigError(
+            f"{root} has checkpoints, the newest of step {newest}, and this run does not continue "
+            f"from them: it would be resumed from them later. {how}, or choose another root"
+        )
 
 
 def keep_newest(limit: int) -> KeepPolicy:
