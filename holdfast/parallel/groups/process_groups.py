@@ -399,10 +399,10 @@ class ProcessGroups:
         Cost: no communication.
         """
         self._check_open()
+        given, names = names, tuple(resolved(self.layout, name) for name in names)
         if not names or len(set(names)) != len(names):
-            raise GroupError(f"A mesh needs one or more different groups, got {list(names)}.")
-        self.require(*names)
-        names = tuple(resolved(self.layout, name) for name in names)
+            raise GroupError(f"A mesh needs one or more different groups, got {list(given)}.")
+        self.require(*given)
         held = {name: self._held.get(name) for name in names}
         axes = {name: name if each is None else each.axes for name, each in held.items()}
         grid = plan_grid(self.layout, axes, rank=self.rank)
