@@ -269,6 +269,8 @@ def joined_error(
     messages = {rank: record.message for rank, record in by_rank.items()}
     lines = [f"{named_ranks(ranks)}: {message}" for message, ranks in _holders(messages).items()]
     text = "\n".join([f"{len(by_rank)} of {num_ranks} ranks failed ({phase}):", *lines])
+    if num_ranks == 1:
+        text = f"{phase}: {next(iter(messages.values()))}"
     if missing_ranks:
         text += (
             f"\nThe others waited for {named_ranks(missing_ranks)}, which came after the time "

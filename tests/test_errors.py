@@ -151,6 +151,7 @@ def test_failures_of_ranks_are_joined_under_the_first_class() -> None:
     joined = joined_error({1: same, 4: other, 6: same}, num_ranks=8, phase="save")
     assert type(joined) is LayoutError
     assert str(joined) == "3 of 8 ranks failed (save):\nranks 1, 6: a\nrank 4: OSError: b"
+    assert str(joined_error({0: other}, num_ranks=1, phase="save")) == "save: OSError: b"
 
 
 _PLAIN = st.recursive(

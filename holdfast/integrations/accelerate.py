@@ -25,7 +25,7 @@ from holdfast.checkpoint import LoadReport, PendingSave
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.integrations.adapters import put_rank_averages, rank_averages
 from holdfast.integrations.fetches import Draws, LoadedStreams, States, set_streams
-from holdfast.integrations.owners import owners_of
+from holdfast.integrations.names import numbered, owners_of
 from holdfast.integrations.turns import Turns
 from holdfast.integrations.world import (
     CheckpointsOfWorld,
@@ -138,7 +138,6 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         Raises:
             ConfigError: the loader was not prepared before this object was made.
         """
-        self._turns.count_passes()
         for number, place in enumerate(self._places):
             if place.loader is loader:
                 self._turns.count_passes(number)
@@ -267,11 +266,12 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         """Return the objects that are saved as they are."""
         accelerator = self._accelerator
         models: list[nn.Module] = accelerator._models
-        parts: dict[str, object] = dict(_numbered("model", models))
-        for name, optimizer in _numbered("optimizer", accelerator._optimizers):
-            parts[name] = OptimizerState(optimizer, _owners(optimizer, models))
-        parts |= _numbered("scheduler", accelerator._schedulers)
-        parts |= _numbered("custom", accelerator._custom_objects)
+        parts: dict[str, object] = dict(numbered("model", models))
+        for name, optimizer in numbered("optimizer", accelerator._optimizers):
+            owners = owners_of(optimizer, numbered("model", models), name=name)
+            parts[name] = OptimizerState(optimizer, owners)
+        parts |= numbered("scheduler", accelerator._schedulers)
+        parts |= numbered("custom", accelerator._custom_objects)
         if accelerator.scaler is not None:
             parts["scaler"] = accelerator.scaler
         return {**parts, "rng": RNG()}
@@ -472,20 +472,6 @@ def _batch_size(loader: Any) -> int:
         num_ranks = getattr(batches, "num_processes", 1)
         size = getattr(batches, "batch_size", None) or loader.batch_size or 1
     return int(size) * (1 if is_split else int(num_ranks))
-
-
-def _numbered(name: str, objects: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield objects by name: the first one by the name alone."""
-    for index, each in enumerate(objects):
-        yield (name if index == 0 else f"{name}{index}"), each
-
-
-def _owners(optimizer: Any, models: list[nn.Module]) -> nn.Module | dict[str, nn.Module]:
-    """Return the model whose parameters an optimizer has, or those by name if there are several."""
-    owners = owners_of(optimizer, _numbered("model", models))
-    if owners is None:
-        raise ConfigError("an optimizer has no parameter of a model that the accelerator prepared")
-    return owners
 
 
 def _refuse_unsupported(accelerator: Any) -> None:

@@ -13,6 +13,7 @@ and `save` and `load` with DCP's signatures, which plan as a `Checkpointer` does
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import re
@@ -51,7 +52,7 @@ from holdfast.arrays.types import AnyArray
 from holdfast.checkpoint import Checkpointer, LoadReport, SaveReport
 from holdfast.checkpoint.load.target_memory import Target
 from holdfast.errors import ConfigError, MismatchError, StorageError, disagreement
-from holdfast.format.names import list_steps, parse_step_dir, step_dir
+from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import (
     MAPPINGS,
@@ -68,7 +69,9 @@ from holdfast.format.values import (
 )
 from holdfast.integrations.names import member_of, part_of
 from holdfast.integrations.world import (
+    CheckpointerAt,
     agreed_newest_step,
+    committed_steps,
     groups_of_world,
     put_values,
     text_of_coordinator,
@@ -143,9 +146,8 @@ class HoldfastWriter(StorageWriter):
         self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._overwrite = overwrite
-        self._options = options
-        self._groups: ProcessGroups | None = groups_of_world("dcp-writer")
-        self._opened: tuple[Path, Checkpointer] | None = None
+        self._groups = groups_of_world("dcp-writer")
+        self._checkpointer = CheckpointerAt(self._groups, options)
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         """Take the place of the next save, which this thread makes."""
@@ -155,8 +157,7 @@ class HoldfastWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise ConfigError for a save that is not collective."""
         place_of(self._id())
-        rank = self._groups.rank if self._groups is not None else 0
-        if kwargs.get("rank", rank) != rank:
+        if kwargs.get("rank", self._groups.rank) != self._groups.rank:
             raise ConfigError("HoldfastWriter does not support no_dist or groups of some ranks")
         if not kwargs.get("use_collectives", True):
             raise ConfigError("HoldfastWriter does not support use_collectives=False")
@@ -171,7 +172,7 @@ class HoldfastWriter(StorageWriter):
         Raises:
             ConfigError: they are not: of `no_dist=True`, or of a group of some of the ranks.
         """
-        size = len(self._groups.layout.ranks) if self._groups is not None else 1
+        size = len(self._groups.layout.ranks)
         if len(plans) != size:
             raise ConfigError(
                 f"HoldfastWriter does not support no_dist or groups of some ranks: DCP has planned "
@@ -201,11 +202,10 @@ class HoldfastWriter(StorageWriter):
 
     def close(self) -> None:
         """Stop the process that writes, and destroy the communicator made here."""
-        if self._opened is not None:
-            self._opened[1].close()
-        if self._groups is not None:
+        try:
+            self._checkpointer.close()
+        finally:
             self._groups.close()
-        self._opened = self._groups = None
 
     def __reduce__(self) -> Any:
         """Raise ConfigError: another process has none of this one's communicators."""
@@ -229,16 +229,6 @@ class HoldfastWriter(StorageWriter):
             raise ConfigError("HoldfastWriter: pass checkpoint_id= to dcp.save, or to the writer")
         place: PathLike = own
         return place
-
-    def _checkpointer(self, root: Path) -> Checkpointer:
-        """Return the checkpointer of a root; the same one as long as the root is."""
-        if self._opened is None or self._opened[0] != root:
-            if self._groups is None:
-                raise ConfigError("HoldfastWriter: it is closed")
-            if self._opened is not None:
-                self._opened[1].close()
-            self._opened = (root, Checkpointer(root, groups=self._groups, **self._options))
-        return self._opened[1]
 
 
 def _parts(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
@@ -395,13 +385,17 @@ class HoldfastReader(StorageReader):
             return {fqn: (fqn,) for fqn in (*self._keys, *self._values)}
         paths = {fqn: tuple(path) for fqn, path in stored["paths"].items()}
         pickled = stored["pickled"]
-        parts: Any = snapshot.manifest.parts
+        nodes = {
+            (part, key_name(name)): child
+            for part, tree in snapshot.manifest.parts.items()
+            for name, child in members(tree)
+        }
         self._keys = {
             # Tensors that share their memory are stored once, under the key of the first of them.
             fqn: f"{_OWN}.pickled.{fqn}"
             if fqn in pickled
-            else next(tensor_keys(parts[part_of(p)][member_of(p)]))
-            for fqn, p in paths.items()
+            else next(tensor_keys(nodes[part_of(path), member_of(path)]))
+            for fqn, path in paths.items()
         }
         return paths
 
@@ -453,8 +447,7 @@ class HoldfastReader(StorageReader):
 def _existing(checkpoint_id: PathLike) -> tuple[Path, int]:
     """Return the root and the step of a checkpoint that is to be read."""
     path = Path(checkpoint_id)
-    steps = list_steps(PosixStorage(path)) if path.is_dir() else []
-    if steps:
+    if steps := committed_steps(path):
         return path, steps[-1]
     root, step = place_of(checkpoint_id)
     if not (root / step_dir(step)).is_dir():
@@ -559,16 +552,17 @@ def load(
 
 def _agreed(groups: ProcessGroups, checkpoint_id: PathLike) -> tuple[Path, int]:
     """Return the root and the step, by the first rank's view of the storage."""
-    text = ""
-    if groups.control.is_coordinator:
-        try:
-            text = str(_existing(checkpoint_id)[1])
-        except StorageError:
-            text = str(place_of(checkpoint_id)[1])  # the load says on all ranks that it is missing
-    step = int(text_of_coordinator(groups, text, phase="load"))
     path = Path(checkpoint_id)
-    has_steps = path.is_dir() and bool(list_steps(PosixStorage(path)))
-    return (path if has_steps else path.parent), step
+
+    def place() -> str:
+        try:
+            root, step = _existing(path)
+        except StorageError:  # the load waits for a writer of it, or says that it is missing
+            root, step = place_of(path)
+        return json.dumps([root == path, step])
+
+    is_root, step = json.loads(text_of_coordinator(groups, place, phase="load"))
+    return (path if is_root else path.parent), step
 
 
 def _groups(no_dist: bool) -> ProcessGroups:

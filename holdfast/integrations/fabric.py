@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,14 @@ from holdfast.integrations.adapters import put_rank_averages, rank_averages
 from holdfast.integrations.fetches import LoadedStreams
 from holdfast.integrations.gradients import GradientWatch, own_gradients, unused_gradients
 from holdfast.integrations.loaders import LoaderPlace, place_of, shares_of_data
-from holdfast.integrations.owners import owners_of
+from holdfast.integrations.names import owners_of
 from holdfast.integrations.turns import Turns
 from holdfast.integrations.world import CheckpointsOfWorld, of_each_rank_or_first, put_values
 from holdfast.state import RNG, OptimizerState, Stored
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+_OWN, _RNG = "fabric", "rng"
+"""The parts that are not entries of the caller's state."""
 
 
 class FabricCheckpoints(CheckpointsOfWorld):
@@ -49,7 +51,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
     Called by all ranks, as every method.
 
     Raises:
-        ConfigError: a strategy or a loader that is not supported, by name.
+        ConfigError: a strategy, a loader or a name in the state that is not supported.
     """
 
     def __init__(
@@ -64,6 +66,12 @@ class FabricCheckpoints(CheckpointsOfWorld):
         strategy = type(fabric.strategy).__name__
         if strategy not in _STRATEGIES:
             raise ConfigError(f"FabricCheckpoints does not support {strategy}")
+        taken = sorted({_OWN, _RNG} & state.keys())
+        if taken:
+            raise ConfigError(
+                f"FabricCheckpoints does not support an entry of the state named {taken[0]!r}, "
+                f"under which it keeps what is its own; give it another name"
+            )
         self._state, self._loaders = state, list(loaders)
         num_shares = shares_of_data(fabric.strategy)
         self._places = [_place(loader, num_shares) for loader in loaders]
@@ -115,7 +123,6 @@ class FabricCheckpoints(CheckpointsOfWorld):
         Raises:
             ConfigError: it is not one of `loaders`.
         """
-        self._turns.count_passes()
         for index, each in enumerate(self._loaders):
             if each is loader:
                 self._turns.count_passes(index)
@@ -165,7 +172,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
             "gradients": own_gradients(gradients),
             "ranks": {name: rank_averages(each) for name, each in self._modules().items()},
         }
-        return self._save({**self._parts(), "fabric": own}, options)
+        return self._save({**self._parts(), _OWN: own}, options)
 
     def load(self, step: int | None = None, **options: Any) -> LoadReport:
         """Load a checkpoint into the state and the loaders.
@@ -188,24 +195,24 @@ class FabricCheckpoints(CheckpointsOfWorld):
             "gradients": own_gradients(Stored()),
             "ranks": Stored(),
         }
-        parts = {**self._parts(), "fabric": own}
+        parts = {**self._parts(), _OWN: own}
         report = self._checkpointer.load(parts, step=step, **options)
         values: Any = report.values
         put_values(self._state, values)
+        own = values[_OWN]
         loaded = LoadedStreams()
         for i, place in enumerate(self._places):
-            stored = values["fabric"]["loaders"][str(i)]
+            stored = own["loaders"][str(i)]
             place.load_state_dict(stored["place"])
             place.continue_with = loaded.take
             self._loaders[i]._num_iter_calls = stored["epoch"]
-        self._turns.load(values["fabric"]["loops"])
-        gradients = values["fabric"]["gradients"]
+        self._turns.load(own["loops"])
         for name, parameter in self._parameters().items():
-            known = gradients.get(name)
+            known = own["gradients"].get(name)
             parameter.grad = None if known is None else known.to(parameter.device)
         for name, each in self._modules().items():
-            put_rank_averages(each, values["fabric"]["ranks"][name])
-        self.step = values["fabric"]["step"]
+            put_rank_averages(each, own["ranks"][name])
+        self.step = own["step"]
         return report
 
     def close(self) -> None:
@@ -238,10 +245,11 @@ class FabricCheckpoints(CheckpointsOfWorld):
         for name, value in self._state.items():
             is_optimizer = isinstance(value, torch.optim.Optimizer) or hasattr(value, "optimizer")
             if is_optimizer and hasattr(value, "param_groups"):
-                parts[name] = OptimizerState(value, _owners(name, value, modules))
+                owners = owners_of(value, modules.items(), name=f"state[{name!r}]")
+                parts[name] = OptimizerState(value, owners)
             else:
                 parts[name] = value
-        return {**parts, "rng": RNG()}
+        return {**parts, _RNG: RNG()}
 
 
 def _place(loader: Any, num_shares: int) -> LoaderPlace:
@@ -256,13 +264,3 @@ def _place(loader: Any, num_shares: int) -> LoaderPlace:
             f"state only at iter"
         )
     return place
-
-
-def _owners(
-    name: str, optimizer: Any, modules: Mapping[str, nn.Module]
-) -> nn.Module | dict[str, nn.Module]:
-    """Return the module whose parameters an optimizer has, or those by name."""
-    owners = owners_of(optimizer, modules.items())
-    if owners is None:
-        raise ConfigError(f"state['{name}']: no module of the state has its parameters")
-    return owners

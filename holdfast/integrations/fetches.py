@@ -187,11 +187,11 @@ class FetchWatch:
     Args:
         loader: A `torch.utils.data.DataLoader`, or an object that looks like one. A loader with
             worker processes, or over an iterable dataset, is not watched: its workers have streams
-            of their own, and its fetches cannot be distinguished. None watches nothing.
+            of their own, and its fetches cannot be distinguished.
         num_fetches: Of which one batch is made, where it is not one.
     """
 
-    def __init__(self, loader: object, *, num_fetches: int = 1) -> None:
+    def __init__(self, loader: Any, *, num_fetches: int = 1) -> None:
         self._num_fetches = num_fetches
         self.generators = generators_of(loader)
         """The loader's own, by name."""
@@ -242,26 +242,23 @@ class FetchWatch:
                 break
             if number not in passed_over:
                 if fetch == 0:
-                    self._before(number)
+                    self._begin_fetch(number)
                 yield each
-        self._before(None)
+        self.finish()
 
-    def _before(self, number: int | None) -> None:
-        """Set the streams that a resume has for this fetch, and read those that it will have."""
-        if number is None:
-            self.finish()
-        elif self._skip is not None and number == self._skip and self._fetch is not None:
+    def _begin_fetch(self, number: int) -> None:
+        """Set the streams that a resume has for this batch, and read those that it will have."""
+        if number == self._skip and self._fetch is not None:
             set_streams(self._fetch, self.generators)
-        if number is not None:
-            self._recent.pop(number - 2, None)
-            self._recent[number] = Streams(self.generators)
+        self._recent.pop(number - 2, None)
+        self._recent[number] = Streams(self.generators)
 
 
 def _index_sampler(loader: Any) -> Any:
     """Return what a loader takes the indices of its next batch from; None if it is not watched."""
     from torch.utils.data import BatchSampler, IterableDataset
 
-    if loader is None or loader.num_workers or isinstance(loader.dataset, IterableDataset):
+    if loader.num_workers or isinstance(loader.dataset, IterableDataset):
         return None
     if isinstance(loader.sampler, BatchSampler):
         return loader.sampler

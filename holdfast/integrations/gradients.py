@@ -89,6 +89,9 @@ def _version(gradient: torch.Tensor) -> int:
 
 
 def _mean(stored: dict[str, Any]) -> Gradients:
-    """Return the mean over the ranks."""
-    trees = list(stored.values())
-    return {name: sum(tree[name] for tree in trees) / len(trees) for name in trees[0]}
+    """Return the mean over the ranks, of which one may have no gradient where another has one."""
+    summed: Gradients = {}
+    for tree in stored.values():
+        for name, each in tree.items():
+            summed[name] = summed[name] + each if name in summed else each
+    return {name: each / len(stored) for name, each in summed.items()}

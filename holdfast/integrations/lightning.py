@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
+from torch.utils.data import DataLoader
 
 from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError
 from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.integrations.adapters import put_rank_averages, rank_averages
-from holdfast.integrations.fetches import Streams, set_streams
+from holdfast.integrations.fetches import Streams, has_workers, set_streams, start_workers
 from holdfast.integrations.gradients import (
     Gradients,
     GradientWatch,
@@ -50,10 +51,12 @@ from holdfast.integrations.lightning_callbacks import (
 )
 from holdfast.integrations.lightning_loops import Boundaries, stateful_loaders
 from holdfast.integrations.loaders import LoaderPlace, has_place, place_of, shares_of_data
+from holdfast.integrations.names import numbered
 from holdfast.integrations.world import (
     groups_of_world,
     newest_step,
     of_each_rank_or_first,
+    refuse_other_run,
     text_of_coordinator,
 )
 from holdfast.parallel import ProcessGroups
@@ -194,12 +197,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 "without a checkpoint would go on with the counters of that one, without its "
                 'place in the data and its optimizers; pass ckpt_path="last" to this fit, too'
             )
-        elif not self._continues and self._running().latest() is not None:
-            raise ConfigError(
-                f"{self._root} has checkpoints, the newest of step {self._running().latest()}, "
-                f"and this run does not continue from them: it would be resumed from them later. "
-                f'Pass ckpt_path="last" to fit, or choose another root'
-            )
+        elif not self._continues:
+            refuse_other_run(self._running(), self._root, how='Pass ckpt_path="last" to fit')
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **named: Any) -> None:
         """Note if a save is due; while gradients are accumulated, after the optimizer's step."""
@@ -276,6 +275,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         kept = {
             **state_of_callbacks(trainer),
             "loops": self._boundaries.state(),
+            "validates_with": [has_workers(each) for each in _validation_loaders(trainer)],
             "gradients": [*gradients],
             "seed": os.environ.get(_SEED),
             "ranks": rank_averages(trainer.lightning_module),
@@ -296,19 +296,30 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         """Return what was logged last, by the first rank, as numbers that `KeepBest` can compare.
 
-        Cost: one small collective.
+        Cost: two small collectives.
         """
         assert self._groups is not None
-        own = {name: float(each) for name, each in trainer.callback_metrics.items()}
+
+        def own() -> str:
+            return json.dumps({n: float(each) for n, each in trainer.callback_metrics.items()})
+
         metrics: dict[str, float] = json.loads(
-            text_of_coordinator(self._groups, json.dumps(own), phase="metrics")
+            text_of_coordinator(self._groups, own, phase="metrics")
         )
         return metrics
 
-    def step_at(self, path: Any) -> int | None:
-        """Return the step of a checkpoint below the root by its path; None for any other path."""
+    def read(
+        self, trainer: Trainer, path: Any, otherwise: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Load a checkpoint below the root by its path; for any other path, what `otherwise` does.
+
+        Raises:
+            HoldfastError: on all ranks, as of `Checkpointer.load`.
+        """
         step = parse_step_dir(Path(path).name)
-        return step if Path(path).absolute().parent == self._root else None
+        if step is None or Path(path).absolute().parent != self._root:
+            return otherwise()
+        return self.load(trainer, step)
 
     def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
         """Load a checkpoint into the module, and return the rest as Lightning's own has it."""
@@ -383,6 +394,11 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         # If the rest of a pass comes, its first batch sets them again.
         now = next((each.now for each in self._places if each.now is not None), self._now)
         self._now = None
+        # They would draw their seed at the next validation, from streams that go on after it.
+        workers = zip(_validation_loaders(trainer), self._callbacks["validates_with"], strict=False)
+        for loader, had_workers in workers:
+            if had_workers:
+                start_workers(loader, {})
         for each in self._places:
             each.finish_fetch()
         if now is not None:
@@ -442,16 +458,9 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]
         self._inner.save_checkpoint(_without_places(checkpoint, self._trainer), path, *args, **more)
 
     def load_checkpoint(self, path: Any, *args: Any, **more: Any) -> dict[str, Any]:
-        """Load a checkpoint by its path.
-
-        Raises:
-            HoldfastError: on all ranks, as of `Checkpointer.load`.
-        """
-        step = self._checkpoints.step_at(path)
-        if step is not None:
-            return self._checkpoints.load(self._trainer, step)
-        loaded: dict[str, Any] = self._inner.load_checkpoint(path, *args, **more)
-        return loaded
+        """Load a checkpoint by its path; errors are those of `HoldfastCheckpoint.read`."""
+        inner = partial(self._inner.load_checkpoint, path, *args, **more)
+        return self._checkpoints.read(self._trainer, path, inner)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file of Lightning's."""
@@ -476,14 +485,10 @@ def _without_places(checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, A
 
 def _read_here(strategy: Any, checkpoints: HoldfastCheckpoint, trainer: Trainer) -> None:
     """Let a strategy without a `CheckpointIO` read our checkpoints; all others as it does."""
-    inner = type(strategy).load_checkpoint
 
     def load_checkpoint(path: Any, *args: Any, **more: Any) -> dict[str, Any]:
-        step = checkpoints.step_at(path)
-        if step is not None:
-            return checkpoints.load(trainer, step)
-        loaded: dict[str, Any] = inner(strategy, path, *args, **more)
-        return loaded
+        inner = partial(type(strategy).load_checkpoint, strategy, path, *args, **more)
+        return checkpoints.read(trainer, path, inner)
 
     strategy.load_checkpoint = load_checkpoint
 
@@ -516,6 +521,13 @@ def _set_seed(seed: str | None) -> None:
         os.environ[_SEED] = seed
 
 
+def _validation_loaders(trainer: Trainer) -> list[DataLoader[Any]]:
+    """Return the loaders of the validations within a training."""
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    loaders = [] if combined is None else combined.flattened
+    return [each for each in loaders if isinstance(each, DataLoader)]
+
+
 def _parameters(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
     """Return the parameters by name."""
     return dict(trainer.lightning_module.named_parameters())
@@ -532,8 +544,7 @@ def _follow_groups(trainer: Trainer, parts: Mapping[str, object]) -> None:
 
 def _optimizers(trainer: Trainer) -> dict[str, object]:
     """Return the parts of the optimizers."""
-    module = trainer.lightning_module
     return {
-        "optimizer" if index == 0 else f"optimizer{index}": OptimizerState(optimizer, module)
-        for index, optimizer in enumerate(trainer.optimizers)
+        name: OptimizerState(optimizer, trainer.lightning_module)
+        for name, optimizer in numbered("optimizer", trainer.optimizers)
     }

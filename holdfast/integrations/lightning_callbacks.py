@@ -43,7 +43,7 @@ def state_of_callbacks(trainer: Trainer) -> dict[str, Any]:
         "trainable": _trainable(module),
         "stopped": trainer.should_stop,
         "patience": _patience(trainer) if trainer.should_stop else {},
-        "tuned": {name: _attribute(trainer, name) for name in _tuned(trainer)},
+        "tuned": {name: lightning_getattr(module, name) for name in _tuned(trainer)},
         "tickets": [_tickets(each) for each in pruning],
     }
 
@@ -230,17 +230,11 @@ def _patience(trainer: Trainer) -> dict[str, int]:
 
 
 def _tuned(trainer: Trainer) -> list[str]:
-    """Return the names of the attributes that finders have set."""
+    """Return the names of what finders have set: in the module, its hyperparameters, its data."""
     names = [each._batch_arg_name for each in _all(trainer, callbacks.BatchSizeFinder)]
     for each in _all(trainer, callbacks.LearningRateFinder):
         names += [each._attr_name] if each._attr_name else ["lr", "learning_rate"]
     return [name for name in names if lightning_hasattr(trainer.lightning_module, name)]
-
-
-def _attribute(trainer: Trainer, name: str) -> object:
-    """Return an attribute as Lightning finds it: of the module, its hyperparameters, its data."""
-    value: object = lightning_getattr(trainer.lightning_module, name)
-    return value
 
 
 def _trainable(module: LightningModule) -> list[str]:

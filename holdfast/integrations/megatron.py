@@ -28,6 +28,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -67,13 +68,18 @@ from megatron.core.rerun_state_machine import (
 )
 
 from holdfast.arrays.boxes import Box
-from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
+from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError, MismatchError, PlanError, StorageError
-from holdfast.format.names import OTHER_FILES, list_steps, parse_step_dir, step_dir
+from holdfast.format.names import OTHER_FILES, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import decode_tree
 from holdfast.integrations.names import TOP, member_of, part_of
-from holdfast.integrations.world import agreed_newest_step, text_of_coordinator
+from holdfast.integrations.world import (
+    CheckpointerAt,
+    agreed_newest_step,
+    committed_steps,
+    text_of_coordinator,
+)
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.policies.keep import KeepPolicy
@@ -150,7 +156,7 @@ def latest(groups: ProcessGroups, root: str | os.PathLike[str]) -> str | None:
     directory = Path(root) / step_dir(step)
 
     def restore() -> None:
-        for each in list_steps(PosixStorage(Path(root))):
+        for each in committed_steps(Path(root)):
             older = Path(root) / step_dir(each)
             if each != step and not all((older / name).is_file() for name in (_COMMON, _METADATA)):
                 _restore_files(older)
@@ -194,12 +200,11 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
         retention = options.get("retention")
         if isinstance(retention, KeepPolicy):
             options["retention"] = retention | _KeepUnfinished(self._unfinished)
-        self._options = options
         self._main_replica_only = tuple(main_replica_only)
         self._preprocess = common
         self._common: tuple[Any, Any] | None = None
         """Of this rank: the common state, and what of it is compared."""
-        self._opened: tuple[Path, Checkpointer] | None = None
+        self._checkpointer = CheckpointerAt(groups, options)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -256,11 +261,20 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
     def close(self) -> None:
         """Wait for saves in flight, and raise what failed; the groups stay open."""
-        if self._opened is not None:
-            opened, self._opened = self._opened, None
-            opened[1].close()
+        self._checkpointer.close()
 
     def _prepared(
+        self, sharded: dict[str, Any], directory: Path
+    ) -> tuple[Checkpointer, int, dict[str, object]]:
+        """Return the checkpointer, the step and the state to save; an error is raised on all ranks.
+
+        Cost: one small collective.
+        """
+        prepare = partial(self._prepare, sharded, directory)
+        guard = Guard[tuple[Checkpointer, int, dict[str, object]]](self.groups.control, "save")
+        return guard.run(prepare)
+
+    def _prepare(
         self, sharded: dict[str, Any], directory: Path
     ) -> tuple[Checkpointer, int, dict[str, object]]:
         """Return the checkpointer, the step and the state to save."""
@@ -292,13 +306,6 @@ class HoldfastSave(AsyncSaveShardedStrategy):  # type: ignore[misc]
             raise ConfigError(f"HoldfastSave does not support a {type(each).__name__} ({each})")
         is_trusted = any(fnmatch.fnmatchcase(each.key, p) for p in self._main_replica_only)
         return not is_trusted or is_main_replica(each.replica_id)
-
-    def _checkpointer(self, root: Path) -> Checkpointer:
-        """Return the checkpointer of a root; the same one as long as the root is."""
-        if self._opened is None or self._opened[0] != root:
-            self.close()
-            self._opened = root, Checkpointer(root, groups=self.groups, **self._options)
-        return self._opened[1]
 
     def _finish(self, directory: Path) -> None:
         """Make the file that Megatron begins a load with; the other one it writes itself."""
@@ -372,28 +379,28 @@ class HoldfastLoad(LoadShardedStrategy):  # type: ignore[misc]
             HoldfastError: on all ranks, as of `Checkpointer.load`.
         """
         directory = _directory(checkpoint_dir)
-        tensors, objects, copies = [], {}, _Copies()
-        for each in nested_values(sharded_state_dict):
-            if isinstance(each, ShardedTensor):
-                each.init_data("cpu")
-                tensors.append(each)
-            elif isinstance(each, ShardedObject):
-                objects[each.unique_key] = Stored()
-        state = _tensor_parts(tensors, copies.target)
-        state[_OWN] = {"objects": Union(objects)}
 
-        def load() -> LoadReport:
+        def load() -> Any:
             self.common.refuse_unread(directory)
+            tensors, objects, copies = [], {}, _Copies()
+            for each in nested_values(sharded_state_dict):
+                if isinstance(each, ShardedTensor):
+                    each.init_data("cpu")
+                    tensors.append(each)
+                elif isinstance(each, ShardedObject):
+                    objects[each.unique_key] = Stored()
+            state = _tensor_parts(tensors, copies.target)
+            state[_OWN] = {"objects": Union(objects)}
             with Checkpointer(directory.parent, groups=self.groups) as checkpointer:
                 report = checkpointer.load(
                     state, step=_step_of(directory), ignore_unexpected=True, cast=self._cast
                 )
             self.common.refuse_other(directory, report.save_id)
-            return report
+            copies.finish()
+            return report.values[_OWN]
 
         # Under one guard: each rank compares what it has seen itself.
-        own: Any = Guard[LoadReport](self.groups.control, "load").run(load).values[_OWN]
-        copies.finish()
+        own = Guard[Any](self.groups.control, "load").run(load)
 
         def loaded(each: Any) -> Any:
             if isinstance(each, ShardedTensor):
@@ -426,10 +433,12 @@ class HoldfastLoad(LoadShardedStrategy):  # type: ignore[misc]
                     ),
                 ).without_data()
                 for key in snapshot.keys
-                if not key.startswith(f"{_OWN}.") and (name := _name_of(key))
+                if not key.startswith(f"{_OWN}.") and (name := key.removeprefix(f"{TOP}."))
             }
             if with_objects:
-                names = _members(snapshot, "objects")
+                node: Any = snapshot.manifest.parts.get(_OWN)
+                own: Any = decode_tree(node, on_leaf=lambda *_: None) if node is not None else {}
+                names = own.get("objects", ())
                 stored |= {name: ShardedObject.empty_from_unique_key(name) for name in names}
         return stored
 
@@ -797,11 +806,6 @@ def _step_of(directory: Path) -> int:
     return step
 
 
-def _name_of(key: str) -> str:
-    """Return Megatron's key of a stored tensor."""
-    return key.removeprefix(f"{TOP}.")
-
-
 def _snapshot(directory: Path, *, prove: bool = True) -> Snapshot:
     """Return a checkpoint, open.
 
@@ -810,14 +814,6 @@ def _snapshot(directory: Path, *, prove: bool = True) -> Snapshot:
         prove: prove that its tensors are whole; digests of what is read are checked in any case.
     """
     return Snapshot.open(PosixStorage(directory.parent), directory.name, prove=prove)
-
-
-def _members(snapshot: Snapshot, name: str) -> dict[str, Any]:
-    """Return a dict of what is kept besides tensors, without its tensors."""
-    node: Any = snapshot.manifest.parts.get(_OWN)
-    tree: Any = decode_tree(node, on_leaf=lambda *_: None) if node is not None else {}
-    members: dict[str, Any] = tree.get(name, {})
-    return members
 
 
 def _restore_files(directory: Path, *, with_metadata: bool = True) -> None:
@@ -896,16 +892,16 @@ def _refuse_unloadable(content: bytes) -> None:
 
 
 def _on_first_rank(groups: ProcessGroups, action: Callable[[], None]) -> None:
-    """Do something on the first rank; StorageError on all ranks if it fails."""
-    text = ""
-    if groups.control.is_coordinator:
+    """Do something with files on the first rank; StorageError on all ranks if it fails."""
+
+    def done() -> str:
         try:
             action()
-        except Exception as error:
-            text = str(error) or repr(error)
-    text = text_of_coordinator(groups, text, phase="files of Megatron")
-    if text:
-        raise StorageError(text)
+        except OSError as error:
+            raise StorageError(str(error)) from error
+        return ""
+
+    text_of_coordinator(groups, done, phase="files of Megatron")
 
 
 def _comparable(value: Any) -> Any:

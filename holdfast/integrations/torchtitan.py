@@ -26,17 +26,17 @@ from torchtitan.tools import filesystem
 
 from holdfast.checkpoint import Checkpointer, LoadReport
 from holdfast.errors import ConfigError
-from holdfast.format.names import list_steps, parse_step_dir
+from holdfast.format.names import parse_step_dir
 from holdfast.integrations.fetches import States, Streams, set_streams
 from holdfast.integrations.world import (
     agreed_newest_step,
+    committed_steps,
     groups_of_world,
     keep_newest,
     of_each_rank_or_first,
     text_of_coordinator,
 )
 from holdfast.state import RNG, Stored, Union
-from holdfast.storage import PosixStorage
 
 _RNG = "rng"
 
@@ -164,15 +164,17 @@ class HoldfastManager(CheckpointManager):  # type: ignore[misc]
         Raises:
             ConfigError: it is to be read as a folder of Hugging Face.
         """
-        text = ""
-        if self.initial_load_path and step == -1 and self._groups.control.is_coordinator:
+        if not self.initial_load_path or step != -1:
+            return None
+
+        def own_path() -> str:
             path = Path(self.initial_load_path)
             step_of_path = parse_step_dir(path.name)
-            root = path if step_of_path is None else path.parent
-            steps = list_steps(PosixStorage(root)) if root.is_dir() else []
+            steps = committed_steps(path if step_of_path is None else path.parent)
             is_own = bool(steps) if step_of_path is None else step_of_path in steps
-            text = str(path) if is_own and self._find_load_step() == -1 else ""
-        text = text_of_coordinator(self._groups, text, phase="initial load")
+            return str(path) if is_own and self._find_load_step() == -1 else ""
+
+        text = text_of_coordinator(self._groups, own_path, phase="initial load")
         if text and self.initial_load_in_hf:
             raise ConfigError(f"checkpoint.initial_load_in_hf: {text} is a checkpoint of Holdfast")
         return text or None

@@ -25,21 +25,22 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError, MismatchError
-from holdfast.format.names import list_steps, parse_step_dir, step_dir
+from holdfast.format.names import parse_step_dir, step_dir
 from holdfast.integrations.adapters import Adapters, put_rank_averages
 from holdfast.integrations.fetches import Draws, Streams, set_epoch_of_samplers, set_streams
 from holdfast.integrations.world import (
+    committed_steps,
     groups_of_world,
     keep_newest,
     newest_step,
     of_each_rank,
     of_each_rank_or_first,
+    refuse_other_run,
+    step_of_coordinator,
     text_of_coordinator,
 )
-from holdfast.parallel import ProcessGroups
 from holdfast.policies.keep import KeepPolicy
 from holdfast.state import RNG, ModuleState, OptimizerState, Stored
-from holdfast.storage import PosixStorage
 
 _NATIVE = re.compile(r"checkpoint-(\d+)")
 
@@ -158,7 +159,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         ):
             self._checkpointer = checkpointer
             try:
-                self._resumed = self._step_for(groups, resume_from_checkpoint)
+                self._resumed = step_of_coordinator(
+                    groups, lambda: self._step_for(resume_from_checkpoint), phase="resume"
+                )
                 if self._resumed is None:
                     return self._train(resume_from_checkpoint, *args, **named)
                 with (
@@ -179,12 +182,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._adapters = Adapters(self._model) if self._is_adapted else None
         if self._resumed is not None:
             self._load(checkpointer, self._resumed, args, state)
-        elif not self._continues and checkpointer.latest() is not None:
-            raise ConfigError(
-                f"{self._root} has checkpoints, the newest of step {checkpointer.latest()}, and "
-                f"this run does not continue from them: it would be resumed from them later. Pass "
-                f"resume_from_checkpoint=checkpoints.latest(), or choose another root"
-            )
+        elif not self._continues:
+            how = "Pass resume_from_checkpoint=checkpoints.latest()"
+            refuse_other_run(checkpointer, self._root, how=how)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Bring the streams back with which the order of the epoch was drawn."""
@@ -245,7 +245,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         trainer: Any = self._trainer
         if self._adapters is not None:
             self._adapters.note_changes(checkpointer.groups.control)
-        own = text_of_coordinator(checkpointer.groups, self._text_of(state), phase="trainer state")
+        own = text_of_coordinator(
+            checkpointer.groups, lambda: self._text_of(state), phase="trainer state"
+        )
         is_whole = self._batches == self._steps_in_epoch
         epoch, batches = (self._epoch + 1, 0) if is_whole else (self._epoch, self._batches)
         return {
@@ -339,29 +341,19 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             raise ConfigError("HoldfastCallback: train with the Trainer it was attached to")
         return self._checkpointer
 
-    def _steps(self) -> list[int]:
-        """Return the committed steps, ascending."""
-        storage = PosixStorage(self._root)
-        return list_steps(storage) if storage.is_dir("") else []
-
-    def _step_for(self, groups: ProcessGroups, resume: str | bool | None) -> int | None:
-        """Return the step to resume from, the same on all ranks; None if it is not one of these."""
-        step: int | None = None
+    def _step_for(self, resume: str | bool | None) -> int | None:
+        """Return the step to resume from; None if it is not one of these."""
+        if not resume:
+            return None
         if resume is True:
-            step = newest_step(self._root)
-        elif resume:
-            path = Path(resume)
-            native = _NATIVE.fullmatch(path.name)
-            if path.absolute().parent == self._root.absolute():
-                step = parse_step_dir(path.name)
-            elif native and path.absolute().parent == Path(self._output_dir).absolute():
-                step = int(native[1]) if int(native[1]) in self._steps() else None
-        text = text_of_coordinator(groups, "" if step is None else str(step), phase="resume")
-        return int(text) if text else None
-
-    @property
-    def _output_dir(self) -> str:
-        return str(self._trainer.args.output_dir)
+            return newest_step(self._root)
+        path = Path(resume)
+        if path.absolute().parent == self._root.absolute():
+            return parse_step_dir(path.name)
+        native = _NATIVE.fullmatch(path.name)
+        if native and path.absolute().parent == Path(self._trainer.args.output_dir).absolute():
+            return int(native[1]) if int(native[1]) in committed_steps(self._root) else None
+        return None
 
     @contextmanager
     def _resume_folder(self, checkpointer: Checkpointer, step: int) -> Iterator[str]:

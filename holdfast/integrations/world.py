@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch.distributed as dist
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
-from holdfast.errors import GroupError
-from holdfast.format.names import list_steps
+from holdfast.errors import ConfigError, GroupError
+from holdfast.format.names import list_steps, require_root_of_checkpoints
 from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel.control.guard import Guard
 from holdfast.policies.keep import KeepLast, KeepPolicy, KeepTagged
 from holdfast.state import PerRank
 from holdfast.storage import PosixStorage
@@ -97,11 +98,48 @@ class CheckpointsOfWorld(ABC):
         )
 
 
-def text_of_coordinator(groups: ProcessGroups, text: str, *, phase: str) -> str:
-    """Return the coordinator's text on every rank. Cost: one small collective."""
+class CheckpointerAt:
+    """A `Checkpointer` for calls that each name their root: the same one as long as the root is.
+
+    Args:
+        groups: of all ranks; they stay the caller's.
+        options: further arguments of `Checkpointer`.
+    """
+
+    def __init__(self, groups: ProcessGroups, options: Mapping[str, Any]) -> None:
+        self._groups, self._options = groups, options
+        self._opened: tuple[Path, Checkpointer] | None = None
+
+    def __call__(self, root: Path) -> Checkpointer:
+        """Return the one of a root; that of another root is closed."""
+        if self._opened is None or self._opened[0] != root:
+            self.close()
+            self._opened = root, Checkpointer(root, groups=self._groups, **self._options)
+        return self._opened[1]
+
+    def close(self) -> None:
+        """Wait for saves in flight, and raise what failed."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened[1].close()
+
+
+def text_of_coordinator(groups: ProcessGroups, make: Callable[[], str], *, phase: str) -> str:
+    """Return the text that the coordinator makes, on every rank.
+
+    Called by all ranks. What the coordinator raises instead, all of them raise. They wait for it as
+    long as for a rank that is late in a step: it may wait for writers of an earlier run.
+
+    Cost: two small collectives.
+    """
     control = groups.control
-    own = text.encode() if control.is_coordinator else None
-    return control.broadcast(own, phase=phase).decode()
+
+    def text() -> str:
+        own = make().encode() if control.is_coordinator else None
+        return control.broadcast(own, phase=phase).decode()
+
+    with control.in_step():
+        return Guard[str](control, phase).run(text)
 
 
 def newest_step(root: Path) -> int | None:
@@ -109,22 +147,61 @@ def newest_step(root: Path) -> int | None:
 
     Waits for writers that have outlived a run that was killed: what they write is committed soon,
     and is what the next run continues from.
+
+    Raises:
+        StorageError: the root is a file, a link to nothing, or in a checkpoint: a run would start
+            afresh, and fail at its first save.
     """
     storage = PosixStorage(root)
-    if not storage.is_dir(""):
-        return None
-    wait_for_writers(storage, alive_s=_ALIVE_S, timeout_s=_SETTLE_S)
-    return max(list_steps(storage), default=None)
+    if storage.is_dir(""):
+        wait_for_writers(storage, alive_s=_ALIVE_S, timeout_s=_SETTLE_S)
+    steps = committed_steps(root)
+    if not steps:
+        require_root_of_checkpoints(storage)
+    return max(steps, default=None)
+
+
+def committed_steps(root: Path) -> list[int]:
+    """Return the committed steps under a root, ascending; none if it is not a directory."""
+    storage = PosixStorage(root)
+    return list_steps(storage) if storage.is_dir("") else []
 
 
 def agreed_newest_step(groups: ProcessGroups, root: Path) -> int | None:
     """Return the newest committed step by the first rank's view, on every rank.
 
-    Called by all ranks. Cost: one small collective.
+    Called by all ranks; see `text_of_coordinator`.
     """
-    newest = newest_step(root) if groups.control.is_coordinator else None
-    text = text_of_coordinator(groups, "" if newest is None else str(newest), phase="newest step")
-    return int(text) if text else None
+    return step_of_coordinator(groups, lambda: newest_step(root), phase="newest step")
+
+
+def step_of_coordinator(
+    groups: ProcessGroups, find: Callable[[], int | None], *, phase: str
+) -> int | None:
+    """Return the step that the coordinator finds, on every rank; see `text_of_coordinator`."""
+
+    def text() -> str:
+        step = find()
+        return "" if step is None else str(step)
+
+    answer = text_of_coordinator(groups, text, phase=phase)
+    return int(answer) if answer else None
+
+
+def refuse_other_run(checkpointer: Checkpointer, root: Path, *, how: str) -> None:
+    """Raise ConfigError if there are checkpoints, for a run that does not continue from them.
+
+    Args:
+        checkpointer: of the run.
+        root: where it saves.
+        how: to continue from them, for the message.
+    """
+    newest = checkpointer.latest()
+    if newest is not None:
+        raise ConfigError(
+            f"{root} has checkpoints, the newest of step {newest}, and this run does not continue "
+            f"from them: it would be resumed from them later. {how}, or choose another root"
+        )
 
 
 def keep_newest(limit: int) -> KeepPolicy:

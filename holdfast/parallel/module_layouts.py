@@ -273,13 +273,13 @@ def _check_name(module: object) -> None:
 
 def _checked_edge(edge: object) -> tuple[str, str]:
     """Return a pair of names; LayoutError for anything else, such as one pair instead of a list."""
-    if isinstance(edge, str) or not isinstance(edge, Sequence) or len(edge) != 2:
-        raise LayoutError(
-            f"An edge is a pair of modules, (source, destination), and edges= is a list of edges; "
-            f"got {edge!r} as an edge."
-        )
-    source, destination = edge
-    return source, destination
+    match edge:
+        case (str(source), str(destination)):
+            return source, destination
+    raise LayoutError(
+        f"An edge is a pair of modules, (source, destination), and edges= is a list of edges; "
+        f"got {edge!r} as an edge."
+    )
 
 
 def _named(layout: Layout, module: str, *, prefix: str) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from holdfast import (
     Checkpointer,
     ConfigError,
     CorruptionError,
+    Layout,
     OptimizerState,
     ProcessGroups,
     StorageError,
@@ -32,6 +34,7 @@ from holdfast.arrays.boxes import Box
 from holdfast.format.reader import Snapshot
 from holdfast.integrations import dcp as own
 from holdfast.integrations.dcp import HoldfastReader, HoldfastWriter
+from holdfast.integrations.world import step_of_coordinator
 from holdfast.state.tensor_elements import equal_bits, local_of
 from tests.harness import RankContext, run_ranks
 from tests.integrations.forks import ForkServer
@@ -100,6 +103,7 @@ def state_of(seed: int, *, sharded: bool = False) -> dict[str, Any]:
         "tied": {"embedding": shared, "head": shared},
         "model": model,
         "optimizer": optimizer,
+        "tagged": {"$dict": torch.full((2,), float(seed))},
         "step": seed,
         "scalar": torch.tensor(float(seed)),
         "half": torch.full((3, 2), seed, dtype=torch.bfloat16).t(),
@@ -287,6 +291,35 @@ def test_a_save_without_the_other_ranks_is_refused_on_each(tmp_path: Path) -> No
     assert [len(words) for words in results] == [2, 1]
     for words in results:
         assert all("does not support no_dist or groups of some ranks" in each for each in words)
+
+
+def refusals_of_the_first_rank(context: RankContext, root: str) -> list[str]:
+    """What each rank raises where the first one looks, and cannot; a look that lasts longer."""
+    words = []
+    for look in (
+        lambda: own.load({"a": torch.ones(1)}, checkpoint_id=f"{root}/newest"),
+        lambda: own.latest(f"{root}/link"),
+    ):
+        with pytest.raises((ConfigError, StorageError)) as refused:
+            look()
+        words.append(str(refused.value))
+
+    def look_again() -> int:
+        time.sleep(0.6)
+        return 7
+
+    with ProcessGroups.create(Layout(dp=2), timeout_s=0.3) as groups:
+        assert step_of_coordinator(groups, look_again, phase="look") == 7
+    return words
+
+
+def test_what_the_first_rank_cannot_look_up_every_rank_raises(tmp_path: Path) -> None:
+    """X21. With its reason, and not that the first rank is missing."""
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    for words in run_ranks(2, refusals_of_the_first_rank, str(tmp_path)).results:
+        assert "rank 0: checkpoint_id" in words[0]
+        assert "has no step" in words[0]
+        assert "nothing, which does not exist" in words[1]
 
 
 BOXES = [[((0, 0), (2, 3)), ((5, 3), (3, 4))], [((0, 3), (5, 4))], [((2, 0), (6, 3))]]

@@ -160,6 +160,9 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     plain = PROGRAM.replace("loaders=[loader]", "loaders=[torch.utils.data.DataLoader([1])]")
     ends = server.run(plain, tmp_path, 1, directory=tmp_path)
     assert "takes a DataLoader that fabric.setup_dataloaders returned" in ends[0].output
+    named = PROGRAM.replace("state = {", 'state = {"rng": {"drawn": 1}, ')
+    ends = server.run(named, tmp_path, 1, directory=tmp_path)
+    assert "an entry of the state named 'rng'" in ends[0].output
 
 
 CLOSED = PROGRAM.replace(

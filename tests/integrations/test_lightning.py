@@ -59,8 +59,11 @@ def test_killed_at_random_steps(
 
 @pytest.mark.slow
 def test_workers_that_stay_from_epoch_to_epoch(server: ForkServer, tmp_path: Path) -> None:
-    """A run that starts them again draws no other order of the data."""
+    """A run that starts them again draws no other order of the data; those of a validation, too."""
     program = with_workers_that_stay(PROGRAM)
+    program = program.replace(
+        "batch_size=4", "batch_size=4, num_workers=1, persistent_workers=True"
+    )
     check_variant(server, tmp_path, program, kill=KILL.format(at=13, rank=0), epochs=EPOCHS)
 
 

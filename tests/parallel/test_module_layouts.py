@@ -99,6 +99,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ModuleLayouts(BOTH, edges=("vision", "language")),  # type: ignore[arg-type]
         r"An edge is a pair of modules.* got 'vision' as an edge",
     ),
+    "edge of a list": (
+        lambda: ModuleLayouts(BOTH, edges=[(["vision"], "language")]),  # type: ignore[list-item]
+        r"got \(\['vision'\], 'language'\) as an edge",
+    ),
     "edge of three": (
         lambda: ModuleLayouts(BOTH, edges=[("vision", "language", "x")]),  # type: ignore[list-item]
         r"got \('vision', 'language', 'x'\) as an edge",

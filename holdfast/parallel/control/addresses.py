@@ -8,7 +8,6 @@ import os
 import socket
 import struct
 from pathlib import Path
-from typing import Any
 
 from holdfast.errors import GroupError
 
@@ -18,7 +17,7 @@ _ELSEWHERE = "192.0.2.1"
 _SIOCGIFADDR = 0x8915
 
 
-def own_address(store: object) -> tuple[socket.AddressFamily, str]:
+def own_address(store_host: str) -> tuple[socket.AddressFamily, str]:
     """Return family and address: of the interface in ``GLOO_SOCKET_IFNAME``, else a guess.
 
     The guess is the address from which this process reaches the host of the store, or else that of
@@ -31,7 +30,7 @@ def own_address(store: object) -> tuple[socket.AddressFamily, str]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return _of_interface(interface)
-    for host in (_host_of(store), os.environ.get("MASTER_ADDR", "")):
+    for host in (store_host, os.environ.get("MASTER_ADDR", "")):
         route = _towards(host)
         if route is None:
             continue
@@ -41,13 +40,6 @@ def own_address(store: object) -> tuple[socket.AddressFamily, str]:
             route = _towards(_ELSEWHERE) or route
         return route
     return _LOOPBACK
-
-
-def _host_of(store: Any) -> str:
-    """Return the host of a TCPStore, below any prefixes; empty for other stores."""
-    while not hasattr(store, "host") and hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return str(getattr(store, "host", ""))
 
 
 def _towards(host: str) -> tuple[socket.AddressFamily, str] | None:

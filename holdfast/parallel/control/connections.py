@@ -197,7 +197,7 @@ class Connections:
         # Only ranks that read the store know it: a scan of ports cannot pass for a rank, nor a rank
         # of another run whose peer had this port.
         self._token = secrets.token_bytes(_TOKEN_NBYTES)
-        family, host = own_address(store)
+        family, host = own_address(self._store.host)
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         # `_accept` takes every connection that waits, and must not wait for the next.
         self._listener.setblocking(False)

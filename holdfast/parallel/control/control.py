@@ -314,13 +314,12 @@ class Control:
         with self._calling(phase):
             self._open("scatter", phase, b"", misuse=misuse)
             transport = self._transport
-            if payloads is None:
-                if transport is None:
-                    raise GroupError(f"Phase {phase!r}: a rank alone cannot receive a scatter.")
+            if transport is not None and payloads is None:
                 (length,) = transport.receive([(0, 8)])
                 return transport.receive([(0, int.from_bytes(length, "little"))])[0]
-            for start in range(1, self.size, _WINDOW):
-                if transport is not None:
+            assert payloads is not None  # one rank alone is the coordinator
+            if transport is not None:
+                for start in range(1, self.size, _WINDOW):
                     window = range(start, min(start + _WINDOW, self.size))
                     transport.send([(i, len(payloads[i]).to_bytes(8, "little")) for i in window])
                     transport.send([(i, payloads[i]) for i in window])

@@ -120,13 +120,16 @@ def check_supplied(
 
 def names_on_every_rank(layout: Layout, supplied: Iterable[str]) -> list[str]:
     """Return the supplied groups that every rank must supply, by the layout's names for them."""
-    names = set()
-    for name in supplied:
-        try:
-            names.add(layout.resolve(name))
-        except LayoutError:
-            names.add(name)
+    names = {resolved(layout, name) for name in supplied}
     return sorted(names - {"embd", "pos_embd"})  # some stages have none to supply
+
+
+def resolved(layout: Layout, name: str) -> str:
+    """Return the layout's name of a group; a name that the layout refuses as it is."""
+    try:
+        return layout.resolve(name)
+    except LayoutError:
+        return name
 
 
 def plan_grid(layout: Layout, axes: Mapping[str, str], *, rank: int) -> IntArray:

@@ -32,6 +32,7 @@ from holdfast.parallel.groups.planned_groups import (
     names_on_every_rank,
     plan_grid,
     plan_groups,
+    resolved,
 )
 from holdfast.parallel.groups.rendezvous import Rendezvous
 from holdfast.parallel.layout import CLONED, Layout
@@ -288,7 +289,7 @@ class ProcessGroups:
         self._check_open()
         if self._find(name) is not None:
             return True
-        self._is_known(name, or_raise=True)
+        self._refuse_unknown(name)
         return False
 
     def held(self) -> tuple[str, ...]:
@@ -356,15 +357,19 @@ class ProcessGroups:
         Cost: a dozen requests of this rank to the store, one communicator.
         """
         source = self.group(name)
-        name = self._resolved(name)
+        name = resolved(self.layout, name)
         held = self._held.get(purpose)
         if held is not None and CLONED.get(purpose) == name and held.group is not source:
             return held.group
         error: Exception | None = None
         if held is not None:
             error = GroupError(f"Rank {self.rank} already holds a communicator {purpose!r}.")
-        elif CLONED.get(purpose) != name and self._is_known(purpose, or_raise=False):
-            error = GroupError(f"{purpose!r} is a group of the layout, not a clone of {name!r}.")
+        elif CLONED.get(purpose) != name:
+            with contextlib.suppress(LayoutError):
+                self.layout.size(purpose)
+                error = GroupError(
+                    f"{purpose!r} is a group of the layout, not a clone of {name!r}."
+                )
         ranks = tuple(_torch.group_ranks(source))
         scope = _torch.group_name(source)  # the groups along an axis do not concern each other
         rendezvous = self._rendezvous(f"clone {name!r} as {purpose!r} of", ranks, scope=scope)
@@ -394,20 +399,13 @@ class ProcessGroups:
         Cost: no communication.
         """
         self._check_open()
+        given, names = names, tuple(resolved(self.layout, name) for name in names)
         if not names or len(set(names)) != len(names):
-            raise GroupError(f"A mesh needs one or more different groups, got {list(names)}.")
-        self.require(*names)
-        names = tuple(self._resolved(name) for name in names)
+            raise GroupError(f"A mesh needs one or more different groups, got {list(given)}.")
+        self.require(*given)
         held = {name: self._held.get(name) for name in names}
         axes = {name: name if each is None else each.axes for name, each in held.items()}
         grid = plan_grid(self.layout, axes, rank=self.rank)
-        for name, each in held.items():
-            planned = self.layout.group(axes[name], self.rank)
-            if each is not None and each.ranks != planned:
-                raise GroupError(
-                    f"Communicator {name!r} has ranks {each.ranks}, but the layout now says "
-                    f"{planned}."
-                )
         groups = [self._alone(n) if each is None else each.group for n, each in held.items()]
         self._has_meshes = True
         return _torch.device_mesh(
@@ -701,39 +699,29 @@ class ProcessGroups:
     def _find(self, name: str) -> Communicator | None:
         """Return the communicator of this name, or of the group that the name is an alias of."""
         held = self._held
-        return held[name] if name in held else held.get(self._resolved(name))
+        return held[name] if name in held else held.get(resolved(self.layout, name))
 
-    def _resolved(self, name: str) -> str:
-        """Return the layout's name of a group; a name that the layout refuses as it is."""
-        try:
-            return self.layout.resolve(name)
-        except LayoutError:
-            return name
-
-    def _is_known(self, name: str, *, or_raise: bool) -> bool:
-        """Return True if the layout has a group of this name; GroupError if not, and `or_raise`."""
+    def _refuse_unknown(self, name: str) -> None:
+        """Raise GroupError if the layout has no group of this name."""
         try:
             self.layout.size(name)
         except LayoutError as error:
-            if or_raise:
-                raise GroupError(f"{name!r} is not a group. {error}") from None
-            return False
-        return True
+            raise GroupError(f"{name!r} is not a group. {error}") from None
 
     def _is_missing(self, name: str) -> bool:
         """Return True if this rank's group has several ranks and no communicator here."""
         if self._find(name) is not None:
             return False
-        self._is_known(name, or_raise=True)
+        self._refuse_unknown(name)
         return self.layout.has_group(name, self.rank) and self.layout.size(name) > 1
 
     def _why_absent(self, name: str) -> str:
         """Return why this rank has no communicator of this name, for messages."""
-        self._is_known(name, or_raise=True)
+        self._refuse_unknown(name)
         if name == "control":
             return "'control' is not a group to look up: ranks agree through groups.control."
         if not self.layout.has_group(name, self.rank):
-            where = "not the first" if self._resolved(name) == "pos_embd" else "an interior"
+            where = "not the first" if resolved(self.layout, name) == "pos_embd" else "an interior"
             return f"Rank {self.rank} is {where} stage: it is in no {name!r} group."
         if self.layout.size(name) == 1:
             return (

@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 
 from holdfast.errors import DeadlineError, GroupError
 from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel.bounded_store import BoundedStore
 from holdfast.parallel.control import addresses
 from holdfast.parallel.control.addresses import own_address
 from holdfast.parallel.control.connections import Connections, LateError
@@ -255,26 +256,26 @@ def test_the_address_is_of_the_named_interface_or_the_route_to_the_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,other")
-    assert own_address(None) == (socket.AF_INET, "127.0.0.1")
+    assert own_address("") == (socket.AF_INET, "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
     with pytest.raises(GroupError, match="'nothing0', which has no address"):
-        own_address(None)
+        own_address("")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert own_address(HashStore()) == (socket.AF_INET, "127.0.0.1")
+    assert own_address(BoundedStore(HashStore()).host) == (socket.AF_INET, "127.0.0.1")
     monkeypatch.setenv("MASTER_ADDR", "no such host")
-    assert own_address(None) == (socket.AF_INET, "127.0.0.1")
+    assert own_address("") == (socket.AF_INET, "127.0.0.1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert own_address(None) == (socket.AF_INET, "127.0.0.1")
+    assert own_address("") == (socket.AF_INET, "127.0.0.1")
 
     routes = {"node1": "127.0.1.1", addresses._ELSEWHERE: "10.0.0.7", "node2": "10.0.0.8"}
     monkeypatch.setattr(
         addresses, "_towards", lambda host: (socket.AF_INET, routes[host]) if host else None
     )
     monkeypatch.setenv("MASTER_ADDR", "node1")  # knows itself as a loopback address
-    assert own_address(None) == (socket.AF_INET, "10.0.0.7")
+    assert own_address("") == (socket.AF_INET, "10.0.0.7")
     monkeypatch.setenv("MASTER_ADDR", "node2")
-    assert own_address(None) == (socket.AF_INET, "10.0.0.8")
+    assert own_address("") == (socket.AF_INET, "10.0.0.8")
 
 
 # Deaths.

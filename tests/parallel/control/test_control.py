@@ -262,7 +262,7 @@ def test_one_process_agrees_with_itself() -> None:
     with pytest.raises(PlanError) as caught:
         control.agree(own, phase="p")
     assert caught.value is own
-    with pytest.raises(HoldfastError, match="rank 5: ValueError: bad") as foreign:
+    with pytest.raises(HoldfastError, match=r"^p: ValueError: bad$") as foreign:
         control.agree(ValueError("bad"), phase="p")
     assert isinstance(foreign.value.__cause__, ValueError)
     for wrong in (

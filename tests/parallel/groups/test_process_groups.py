@@ -178,8 +178,9 @@ def check_meshes(groups: ProcessGroups, layout: Layout) -> None:
     for names in (("tp", "mp"), ("tp", "ep"), ("dp", "dp_cp")):
         with pytest.raises(GroupError, match="do not form a grid"):
             groups.mesh(*names)
-    with pytest.raises(GroupError, match="one or more different groups"):
-        groups.mesh("tp", "tp")
+    for second in ("tp", "tensor_model_parallel"):
+        with pytest.raises(GroupError, match="one or more different groups"):
+            groups.mesh("tp", second)
 
 
 def test_a_grid_on_some_ranks_leaves_the_others_alone() -> None:

@@ -19,7 +19,12 @@ from holdfast.optim import LossScaler, StepOutcome
 from holdfast.parallel import ProcessGroups
 from holdfast.rerun import Replayed
 from holdfast.storage import is_url, shown
-from holdfast_trainer.train.checkpointer import init_weights, load_checkpoint, make_checkpointer
+from holdfast_trainer.train.checkpointer import (
+    init_weights,
+    load_checkpoint,
+    make_checkpointer,
+    wait_for_writers,
+)
 from holdfast_trainer.train.config import OptimConfig, TrainConfig
 from holdfast_trainer.train.data import EpochSampler
 from holdfast_trainer.train.metrics import Reporter, StepMetrics, readable_nbytes
@@ -395,7 +400,11 @@ class BaseTrainer(ABC):
     def resume(self) -> LoadReport | None:
         """Load what the configuration asks for; None if this run starts afresh. Collective."""
         checkpoint = self.config.checkpoint
-        begin = find_checkpoint(checkpoint, control=self.groups.control)
+        begin = find_checkpoint(
+            checkpoint,
+            wait=lambda: wait_for_writers(checkpoint, groups=self.groups),
+            control=self.groups.control,
+        )
         if checkpoint.load is None or begin is None:
             if checkpoint.load is not None:
                 self._note(

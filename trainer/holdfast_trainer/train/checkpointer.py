@@ -31,6 +31,17 @@ def make_checkpointer(config: CheckpointConfig, *, groups: ProcessGroups) -> Che
     )
 
 
+def wait_for_writers(config: CheckpointConfig, *, groups: ProcessGroups) -> None:
+    """Wait for writers that have outlived a killed run: they may commit the step to continue from.
+
+    Args:
+        config: of this run, which may be that one again.
+        groups: of all ranks; only this one waits.
+    """
+    for root in {root for root in (config.load, config.save) if root is not None}:
+        Checkpointer(root, groups=groups).latest()
+
+
 def load_checkpoint(
     state: Mapping[str, object],
     *,

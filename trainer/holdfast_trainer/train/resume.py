@@ -5,12 +5,12 @@ Torch-free, so that the command line can look before it starts any process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.errors import ConfigError, CorruptionError, HoldfastError, StorageError
 from holdfast.format.names import (
     FAULT_CHECKPOINTS,
     LATEST,
@@ -47,30 +47,41 @@ def fault_checkpoints(directory: Path) -> Path:
     return rerun_dir(directory) / FAULT_CHECKPOINTS
 
 
-def find_checkpoint(checkpoint: CheckpointConfig, *, control: Control) -> CheckpointToLoad | None:
+def find_checkpoint(
+    checkpoint: CheckpointConfig, *, wait: Callable[[], object], control: Control
+) -> CheckpointToLoad | None:
     """Return what to load, the same on every rank; None to start afresh.
 
     One rank looks, so that ranks with different views of a shared file system cannot disagree.
 
+    Args:
+        checkpoint: the options.
+        wait: waits for writers of an earlier run; called by that rank before it looks.
+        control: of all ranks.
+
     Raises:
-        ConfigError, StorageError: on every rank; see `checkpoint_to_load`.
+        ConfigError, StorageError, CorruptionError: on every rank; see `checkpoint_to_load`.
     """
     answer = b""
     if control.is_coordinator:
         try:
+            wait()
             begin = checkpoint_to_load(checkpoint)
             if begin is None:
                 answer = b"-1 0"
             else:
                 numbers = (begin.step, int(begin.is_fault), *begin.left_out)
                 answer = " ".join(map(str, numbers)).encode()
-        except HoldfastError as error:
+        except (HoldfastError, OSError) as error:
             # Sent as an answer, not agreed on: it is one rank's finding, and speaks for all.
-            answer = f"{type(error).__name__}: {error}".encode()
-    answer = control.broadcast(answer or None, phase="find checkpoint")
+            kind = type(error).__name__ if isinstance(error, HoldfastError) else "StorageError"
+            answer = f"{kind}: {error}".encode()
+    with control.in_step():  # it may wait longer than ranks do between steps
+        answer = control.broadcast(answer or None, phase="find checkpoint")
     kind, _, message = answer.decode().partition(": ")
     if message:
-        raise StorageError(message) if kind == "StorageError" else ConfigError(message)
+        errors = {each.__name__: each for each in (StorageError, CorruptionError)}
+        raise errors.get(kind, ConfigError)(message)
     step, is_fault, *left_out = map(int, kind.split())
     if step < 0:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,11 +85,12 @@ def look(rank: RankContext, load: str) -> tuple[int | None, str]:
     """Only rank 0 sees the directory that it is given; the others see another."""
     seen = load if rank.rank == 0 else "/nowhere"
     with ProcessGroups.create(Layout(dp=rank.num_ranks)) as groups:
-        begin = find_checkpoint(CheckpointConfig(load=Path(seen)), control=groups.control)
+        find = partial(find_checkpoint, wait=lambda: None, control=groups.control)
+        begin = find(CheckpointConfig(load=Path(seen)))
         step = None if begin is None else begin.step
         mirrored = "/nowhere" if rank.rank == 0 else load
         try:
-            find_checkpoint(CheckpointConfig(load=Path(mirrored)), control=groups.control)
+            find(CheckpointConfig(load=Path(mirrored)))
         except HoldfastError as error:
             return step, f"{type(error).__name__}: {error}"
     return step, "nothing"

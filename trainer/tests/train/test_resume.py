@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from holdfast.checkpoint import Checkpointer
 from holdfast.errors import MismatchError
 from holdfast.parallel import Layout, ProcessGroups
 from holdfast_trainer.command import parse
@@ -262,6 +263,32 @@ def test_saving_without_parts_and_loading_without_them(workplace: Path) -> None:
     trainer = Trainer(loose, groups=groups, corpus=corpus)
     trainer.resume()
     assert trainer.progress.step == 1
+    torch.random.set_rng_state(before)
+
+
+def test_a_resume_waits_for_what_a_killed_run_has_saved(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer may commit while the new run looks, which would then save that step again."""
+    groups = ProcessGroups.single()
+    before = torch.random.get_rng_state()
+    config = config_of("--save", f"{workplace}/ck", "--load", f"{workplace}/ck")
+    corpus = text(str(workplace))
+    with Trainer(config, groups=groups, corpus=corpus) as trainer:
+        for _ in range(2):
+            trainer.train_step()
+            trainer.save()
+    late = (workplace / "ck" / "iter_0000002").rename(workplace / "late")
+    latest = Checkpointer.latest
+
+    def commit_and_look(checkpointer: Checkpointer) -> int | None:
+        late.rename(workplace / "ck" / "iter_0000002")
+        return latest(checkpointer)
+
+    monkeypatch.setattr(Checkpointer, "latest", commit_and_look)
+    trainer = Trainer(config, groups=groups, corpus=corpus)
+    trainer.resume()
+    assert trainer.progress.step == 2
     torch.random.set_rng_state(before)
 
 
