@@ -35,6 +35,11 @@ from holdfast.writer.kept_images import ANSWER_S, END, TAKE, KeptImages, is_own
 from holdfast.writer.records import KeepImage
 from holdfast.writer.sealed_image import SealedImage, open_for_reading, seal_memory
 
+TRAINERS_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+"""By which a terminal, a launcher or a scheduler ends a trainer, or warns it of the end of its job.
+Slurm and Grid Engine send them to every process of a job, whatever its session."""
 _TURN_S = 0.5
 """Seconds between two looks at the clock and the memory."""
 _MAX_LOOK_S = 8.0
@@ -167,7 +172,7 @@ def become_keeper() -> None:
     The streams lead to the trainer's pipes and terminal: a launcher waits until all of their
     holders are gone. Signals end it now, and the kernel ends it first where memory runs out.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in TRAINERS_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
