@@ -693,19 +693,24 @@ def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
         if not storage.exists(path):
             return None
         raise
-    try:
+    content: _LeaseFile | None = None
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         content = msgspec.json.decode(data, type=_LeaseFile)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return f"an unknown process ({storage.describe(path)} cannot be decoded; remove the file)"
     # A lease that cannot be examined counts as live: wrongly kept files cost space, lost ones data.
     try:
-        is_expired = _lease_age_s(storage, path, content) >= content.life_s
+        if content is not None:
+            is_expired = _lease_age_s(storage, path, content) >= content.life_s
+        else:  # as a power loss leaves it, since it is not synced: a living owner writes it again
+            is_expired = storage.age_s(path) >= DEFAULT_LEASE_S
     except StorageError:
         is_expired = not storage.exists(path)
     # What is killed is not waited for, but a reader: other ranks of its job may still read.
-    if is_expired or (".read-" not in path and _is_dead(content)):
+    is_dead = content is not None and ".read-" not in path and _is_dead(content)
+    if is_expired or is_dead:
         _remove_lease(storage, path)
         return None
+    if content is None:
+        return f"an unknown process ({storage.describe(path)} cannot be decoded)"
     if None not in (save_id, content.save_id) and content.save_id != save_id:
         return None
     return f"process {content.pid} on {content.host}"
