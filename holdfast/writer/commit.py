@@ -66,7 +66,7 @@ from holdfast.storage.reading import (
     requests_of,
     sizes_below,
 )
-from holdfast.writer.outcomes import is_committed
+from holdfast.writer.outcomes import is_committed, is_discarded
 from holdfast.writer.records import (
     DONE_DIR,
     CommitPlan,
@@ -409,7 +409,7 @@ def publish(storage: Storage, directory: str, new: Publication) -> None:
     try:
         storage.rename_dir(directory, final)
     except StorageError as error:
-        if _is_published(storage, new, error):
+        if _is_published(storage, new, is_durable=_was_not_made(error)):
             return
         _take_back(storage, directory, new, error)
         if storage.exists(final):
@@ -428,12 +428,14 @@ def _replace(storage: Storage, directory: str, new: Publication) -> bool:
     try:
         storage.exchange_dir(directory, new.final)
     except StorageError as error:
-        if not _is_published(storage, new, error):
-            if _was_not_made(error):
-                if storage.exists(directory) and not storage.exists(new.final):
-                    return False
-                raise
-            _take_back(storage, directory, new, error)
+        was_made = not _was_not_made(error)
+        is_gone = is_discarded(storage, directory)
+        if not (was_made or is_gone or storage.exists(new.final)):
+            return False
+        # Where the old version is gone, a repair has made the new name durable and removed it.
+        if not _is_published(storage, new, is_durable=is_gone or not was_made):
+            if was_made:
+                _take_back(storage, directory, new, error)
             raise
     try:
         retire(storage, directory, new.step)
@@ -449,7 +451,7 @@ def _replace(storage: Storage, directory: str, new: Publication) -> bool:
     return True
 
 
-def _is_published(storage: Storage, new: Publication, error: StorageError) -> bool:
+def _is_published(storage: Storage, new: Publication, *, is_durable: bool) -> bool:
     """Return True if a new version is committed, although this process could not rename it.
 
     Either a repair took this save for abandoned and has finished it; or the answer was lost, and
@@ -458,9 +460,9 @@ def _is_published(storage: Storage, new: Publication, error: StorageError) -> bo
     """
     if save_id_of(storage, new.final) != new.save_id:
         return False
-    if is_durable_at_once(storage):
-        return True
-    return _was_not_made(error) and is_committed(storage, step=new.step, save_id=new.save_id)
+    return is_durable_at_once(storage) or (
+        is_durable and is_committed(storage, step=new.step, save_id=new.save_id)
+    )
 
 
 def _was_not_made(error: StorageError) -> bool:
