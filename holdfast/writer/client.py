@@ -266,7 +266,13 @@ class WriterProcess:
     def _listen(self) -> None:
         """Record what the writer reports, until it is gone."""
         while True:
-            message, _ = self._connection.receive()
+            try:
+                message, _ = self._connection.receive()
+            except StorageError as error:
+                # Of another release, if the package was replaced while this process ran.
+                self.dead = f"was ended ({error}; start the run again)"
+                os.kill(self.pid, signal.SIGKILL)
+                break
             if isinstance(message, JobProgress):
                 if (ticket := self._tickets.get(message.save_id)) is not None:
                     ticket.progress(message.nbytes)
@@ -289,7 +295,7 @@ class WriterProcess:
         began = time.monotonic()
         while self._process.poll() is None and time.monotonic() - began < 5:
             time.sleep(0.01)
-        self.dead = _how_it_ended(self._process.returncode)
+        self.dead = self.dead or _how_it_ended(self._process.returncode)
         with self._lock:
             orphans = list(self._tickets.values())
             self._tickets.clear()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from pathlib import Path
@@ -166,6 +168,33 @@ def test_the_end_of_a_writer_by_a_signal(tmp_path: Path, is_committed: bool) -> 
         assert ticket.outcome.error is not None
         name = f"signal {signal.SIGRTMIN + 1}"
         assert f"was killed by {name} during the save" in ticket.outcome.error.message
+
+
+def test_a_writer_whose_messages_cannot_be_read_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P2: as one of another release, where the package was replaced while the run went on."""
+    theirs: list[socket.socket] = []
+    make_pair = socket.socketpair
+
+    def pair() -> tuple[socket.socket, socket.socket]:
+        both = make_pair()
+        theirs.append(both[1].dup())
+        return both
+
+    monkeypatch.setattr(socket, "socketpair", pair)
+    writer, memory = WriterProcess(PosixStorage(tmp_path), str(tmp_path)), SharedMemory()
+    os.kill(writer.pid, signal.SIGSTOP)
+    ticket = Ticket(JOB, commits=False, nbytes=0)
+    writer.submit(ticket, buffer=0, memory=memory, image=memory.reserve(0), plan=None)
+    theirs[0].sendall(struct.pack("<Q", 1) + b"\xc1")
+    assert ticket.finished.wait(30)
+    writer.close(timeout_s=30)
+    memory.close()
+    theirs[0].close()
+    assert ticket.outcome is not None
+    assert ticket.outcome.error is not None
+    assert "has an unknown message" in ticket.outcome.error.message
 
 
 class Full(PosixStorage):
