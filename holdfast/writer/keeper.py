@@ -26,7 +26,7 @@ from contextlib import closing, suppress
 
 from holdfast.errors import HoldfastError
 from holdfast.format.checkpoint_files import CheckpointFiles
-from holdfast.format.names import list_steps, step_dir
+from holdfast.format.names import latest_step, step_dir
 from holdfast.format.verifier import verify_source
 from holdfast.format.versions import save_id_of
 from holdfast.storage import Storage
@@ -75,8 +75,7 @@ def keep_newest(storage: Storage, images: Mapping[int, KeepImage]) -> None:
 def _is_newest(storage: Storage, image: KeepImage) -> bool:
     """Return True if the save of an image is committed, and no newer step and version is."""
     directory = step_dir(image.step)
-    newest = max(list_steps(storage), default=None)
-    return newest == image.step and save_id_of(storage, directory) == image.save_id
+    return latest_step(storage) == image.step and save_id_of(storage, directory) == image.save_id
 
 
 def _keep(storage: Storage, fd: int, image: KeepImage) -> None:
