@@ -139,17 +139,13 @@ class Connection:
 
     def shutdown(self) -> None:
         """Announce that nothing more will be sent; messages can still be received."""
-        try:
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-        except OSError:
-            return
 
     def leave(self) -> None:
         """Announce that nothing more will be received: what the other end sends, fails."""
-        try:
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
-        except OSError:
-            return
 
     def close(self) -> None:
         """Close this end."""
@@ -243,10 +239,8 @@ class WriterServer:
             # The trainer is gone: the outcome goes to the log that both processes share.
             error = outcome.error
             result = "was committed" if error is None else f"failed: {error.message}"
-            try:
+            with suppress(OSError):
                 print(f"holdfast writer: {outcome.directory} {result}", file=sys.stderr, flush=True)
-            except OSError:
-                return
 
     def _progress(self, save_id: str) -> Callable[[int], None]:
         """Return a callback that reports written bytes a few times a second at most."""

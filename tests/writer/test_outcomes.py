@@ -1,4 +1,4 @@
-"""How often a rank looks at storage while it waits for the others."""
+"""How the ranks of a save learn its end: from storage, or as their writer ends."""
 
 from __future__ import annotations
 
