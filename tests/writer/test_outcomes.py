@@ -278,7 +278,7 @@ def test_a_committed_save_is_committed_for_a_rank_whose_looks_are_refused_for_a_
     assert [outcome.error for outcome in outcomes] == [None]
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("code", [errno.EACCES, pytest.param(errno.EIO, marks=pytest.mark.slow)])
 def test_a_save_whose_end_cannot_be_seen_is_not_called_discarded(tmp_path: Path, code: int) -> None:
     """P27: its directory is gone, and it may have its final name."""
     storage = Refusing(tmp_path, prefix=FINAL, code=code)
