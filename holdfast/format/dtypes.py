@@ -57,14 +57,10 @@ def _table() -> dict[str, DType]:
         DType(name="F8_E5M2FNUZ", itemsize=1, envelope="U8", since="0.8"),
         DType(name="C32", itemsize=4, envelope="F16", envelope_dim=2, since=None),
         DType(
-            name="C128",
-            itemsize=16,
-            envelope="F64",
-            envelope_dim=2,
-            since=None,
-            numpy=np.dtype(np.complex128),
+            name="C128", itemsize=16, envelope="F64", envelope_dim=2, since=None,
+            numpy=np.dtype("<c16"),
         ),
-    ]
+    ]  # fmt: skip
     return {dtype.name: dtype for dtype in types}
 
 

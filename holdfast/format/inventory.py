@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import step_dir
 from holdfast.format.values import count_values, kind_in_words, tensor_keys
 from holdfast.format.versions import read_manifest
@@ -49,9 +47,7 @@ class CheckpointInfo:
 def inspect_checkpoint(storage: Storage, step: int) -> CheckpointInfo:
     """Describe a checkpoint with one read; linear in the manifest. Raises as `read_manifest`."""
     _, manifest = read_manifest(storage, step_dir(step))
-    sizes = {
-        info.key: math.prod(info.shape) * DTYPES[info.dtype].itemsize for info in manifest.tensors
-    }
+    sizes = {info.key: info.nbytes for info in manifest.tensors}
     parts = {}
     for name, node in manifest.parts.items():
         keys = set(tensor_keys(node))

@@ -262,7 +262,7 @@ def latest_step(storage: Storage) -> int | None:
     return max(list_steps(storage), default=None)
 
 
-def _is_file_with(storage: Storage, path: str, data: bytes) -> bool:
+def is_file_with(storage: Storage, path: str, data: bytes) -> bool:
     """Return True if a file has just this content; reads no more than that."""
     try:
         return read_tail(storage, path, nbytes=len(data), file_nbytes=len(data)) == data
@@ -329,7 +329,7 @@ def point_to_newest(
         if newest is None:
             return changed
         text = f"{newest}\n".encode()
-        if _is_file_with(storage, LATEST, text):
+        if is_file_with(storage, LATEST, text):
             return changed
         changed = newest
         if dry_run:

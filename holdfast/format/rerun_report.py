@@ -83,7 +83,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """Return the event of a line, or None if the line is not one."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     is_event = isinstance(record, dict) and isinstance(record.get("event"), str)
     return record if is_event else None

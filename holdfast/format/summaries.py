@@ -73,8 +73,7 @@ def annotate(
     if keep is None:
         return
     note = msgspec.json.encode(Summary.of(manifest, requests=requests))
-    extras = [extra.name for extra in manifest.extras]
-    names = {name.partition("/")[0] for name in (*manifest.file_sizes, *extras)}
+    names = {name.partition("/")[0] for name in manifest.file_sizes}
     files = sorted({*names, INDEX, MANIFEST})
     text = note.decode() if len(note) <= _MAX_NBYTES else ""
     keep(directory, text, files, held=held, aside=aside)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -65,10 +66,9 @@ def verify_snapshot(
 
     Checks the records and their agreement, headers against digests and rows, each block of each
     copy, that copies of a box are equal, file sizes, files for other programs, and that the
-    directory has no other file. It
-    continues after damage as far as the records allow. One version is verified, even if the step is
-    saved again meanwhile. If that version is removed before the end (no process had a lease), the
-    newer one is verified instead.
+    directory has no other file. It continues after damage as far as the records allow. One version
+    is verified, even if the step is saved again meanwhile. If that version is removed before the
+    end (no process had a lease), the newer one is verified instead.
 
     Args:
         storage: The storage of the checkpoint.
@@ -143,17 +143,22 @@ class _Verifier:
         # Before the files: a storage that lists them all at once knows their sizes then.
         strays = self._strays(manifest)
         for number, file in enumerate(manifest.files):
-            before = self._done
-            try:
-                with closing(self._storage.open(join_path(self._directory, file.name))) as source:
-                    self._file(source, file, manifest, index, number)
-            except HoldfastError as error:
-                self._report(file.name, error)
-            self._advance(file.nbytes - (self._done - before))
+            check = partial(self._file, file=file, manifest=manifest, index=index, number=number)
+            self._open(file.name, file.nbytes, check)
         for extra in manifest.extras:
-            self._extra(extra)
+            self._open(extra.name, extra.nbytes, partial(self._extra, extra=extra))
         self._damages += strays
         return self._damages
+
+    def _open(self, name: str, nbytes: int, check: Callable[[Source], None]) -> None:
+        """Check a file, of which an error to read it is damage, too; then all of it is done."""
+        before = self._done
+        try:
+            with closing(self._storage.open(join_path(self._directory, name))) as source:
+                check(source)
+        except HoldfastError as error:
+            self._report(name, error)
+        self._advance(nbytes - (self._done - before))
 
     def _reach(self, manifest: Manifest, index: ChunkIndex | None) -> None:
         """Without digests: report the chunks of which the first or last byte cannot be read."""
@@ -259,20 +264,14 @@ class _Verifier:
                 self._advance(len(piece))
                 yield piece
 
-    def _extra(self, extra: ExtraInfo) -> None:
+    def _extra(self, source: Source, extra: ExtraInfo) -> None:
         """Check a file for other programs."""
-        before = self._done
-        try:
-            with closing(self._storage.open(join_path(self._directory, extra.name))) as source:
-                if source.nbytes != extra.nbytes:
-                    what = f"has {source.nbytes} bytes, the manifest states {extra.nbytes}"
-                    self._report(extra.name, what)
-                elif digest128_of(self._pieces(source, [(0, extra.nbytes)])) != extra.digest:
-                    what = "damaged: its digest is not the one in the manifest"
-                    self._report(extra.name, what)
-        except HoldfastError as error:
-            self._report(extra.name, error)
-        self._advance(extra.nbytes - (self._done - before))
+        if source.nbytes != extra.nbytes:
+            what = f"has {source.nbytes} bytes, the manifest states {extra.nbytes}"
+            self._report(extra.name, what)
+        elif digest128_of(self._pieces(source, [(0, extra.nbytes)])) != extra.digest:
+            what = "damaged: its digest is not the one in the manifest"
+            self._report(extra.name, what)
 
     def _header(self, source: Source, file: FileInfo) -> dict[str, HeaderEntry] | None:
         """Check the header of a file; return its entries, None if it is damaged."""

@@ -36,7 +36,7 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from holdfast.errors import CorruptionError, StorageError
-from holdfast.format.index import header_nbytes, require_index_size
+from holdfast.format.index import require_index_size
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 from holdfast.format.names import (
     INDEX,
@@ -166,31 +166,19 @@ def read_index(storage: Storage, directory: str, manifest: Manifest) -> bytes:
     """
     path = join_path(directory, INDEX)
     place, nbytes = storage.describe(path), manifest.index.nbytes
-    if hasattr(storage, "read_at_most"):
-        return _read_index_at_once(storage, path, manifest)
-    if not storage.exists(path):
-        raise CorruptionError(f"{place} is missing, although the manifest lists it")
-    if storage.size(path) != nbytes:
-        raise CorruptionError(
-            f"{place} has {storage.size(path)} bytes, the manifest states {nbytes}"
-        )
     # A file of any size may be there: first, whether it can be the index of this manifest.
     require_index_size(manifest, place=place)
-    header_nbytes(storage.read(path, nbytes=min(8, nbytes)), file_nbytes=nbytes, place=place)
-    return storage.read(path)
 
+    def wrong_size() -> CorruptionError:
+        return CorruptionError(
+            f"{place} has {storage.size(path)} bytes, the manifest states {nbytes}"
+        )
 
-def _read_index_at_once(storage: Storage, path: str, manifest: Manifest) -> bytes:
-    """`read_index` in one request, of no more bytes than the manifest states."""
-    place, nbytes = storage.describe(path), manifest.index.nbytes
-    require_index_size(manifest, place=place)
-    wrong = CorruptionError(f"{place} has not {nbytes} bytes, as the manifest states")
-    data = read_if_there(storage, path, max_nbytes=nbytes, too_large=lambda: wrong)
+    data = read_if_there(storage, path, max_nbytes=nbytes, too_large=wrong_size)
     if data is None:
         raise CorruptionError(f"{place} is missing, although the manifest lists it")
     if len(data) != nbytes:
-        raise wrong
-    header_nbytes(data[:8], file_nbytes=nbytes, place=place)
+        raise wrong_size()
     return data
 
 
@@ -693,19 +681,24 @@ def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
         if not storage.exists(path):
             return None
         raise
-    try:
+    content: _LeaseFile | None = None
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         content = msgspec.json.decode(data, type=_LeaseFile)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return f"an unknown process ({storage.describe(path)} cannot be decoded; remove the file)"
     # A lease that cannot be examined counts as live: wrongly kept files cost space, lost ones data.
     try:
-        is_expired = _lease_age_s(storage, path, content) >= content.life_s
+        if content is not None:
+            is_expired = _lease_age_s(storage, path, content) >= content.life_s
+        else:  # as a power loss leaves it, since it is not synced: a living owner writes it again
+            is_expired = storage.age_s(path) >= DEFAULT_LEASE_S
     except StorageError:
         is_expired = not storage.exists(path)
     # What is killed is not waited for, but a reader: other ranks of its job may still read.
-    if is_expired or (".read-" not in path and _is_dead(content)):
+    is_dead = content is not None and ".read-" not in path and _is_dead(content)
+    if is_expired or is_dead:
         _remove_lease(storage, path)
         return None
+    if content is None:
+        return f"an unknown process ({storage.describe(path)} cannot be decoded)"
     if None not in (save_id, content.save_id) and content.save_id != save_id:
         return None
     return f"process {content.pid} on {content.host}"

@@ -40,7 +40,8 @@ _DIR_FLAGS = _ROOT_FLAGS | os.O_NOFOLLOW
 # O_NONBLOCK: a pipe with that name must not block the open. It changes nothing for a file.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NEW_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
+# Not EROFS: by that ext4 says, after an error of its journal, that what was renamed may be lost.
+_UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP)
 _CLOCK_S = 10.0
 """Seconds for which a reading of the storage's clock is used."""
 _NUM_SWEEPS = 20

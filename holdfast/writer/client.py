@@ -16,11 +16,13 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.errors import ErrorRecord, StorageError
+from holdfast.format.names import step_dir
 from holdfast.storage import PosixStorage, Storage
 from holdfast.storage.reading import shared_lock
 from holdfast.writer.job import run_job
+from holdfast.writer.keeper import TRAINERS_SIGNALS
 from holdfast.writer.memory import SharedMemory
-from holdfast.writer.outcomes import publish_failure
+from holdfast.writer.outcomes import is_committed, is_discarded, publish_failure
 from holdfast.writer.process import (
     PLANS_KEPT,
     Connection,
@@ -125,6 +127,8 @@ class WriterProcess:
         # The writer imports what this process imports, wherever it was started: cwd is "/", so that
         # it keeps no directory busy after the trainer has gone.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        # They wait until the writer ignores them: it inherits this thread's mask.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, TRAINERS_SIGNALS)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "holdfast.writer.process", str(theirs.fileno()), root],
@@ -139,6 +143,7 @@ class WriterProcess:
             self._connection.close()
             raise StorageError(f"the writer process cannot be started: {error}") from error
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             # Only the writer holds this end now: the listener sees its death as the end of stream.
             theirs.close()
         self._tickets: OrderedDict[str, Ticket] = OrderedDict()
@@ -261,7 +266,13 @@ class WriterProcess:
     def _listen(self) -> None:
         """Record what the writer reports, until it is gone."""
         while True:
-            message, _ = self._connection.receive()
+            try:
+                message, _ = self._connection.receive()
+            except StorageError as error:
+                # Of another release, if the package was replaced while this process ran.
+                self.dead = f"was ended ({error}; start the run again)"
+                os.kill(self.pid, signal.SIGKILL)
+                break
             if isinstance(message, JobProgress):
                 if (ticket := self._tickets.get(message.save_id)) is not None:
                     ticket.progress(message.nbytes)
@@ -284,17 +295,28 @@ class WriterProcess:
         began = time.monotonic()
         while self._process.poll() is None and time.monotonic() - began < 5:
             time.sleep(0.01)
-        self.dead = _how_it_ended(self._process.returncode)
+        self.dead = self.dead or _how_it_ended(self._process.returncode)
         with self._lock:
             orphans = list(self._tickets.values())
             self._tickets.clear()
         for ticket in orphans:
+            job, step, save_id = ticket.job, ticket.job.header.step, ticket.job.header.save_id
+            is_there = False
+            with suppress(StorageError):
+                is_there = is_committed(self._storage, step=step, save_id=save_id)
+            if is_there:
+                # All that is lost is how long it took.
+                now = time.monotonic()
+                ticket.finish(SaveOutcome(save_id=save_id, directory=step_dir(step), began=now))
+                continue
             error = StorageError(
-                f"rank {ticket.job.rank}: the writer process {self.pid} {self.dead} during the "
-                f"save of step {ticket.job.header.step}; save again"
+                f"rank {job.rank}: the writer process {self.pid} {self.dead} during the save of "
+                f"step {step}; save again"
             )
             record = ErrorRecord.of(error)
-            publish_failure(self._storage, ticket.job, record, committer=ticket.commits)
+            # A directory that was removed has ended every wait, as in `run_job`.
+            if not (ticket.written.is_set() and is_discarded(self._storage, job.directory)):
+                publish_failure(self._storage, job, record, committer=ticket.commits)
             ticket.fail(record)
 
 
@@ -373,5 +395,6 @@ def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "closed its socket"
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        names = {each.value: each.name for each in signal.Signals}  # real-time ones have none
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
     return f"ended with status {code}"

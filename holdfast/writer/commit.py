@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -66,6 +66,7 @@ from holdfast.storage.reading import (
     requests_of,
     sizes_below,
 )
+from holdfast.writer.outcomes import is_committed, is_discarded
 from holdfast.writer.records import (
     DONE_DIR,
     CommitPlan,
@@ -122,12 +123,13 @@ def commit_save(
 
     Cost: O(rows) vector work, two small files, five syncs and two for the pointer.
     """
-    final = step_dir(header.step)
     # Phase 1: prove that all bytes are there and complete the directory.
     try:
         done = _complete(storage, directory, plan, header, sizes, own, others, is_repair)
     except StorageError:
-        if storage.exists(directory) or known_save_id(storage, final) != header.save_id:
+        if storage.exists(directory) or not is_committed(
+            storage, step=header.step, save_id=header.save_id
+        ):
             raise
         # Otherwise a repair took this save for abandoned and has finished it.
     else:
@@ -140,7 +142,7 @@ def commit_save(
         annotate(
             storage, directory, done.manifest, requests=requests, held=done.held, aside=done.aside
         )
-        publish(storage, directory, final, header)
+        publish(storage, directory, Publication(header.step, header.save_id, header.overwrite))
     # Phase 3: the pointer, for people and other tools only: a failure is not one of the save.
     try:
         point_to_newest(storage, committed=header.step)
@@ -378,62 +380,89 @@ def _extra_files(index: ChunkIndex, manifest: Manifest, memo: MetadataMemo) -> d
     return made.files
 
 
-def publish(storage: Storage, directory: str, final: str, header: SaveHeader) -> None:
+class Publication(NamedTuple):
+    """What `publish` makes of a complete directory: one version of a step.
+
+    Args:
+        step: The step.
+        save_id: Of the version.
+        overwrite: True if it may replace another one.
+        verb: "save" or "copy": what messages advise.
+    """
+
+    step: int
+    save_id: str
+    overwrite: bool
+    verb: str = "save"
+
+    @property
+    def final(self) -> str:
+        """The name that the directory gets."""
+        return step_dir(self.step)
+
+
+def publish(storage: Storage, directory: str, new: Publication) -> None:
     """Make the rename that commits; an old checkpoint of the step lives until then."""
-    if header.overwrite and storage.exists(final) and _replace(storage, directory, final, header):
+    final = new.final
+    if new.overwrite and storage.exists(final) and _replace(storage, directory, new):
         return
     try:
         storage.rename_dir(directory, final)
     except StorageError as error:
-        if _is_published(storage, final, header, error):
+        if _is_published(storage, new, is_durable=_was_not_made(error)):
             return
-        _take_back(storage, directory, final, header, error)
+        _take_back(storage, directory, new, error)
         if storage.exists(final):
             raise StorageError(
-                f"{storage.describe(final)} exists already; to replace it, save with overwrite=True"
+                f"{storage.describe(final)} exists already; to replace it, {new.verb} with "
+                f"overwrite=True"
             ) from error
         raise
 
 
-def _replace(storage: Storage, directory: str, final: str, header: SaveHeader) -> bool:
+def _replace(storage: Storage, directory: str, new: Publication) -> bool:
     """Exchange the new version with the old one, and retire the old one.
 
     Returns False if the old version has disappeared and a plain rename is due.
     """
     try:
-        storage.exchange_dir(directory, final)
+        storage.exchange_dir(directory, new.final)
     except StorageError as error:
-        if not _is_published(storage, final, header, error):
-            if _was_not_made(error):
-                if storage.exists(directory) and not storage.exists(final):
-                    return False
-                raise
-            _take_back(storage, directory, final, header, error)
+        was_made = not _was_not_made(error)
+        is_gone = is_discarded(storage, directory)
+        if not (was_made or is_gone or storage.exists(new.final)):
+            return False
+        # Where the old version is gone, a repair has made the new name durable and removed it.
+        if not _is_published(storage, new, is_durable=is_gone or not was_made):
+            if was_made:
+                _take_back(storage, directory, new, error)
             raise
     try:
-        retire(storage, directory, header.step)
+        retire(storage, directory, new.step)
         retire_replaced(storage)
     except StorageError as error:
         if storage.exists(directory):  # otherwise a repair has removed it in the meantime
             _LOG.warning(
                 "step %d is committed, but the version that it replaced cannot be removed: %s; "
                 "`holdfast repair` will remove it",
-                header.step,
+                new.step,
                 error,
             )
     return True
 
 
-def _is_published(storage: Storage, final: str, header: SaveHeader, error: StorageError) -> bool:
+def _is_published(storage: Storage, new: Publication, *, is_durable: bool) -> bool:
     """Return True if a new version is committed, although this process could not rename it.
 
     Either a repair took this save for abandoned and has finished it; or the answer was lost, and
     what can be seen is durable. Undoing it then would take the place from a version that another
     save has put there since.
     """
-    if save_id_of(storage, final) != header.save_id:
+    if save_id_of(storage, new.final) != new.save_id:
         return False
-    return _was_not_made(error) or is_durable_at_once(storage)
+    return is_durable_at_once(storage) or (
+        is_durable and is_committed(storage, step=new.step, save_id=new.save_id)
+    )
 
 
 def _was_not_made(error: StorageError) -> bool:
@@ -444,35 +473,34 @@ def _was_not_made(error: StorageError) -> bool:
     return isinstance(error.__cause__, FileNotFoundError | FileExistsError)
 
 
-def _take_back(
-    storage: Storage, directory: str, final: str, header: SaveHeader, cause: StorageError
-) -> None:
+def _take_back(storage: Storage, directory: str, new: Publication, cause: StorageError) -> None:
     """Undo a rename that was made but not made durable; StorageError if it cannot be undone.
 
     Does nothing if the new version is not at its final name. A save that fails must not show its
     checkpoint: after a crash of the machine it might be gone again.
     """
+    final = new.final
     try:
-        if known_save_id(storage, final) != header.save_id:
+        if known_save_id(storage, final) != new.save_id:
             return
         with suppress(StorageError):
             if storage.exists(directory):
                 storage.exchange_dir(directory, final)
             else:
                 storage.rename_dir(final, directory)
-        if known_save_id(storage, final) != header.save_id:
+        if known_save_id(storage, final) != new.save_id:
             return
     except StorageError as unknown:
         raise StorageError(
             f"{storage.describe(final)}: it cannot be known now whether the new version is in "
             f"place, which may be lost if the machine stops: {cause}; {unknown}. Check the "
-            f"storage, then save again",
+            f"storage, then {new.verb} again",
             details=unknown.details,
         ) from cause
     raise StorageError(
         f"{storage.describe(final)}: the new version is in place and complete, but it may be "
-        f"lost if the machine stops: {cause}. It can be loaded; check the storage, then save "
-        f"again"
+        f"lost if the machine stops: {cause}. It can be loaded; check the storage, then "
+        f"{new.verb} again"
     ) from cause
 
 

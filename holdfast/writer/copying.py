@@ -22,16 +22,30 @@ from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.digest import digest128
 from holdfast.format.manifest import ExtraInfo, FileInfo, Manifest
-from holdfast.format.names import INDEX, MANIFEST, point_to_newest, saving_dir, step_dir
+from holdfast.format.names import (
+    INDEX,
+    MANIFEST,
+    is_file_with,
+    point_to_newest,
+    saving_dir,
+    step_dir,
+)
 from holdfast.format.summaries import annotate
 from holdfast.format.verifier import verify_snapshot, verify_source
-from holdfast.format.versions import Identity, announce_copy, copiers_of, pin_version
+from holdfast.format.versions import (
+    Identity,
+    announce_copy,
+    copiers_of,
+    join_path,
+    pin_version,
+    retire,
+)
 from holdfast.retention.removal import prove_sound
 from holdfast.storage import Source, Storage
-from holdfast.storage.reading import for_each, is_locked, read_at_most
-from holdfast.writer.commit import publish
+from holdfast.storage.reading import for_each, is_locked
+from holdfast.writer.commit import Publication, publish
 from holdfast.writer.job import heartbeat
-from holdfast.writer.records import SaveHeader, silent_s
+from holdfast.writer.records import silent_s
 
 _PIECE_NBYTES = 8 << 20
 _READS_AHEAD = 6
@@ -93,9 +107,10 @@ def copy_checkpoint(
         target.make_dir("")
         nbytes = len(files.records.manifest) + manifest.index.nbytes
         nbytes += sum(manifest.file_sizes.values())
+        identity = Identity.of(files.records.manifest)
         if target.exists(final):
             what = "another version"
-            if Identity.of(files.records.manifest).is_of(target, final):
+            if identity.is_of(target, final):
                 # Another tool may have copied it, and have been killed with half of its files.
                 damage = _damage(target, final, verify=verify)
                 if not damage:
@@ -115,7 +130,7 @@ def copy_checkpoint(
                 f"some seconds ago: wait for it, or try again in {_ALIVE_S:.0f} s"
             )
         # The version of the records: another one may have its name by now.
-        version = pin_version(source, directory, Identity.of(files.records.manifest))
+        version = pin_version(source, directory, identity)
         with ExitStack() as stack:
             held, held_directory = stack.enter_context(version)
             # Before the directory: a process that finds that finds this, too, while the copy works.
@@ -130,7 +145,12 @@ def copy_checkpoint(
                     f"it was removed, copy again"
                 )
             annotate(target, place, manifest)
-            publish(target, place, final, _header(files, overwrite=overwrite))
+            if identity.is_of(target, final):
+                # Damaged, and of no more use. It has the save id of the copy, so that nothing would
+                # tell whether the exchange with it was made.
+                retire(target, final, manifest.step)
+            new = Publication(manifest.step, manifest.save_id, overwrite, verb="copy")
+            publish(target, place, new)
     with suppress(StorageError):  # for people only; a repair corrects it
         point_to_newest(target)
     return CopyReport(step=manifest.step, nbytes=nbytes, nbytes_sent=sent)
@@ -144,8 +164,7 @@ def _owner_of(target: Storage, place: str, manifest: Manifest) -> str:
     if not owners:
         return ""
     # Where the kernel knows that no process works on it, it is continued at once.
-    is_unlocked = is_locked(target, place) is False
-    alive_s = min(_STARTING_S, _ALIVE_S) if is_unlocked else _ALIVE_S
+    alive_s = _STARTING_S if is_locked(target, place) is False else _ALIVE_S
     return owners[0] if silent_s(target, place) < alive_s else ""
 
 
@@ -154,24 +173,6 @@ def _damage(storage: Storage, directory: str, *, verify: bool) -> str:
     if verify:
         return str(next(iter(verify_snapshot(storage, directory)), ""))
     return prove_sound(storage, directory) or ""
-
-
-def _header(files: CheckpointFiles, *, overwrite: bool) -> SaveHeader:
-    """Return what publishing needs to know of the save that made the checkpoint."""
-    manifest = files.manifest
-    return SaveHeader(
-        step=manifest.step,
-        save_id=manifest.save_id,
-        created=manifest.created,
-        holdfast="",
-        torch="",
-        overwrite=overwrite,
-    )
-
-
-def _has(storage: Storage, path: str, data: bytes) -> bool:
-    """Return True if a file has these bytes."""
-    return read_at_most(storage, path, len(data) + 1) == data
 
 
 class _Copy:
@@ -217,7 +218,7 @@ class _Copy:
             if target.exists(f"{place}/{name}"):
                 # In a bucket another copy may have made this directory a checkpoint just now: what
                 # is whole is never taken away, for an instant neither.
-                if _has(target, f"{place}/{name}", data):
+                if is_file_with(target, f"{place}/{name}", data):
                     self._on_progress(len(data))
                     continue
                 target.remove_tree(f"{place}/{name}", durable=False)
@@ -234,7 +235,7 @@ class _Copy:
 
     def _extra(self, extra: ExtraInfo) -> bytes:
         """Return a file for other programs; CorruptionError if it is damaged."""
-        path = f"{self._directory}/{extra.name}" if self._directory else extra.name
+        path = join_path(self._directory, extra.name)
         data = self._held.read(path)
         if digest128(data) != extra.digest:
             raise CorruptionError(
@@ -254,7 +255,7 @@ class _Copy:
     def _send(self, number: int, file: FileInfo) -> None:
         """Stream one file, and compare its blocks with their digests."""
         check = _BlockCheck(self._files, number)
-        path = f"{self._directory}/{file.name}" if self._directory else file.name
+        path = join_path(self._directory, file.name)
         with (
             closing(self._held.open(path)) as source,
             self._target.create(f"{self._place}/{file.name}", nbytes=file.nbytes) as sink,

@@ -272,15 +272,19 @@ class JobThread:
             raise self._error
 
 
+def _ignore(*_: object) -> None:
+    """Stand for a call that no one has asked for."""
+
+
 def run_job(
     storage: Storage,
     job: WriteJob,
     image: memoryview,
     *,
     plan: EncodedPlan | None,
-    on_begun: Callable[[], object] | None = None,
-    on_progress: Callable[[int], object] | None = None,
-    on_written: Callable[[], object] | None = None,
+    on_begun: Callable[[], object] = _ignore,
+    on_progress: Callable[[int], object] = _ignore,
+    on_written: Callable[[], object] = _ignore,
 ) -> SaveOutcome:
     """Call `perform_job`; publish a failure on storage for the other ranks, and return it.
 
@@ -291,8 +295,7 @@ def run_job(
     def begin() -> None:
         nonlocal has_directory
         has_directory = True
-        if on_begun is not None:
-            on_begun()
+        on_begun()
 
     try:
         return perform_job(
@@ -321,9 +324,9 @@ def perform_job(
     *,
     plan: EncodedPlan | None,
     gate: JobGate | None = None,
-    on_begun: Callable[[], object] | None = None,
-    on_progress: Callable[[int], object] | None = None,
-    on_written: Callable[[], object] | None = None,
+    on_begun: Callable[[], object] = _ignore,
+    on_progress: Callable[[int], object] = _ignore,
+    on_written: Callable[[], object] = _ignore,
 ) -> SaveOutcome:
     """Write this rank's share; then commit, or wait for the committer's outcome on storage.
 
@@ -352,8 +355,7 @@ def perform_job(
             stack.enter_context(storage.holding_dirs())
         _make_directory(storage, job, plan)  # the heartbeat locks it
         is_written = stack.enter_context(heartbeat(storage, job.directory, position=job.position))
-        if on_begun is not None:
-            on_begun()
+        on_begun()
         # Phase 1: write this rank's bytes and its done-record.
         if plan is not None and not pause_of(storage):
             _write_plan(storage, job, plan)
@@ -371,8 +373,7 @@ def perform_job(
         elif gate is not None:
             gate.record = own.sealed()
         written = time.monotonic()
-        if on_written is not None:
-            on_written()
+        on_written()
         # Phase 2: commit when every rank has written, or wait for the rank that does.
         if plan is not None:
             records = gate.wait_for_commit() if gate is not None else ()
@@ -438,7 +439,7 @@ def write_share(
     image: memoryview,
     *,
     gate: JobGate | None = None,
-    on_progress: Callable[[int], object] | None = None,
+    on_progress: Callable[[int], object] = _ignore,
     before: Counter[str] | None = None,
     is_published: bool = True,
 ) -> OwnRecord:
@@ -523,7 +524,7 @@ def _write_image(
     image: memoryview,
     *,
     gate: JobGate | None,
-    on_progress: Callable[[int], object] | None,
+    on_progress: Callable[[int], object],
 ) -> None:
     """Write and sync the data file, if the rank has one."""
     if job.file.name is None:
@@ -537,8 +538,7 @@ def _write_image(
             if gate is not None:
                 gate.wait(end)  # the image fills from the front, at the same time
             write(start, image[start:end])
-            if on_progress is not None:
-                on_progress(end)
+            on_progress(end)
         sink.sync()
 
 

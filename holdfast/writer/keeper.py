@@ -26,7 +26,7 @@ from contextlib import closing, suppress
 
 from holdfast.errors import HoldfastError
 from holdfast.format.checkpoint_files import CheckpointFiles
-from holdfast.format.names import list_steps, step_dir
+from holdfast.format.names import latest_step, step_dir
 from holdfast.format.verifier import verify_source
 from holdfast.format.versions import save_id_of
 from holdfast.storage import Storage
@@ -35,6 +35,11 @@ from holdfast.writer.kept_images import ANSWER_S, END, TAKE, KeptImages, is_own
 from holdfast.writer.records import KeepImage
 from holdfast.writer.sealed_image import SealedImage, open_for_reading, seal_memory
 
+TRAINERS_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+"""By which a terminal, a launcher or a scheduler ends a trainer, or warns it of the end of its job.
+Slurm and Grid Engine send them to every process of a job, whatever its session."""
 _TURN_S = 0.5
 """Seconds between two looks at the clock and the memory."""
 _MAX_LOOK_S = 8.0
@@ -70,8 +75,7 @@ def keep_newest(storage: Storage, images: Mapping[int, KeepImage]) -> None:
 def _is_newest(storage: Storage, image: KeepImage) -> bool:
     """Return True if the save of an image is committed, and no newer step and version is."""
     directory = step_dir(image.step)
-    newest = max(list_steps(storage), default=None)
-    return newest == image.step and save_id_of(storage, directory) == image.save_id
+    return latest_step(storage) == image.step and save_id_of(storage, directory) == image.save_id
 
 
 def _keep(storage: Storage, fd: int, image: KeepImage) -> None:
@@ -167,7 +171,7 @@ def become_keeper() -> None:
     The streams lead to the trainer's pipes and terminal: a launcher waits until all of their
     holders are gone. Signals end it now, and the kernel ends it first where memory runs out.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in TRAINERS_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

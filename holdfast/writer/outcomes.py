@@ -13,8 +13,17 @@ from holdfast.format.names import MANIFEST, parse_saving_dir, step_dir, unclaime
 from holdfast.format.versions import known_save_id
 from holdfast.storage import Storage
 from holdfast.storage.reading import pause_of
-from holdfast.writer.records import DONE_DIR, FAILED_FILE, WriteJob, done_file, read_sealed, seal
+from holdfast.writer.records import (
+    DONE_DIR,
+    FAILED_FILE,
+    PLAN_FILE,
+    WriteJob,
+    done_file,
+    read_sealed,
+    seal,
+)
 
+_PLAN_DIR = PLAN_FILE.partition("/")[0]
 _FIRST_PAUSE_S = 0.002
 _SHORT_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
@@ -92,6 +101,20 @@ def discard_save(storage: Storage, directory: str) -> None:
         return
 
 
+def is_committed(storage: Storage, *, step: int, save_id: str) -> bool:
+    """Return True if another process has committed a save; after that, no power loss takes it.
+
+    That process may not have synced the new name yet, or have ended before it did.
+
+    Raises:
+        StorageError: It cannot be known now, or cannot be made durable.
+    """
+    if known_save_id(storage, step_dir(step)) != save_id:
+        return False
+    storage.sync_dir("")
+    return True
+
+
 def require_committed(storage: Storage, job: WriteJob) -> None:
     """Return if a save is committed whose directory is gone, as a repair may have done.
 
@@ -99,14 +122,14 @@ def require_committed(storage: Storage, job: WriteJob) -> None:
         StorageError: It is not, or that cannot be known now.
     """
     try:
-        is_committed = known_save_id(storage, step_dir(job.header.step)) == job.header.save_id
+        is_there = is_committed(storage, step=job.header.step, save_id=job.header.save_id)
     except StorageError as error:
         raise StorageError(
             f"{storage.describe(job.directory)} is gone, and whether step {job.header.step} is "
             f"committed cannot be known now: {error}; look before you save again",
             details=error.details,
         ) from error
-    if not is_committed:
+    if not is_there:
         raise _discarded(storage, job)
 
 
@@ -159,9 +182,10 @@ def wait_for_commit(storage: Storage, job: WriteJob, deadline: float) -> None:
 def _look(storage: Storage, job: WriteJob) -> HoldfastError | Literal["committed"] | None:
     """Return how a save has ended, or None if it has not; StorageError if that cannot be seen."""
     names = _names_in(storage, job.directory)
-    # While it has the done-records and no manifest, nothing is committed: skip the read.
-    has_begun = names is None or MANIFEST in names or DONE_DIR not in names
-    if has_begun and known_save_id(storage, step_dir(job.header.step)) == job.header.save_id:
+    # While it has the plan and no manifest, nothing is committed: skip the read. Without a plan, a
+    # rank may have made it again after the commit, to publish a failure.
+    is_before = names is not None and MANIFEST not in names and {_PLAN_DIR, DONE_DIR} <= {*names}
+    if not is_before and is_committed(storage, step=job.header.step, save_id=job.header.save_id):
         return "committed"
     if names is None:
         return _discarded(storage, job)

@@ -25,7 +25,7 @@ import msgspec
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage
 from holdfast.writer.job import run_job
-from holdfast.writer.keeper import become_keeper, keep_newest
+from holdfast.writer.keeper import TRAINERS_SIGNALS, become_keeper, keep_newest
 from holdfast.writer.records import EncodedPlan, KeepImage, SaveOutcome, WriteJob, decode_plan
 from holdfast.writer.sealed_image import open_for_reading
 
@@ -139,17 +139,13 @@ class Connection:
 
     def shutdown(self) -> None:
         """Announce that nothing more will be sent; messages can still be received."""
-        try:
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-        except OSError:
-            return
 
     def leave(self) -> None:
         """Announce that nothing more will be received: what the other end sends, fails."""
-        try:
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
-        except OSError:
-            return
 
     def close(self) -> None:
         """Close this end."""
@@ -243,10 +239,8 @@ class WriterServer:
             # The trainer is gone: the outcome goes to the log that both processes share.
             error = outcome.error
             result = "was committed" if error is None else f"failed: {error.message}"
-            try:
+            with suppress(OSError):
                 print(f"holdfast writer: {outcome.directory} {result}", file=sys.stderr, flush=True)
-            except OSError:
-                return
 
     def _progress(self, save_id: str) -> Callable[[int], None]:
         """Return a callback that reports written bytes a few times a second at most."""
@@ -280,9 +274,10 @@ def _open_storage(connection: Connection, root: str) -> Storage:
 
 def main(arguments: list[str]) -> int:
     """Serve the socket with the descriptor `arguments[0]` for the root `arguments[1]`."""
-    # A save must finish: these signals are meant for the trainer, which may end by them.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # A save must finish, and these signals are meant for the trainer.
+    for number in TRAINERS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TRAINERS_SIGNALS)
     connection = Connection(socket.socket(fileno=int(arguments[0])))
     try:
         storage = _open_storage(connection, arguments[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
@@ -16,12 +17,19 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast import Checkpointer, ConfigError, CorruptionError, HoldfastError, PosixStorage
+from holdfast import (
+    Checkpointer,
+    ConfigError,
+    CorruptionError,
+    HoldfastError,
+    PosixStorage,
+    StorageError,
+)
 from holdfast.cli.main import main
 from holdfast.format.names import step_dir
 from holdfast.format.verifier import verify_snapshot
 from holdfast.format.versions import read_lease
-from holdfast.storage import Storage
+from holdfast.storage import Storage, posix
 from holdfast.storage.posix import PosixSink
 from holdfast.writer import copying
 from holdfast.writer.copying import copy_checkpoint
@@ -79,7 +87,9 @@ def test_damage_is_not_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "missing", "flipped"])
-def test_what_is_there_and_damaged_is_no_copy(tmp_path: Path, how: str) -> None:
+def test_what_is_there_and_damaged_is_no_copy(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P21: another tool was killed while it copied; the same manifest is not the same version."""
     Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
     source, target = PosixStorage(tmp_path / "a"), PosixStorage(tmp_path / "b")
@@ -95,9 +105,37 @@ def test_what_is_there_and_damaged_is_no_copy(tmp_path: Path, how: str) -> None:
         assert copy_checkpoint(source, step_dir(1), target).was_there
     with pytest.raises(ConfigError, match="this version, damaged"):
         copy_checkpoint(source, step_dir(1), target, verify=not is_seen_without)
+    with monkeypatch.context() as patch:
+        for name in ("rename_exchange", "rename_noreplace"):
+            patch.setattr(posix, name, refuse(errno.EACCES))
+        with pytest.raises(StorageError) as caught:
+            copy_checkpoint(source, step_dir(1), target, verify=True, overwrite=True)
+    assert "in place" not in str(caught.value), "it has the save id of what is damaged"
     copy_checkpoint(source, step_dir(1), target, verify=True, overwrite=True)
     assert files_of(target, step_dir(1)) == files_of(source, step_dir(1))
     assert copy_checkpoint(source, step_dir(1), target, verify=True).was_there
+
+
+def refuse(code: int) -> Callable[..., bool]:
+    def refused(*args: object, **kwargs: object) -> bool:
+        raise OSError(code, os.strerror(code))
+
+    return refused
+
+
+def test_what_fails_at_its_rename_is_advised_to_be_copied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P21: not to be saved again, which no command of a copy does."""
+    for name in "ab":
+        Checkpointer(tmp_path / name, settle_s=0.0).save(1, state_of(1))
+    real, undo = posix.rename_exchange, refuse(errno.EIO)
+    calls = iter((real, undo))
+    monkeypatch.setattr(posix, "rename_exchange", lambda *a, **k: next(calls)(*a, **k))
+    monkeypatch.setattr(posix, "_sync_dir_fds", refuse(errno.EIO))
+    source, target = PosixStorage(tmp_path / "a"), PosixStorage(tmp_path / "b")
+    with pytest.raises(StorageError, match=r"in place and complete.*check the storage, then copy"):
+        copy_checkpoint(source, step_dir(1), target, overwrite=True)
 
 
 class _KilledError(BaseException):

@@ -120,7 +120,7 @@ class Renames:
         self.failing_syncs = 0
         self.num_renames = 0
         self.undo_fails = False
-        self.at_undo: Callable[[], None] = lambda: None
+        self.before_failing: Callable[[], object] = lambda: None
         real_sync = posix._sync_dir_fds
         monkeypatch.setattr(posix, "_sync_dir_fds", self._sync(real_sync))
         for name in ("rename_noreplace", "rename_exchange"):
@@ -130,6 +130,7 @@ class Renames:
         def sync(one: int, other: int) -> None:
             if self.failing_syncs:
                 self.failing_syncs -= 1
+                self.before_failing()
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             real(one, other)
 
@@ -164,6 +165,19 @@ def test_a_rename_that_is_not_durable_is_taken_back(
     assert "in place" not in str(caught.value)
     assert versions(tmp_path) == {1: 10}
     assert_recovers(tmp_path, step=step, version=12)
+
+
+def test_a_rename_that_a_repair_has_made_durable_is_not_taken_back(tmp_path: Path) -> None:
+    """P2, P8: it has removed the version before; without the new one, nothing would be left."""
+    save(PosixStorage(tmp_path), "sync", 1, 10)
+    with pytest.MonkeyPatch.context() as monkey:
+        renames = Renames(monkey)
+        renames.failing_syncs = 1
+        renames.before_failing = lambda: repair(PosixStorage(tmp_path))
+        save(PosixStorage(tmp_path), "sync", 1, 11, overwrite=True)
+        assert renames.failing_syncs == 0
+    assert versions(tmp_path) == {1: 11}
+    assert leftovers(tmp_path) == []
 
 
 class Denied(Unshared):

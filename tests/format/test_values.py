@@ -209,6 +209,10 @@ class Subclass(dict[str, int]):
     pass
 
 
+class Loss(np.float64):
+    pass
+
+
 UNREGISTERED: list[tuple[object, str, str]] = [
     (object(), "object", "Codec"),
     (Subclass(a=1), "Subclass", "Codec"),
@@ -221,6 +225,7 @@ UNREGISTERED: list[tuple[object, str, str]] = [
     (Position, "type", "Codec"),
     (defaultdict(lambda: 0), "defaultdict", "convert it to a dict"),
     (np.longdouble(1), "longdouble", "Codec"),
+    (Loss(1.5), "Loss", "Codec"),
     (iter([]), "iterator", "Codec"),
 ]
 

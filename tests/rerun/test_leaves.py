@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -184,10 +185,11 @@ def test_a_torn_line_of_the_report_is_left_and_another_one_named(tmp_path: Path)
     judged(journal, 6, "correct_result")
     assert journal.past().skipped == [5, 6]
     assert len(read_report(tmp_path)) == 2
-    with journal.path.open("a") as file:
-        file.write("skip 17\n")
-    with pytest.raises(CorruptionError, match=r"line 6 .*skip 17"):
-        journal.past()
+    whole = journal.path.read_text()
+    for line in ("skip 17", '{"event": ' + "[" * 99_999 + "]" * 99_999 + "}"):
+        journal.path.write_text(f"{whole}{line}\n")
+        with pytest.raises(CorruptionError, match=f"line 6 .*{re.escape(line[:12])}"):
+            journal.past()
 
 
 def test_statistics_of_ranks_add_up() -> None:

@@ -19,7 +19,13 @@ import pytest
 from holdfast.cli.main import main
 from holdfast.errors import ConfigError, StorageError
 from holdfast.format import versions
-from holdfast.format.versions import LEASES_DIR, announce_removal, read_lease, readers_of
+from holdfast.format.versions import (
+    DEFAULT_LEASE_S,
+    LEASES_DIR,
+    announce_removal,
+    read_lease,
+    readers_of,
+)
 from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.retention.tags import list_tags, remove_tag, set_tag
@@ -116,6 +122,19 @@ def test_a_reader_in_another_process_protects_until_it_dies(tmp_path: Path) -> N
     finally:
         reader.kill()
         reader.wait(60)
+
+
+def test_a_lease_that_a_power_loss_has_emptied_expires(tmp_path: Path) -> None:
+    """E14: leases are not synced; an owner that lives writes its own again within minutes."""
+    storage = fill(tmp_path, [1, 2])
+    mark = tmp_path / LEASES_DIR / f"{ONE}.read-{'0' * 16}"
+    mark.parent.mkdir(exist_ok=True)
+    mark.write_bytes(b"")
+    assert "cannot be decoded" in readers_of(storage, ONE)[0]
+    then = time.time() - DEFAULT_LEASE_S - 60
+    os.utime(mark, (then, then))
+    assert not readers_of(storage, ONE)
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize("hours", [5, -5])

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -227,6 +228,21 @@ def test_a_small_file_that_cannot_be_written_leaves_the_old_one_and_no_litter(
         store.replace_file("latest", b"new")
     assert store.read("latest") == b"old"
     assert store.list("") == ["latest"]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EINVAL])
+def test_a_name_is_not_durable_where_the_file_system_gave_up(
+    store: PosixStorage, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """P13: ext4, mounted read-only by an error, answers EROFS; EINVAL says that none is synced."""
+    store.make_dir("a")
+
+    def fail(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StorageError) if code == errno.EROFS else nullcontext():
+        store.rename_dir("a", "b")
 
 
 def test_a_file_that_another_process_cuts_is_noticed_at_sync(store: PosixStorage) -> None:

@@ -1,10 +1,14 @@
-"""How often a rank looks at storage while it waits for the others."""
+"""How the ranks of a save learn its end: from storage, or as their writer ends."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
+import socket
+import struct
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -16,8 +20,10 @@ from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups, Sharded
 from holdfast.errors import DeadlineError, ErrorRecord, StorageError
 from holdfast.storage import Sink
 from holdfast.storage.posix import storage_error
+from holdfast.writer.client import Ticket, WriterProcess
 from holdfast.writer.job import run_job
-from holdfast.writer.outcomes import pause_s, publish_failure
+from holdfast.writer.memory import SharedMemory
+from holdfast.writer.outcomes import pause_s, publish_failure, wait_for_commit
 from holdfast.writer.records import DONE_DIR, SaveOutcome, WriteJob
 from tests.harness import RankContext, run_ranks
 from tests.writer.images import wait_until
@@ -29,6 +35,7 @@ JOB = WriteJob(
     block_nbytes=1 << 20, deadline_s=1.0,
 )  # fmt: skip
 
+FAILURE = ErrorRecord.of(StorageError("No space left on device"), foreign=StorageError)
 MANIFEST_OF_JOB = b'{"save_id":"' + HEADER.save_id.encode() + b'"}'
 
 
@@ -115,6 +122,81 @@ def test_a_wait_ends_when_the_directory_has_its_final_name(
     assert [outcome.error for outcome in outcomes] == [None]
 
 
+def test_a_committed_save_is_durable_for_each_rank_that_has_seen_it(tmp_path: Path) -> None:
+    """P13: the committer's own sync may come later, or never.
+
+    Its directory may be there again, by a rank that has published a failure since.
+    """
+    calls: list[tuple[str, str]] = []
+    storage = PosixStorage(tmp_path, observer=lambda name, path, *_: calls.append((name, path)))
+    storage.make_dir(FINAL)
+    storage.write_file(f"{FINAL}/manifest.json", MANIFEST_OF_JOB)
+    for is_there in (False, True):
+        if is_there:
+            publish_failure(storage, JOB, FAILURE, committer=False)
+        calls.clear()
+        wait_for_commit(storage, JOB, time.monotonic())
+        assert calls[-1] == ("sync_dir", "")
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_the_end_of_a_writer_by_a_signal(tmp_path: Path, is_committed: bool) -> None:
+    """E1, P2: a save is what it is on storage; one that failed names the signal, real-time or not.
+
+    Signals that warn a trainer of its end do not end its writer, at whatever moment they come.
+    """
+    storage = PosixStorage(tmp_path)
+    if is_committed:
+        storage.make_dir(FINAL)
+        storage.write_file(f"{FINAL}/manifest.json", MANIFEST_OF_JOB)
+    writer, memory = WriterProcess(storage, str(tmp_path)), SharedMemory()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(writer.pid, number)
+    os.kill(writer.pid, signal.SIGSTOP)
+    ticket = Ticket(JOB, commits=False, nbytes=0)
+    writer.submit(ticket, buffer=0, memory=memory, image=memory.reserve(0), plan=None)
+    os.kill(writer.pid, signal.SIGRTMIN + 1)
+    os.kill(writer.pid, signal.SIGCONT)
+    assert ticket.finished.wait(30)
+    assert ticket.outcome is not None
+    writer.close(timeout_s=30)
+    memory.close()
+    if is_committed:
+        assert ticket.outcome.error is None
+        assert storage.list("") == [FINAL]
+    else:
+        assert ticket.outcome.error is not None
+        name = f"signal {signal.SIGRTMIN + 1}"
+        assert f"was killed by {name} during the save" in ticket.outcome.error.message
+
+
+def test_a_writer_whose_messages_cannot_be_read_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P2: as one of another release, where the package was replaced while the run went on."""
+    theirs: list[socket.socket] = []
+    make_pair = socket.socketpair
+
+    def pair() -> tuple[socket.socket, socket.socket]:
+        both = make_pair()
+        theirs.append(both[1].dup())
+        return both
+
+    monkeypatch.setattr(socket, "socketpair", pair)
+    writer, memory = WriterProcess(PosixStorage(tmp_path), str(tmp_path)), SharedMemory()
+    os.kill(writer.pid, signal.SIGSTOP)
+    ticket = Ticket(JOB, commits=False, nbytes=0)
+    writer.submit(ticket, buffer=0, memory=memory, image=memory.reserve(0), plan=None)
+    theirs[0].sendall(struct.pack("<Q", 1) + b"\xc1")
+    assert ticket.finished.wait(30)
+    writer.close(timeout_s=30)
+    memory.close()
+    theirs[0].close()
+    assert ticket.outcome is not None
+    assert ticket.outcome.error is not None
+    assert "has an unknown message" in ticket.outcome.error.message
+
+
 class Full(PosixStorage):
     """A disk without room for any file."""
 
@@ -125,8 +207,7 @@ class Full(PosixStorage):
 def fail(root: Path, *, position: int) -> None:
     """End the job of a rank whose disk is full; the first one commits."""
     job = msgspec.structs.replace(JOB, position=position, rank=position)
-    record = ErrorRecord.of(StorageError("No space left on device"), foreign=StorageError)
-    publish_failure(Full(root), job, record, committer=position == 0)
+    publish_failure(Full(root), job, FAILURE, committer=position == 0)
 
 
 @pytest.mark.parametrize("position", [0, 2])
@@ -197,7 +278,7 @@ def test_a_committed_save_is_committed_for_a_rank_whose_looks_are_refused_for_a_
     assert [outcome.error for outcome in outcomes] == [None]
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("code", [errno.EACCES, pytest.param(errno.EIO, marks=pytest.mark.slow)])
 def test_a_save_whose_end_cannot_be_seen_is_not_called_discarded(tmp_path: Path, code: int) -> None:
     """P27: its directory is gone, and it may have its final name."""
     storage = Refusing(tmp_path, prefix=FINAL, code=code)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,7 @@ class _Emitter:
             bytearray: lambda value: self._call(_builtin("bytearray"), bytes(value)),
             tuple: self._tuple,
             list: self._list,
-            dict: self._dict,
+            dict: lambda value: self._dict(value.items()),
             set: lambda value: self._call(_builtin("set"), list(value)),
             frozenset: lambda value: self._call(_builtin("frozenset"), list(value)),
             range: lambda value: self._call(
@@ -120,7 +120,7 @@ class _Emitter:
             Global: self._global,
             Made: self._made,
             Persistent: self._persistent,
-            Pairs: self._pairs,
+            Pairs: lambda value: self._dict(value.items),
         }
 
     def whole(self, value: object) -> bytes:
@@ -213,38 +213,31 @@ class _Emitter:
             self._emit_all(value)
             self._code(b"e")
 
-    def _items(self, items: Iterable[tuple[Any, Any]]) -> None:
+    def _items(self, items: Collection[tuple[Any, Any]]) -> None:
         """Write the members of the mapping on the stack."""
-        self._code(b"(")
-        for key, value in items:
-            self._emit(key)
-            self._emit(value)
-        self._code(b"u")
+        if items:
+            self._code(b"(")
+            for key, value in items:
+                self._emit(key)
+                self._emit(value)
+            self._code(b"u")
 
-    def _dict(self, value: dict[Any, Any]) -> None:
+    def _dict(self, items: Collection[tuple[Any, Any]]) -> None:
         self._code(b"}")
-        if value:
-            self._items(value.items())
-
-    def _pairs(self, value: Pairs) -> None:
-        self._code(b"}")
-        if value.items:
-            self._items(value.items)
+        self._items(items)
 
     def _odict(self, value: OrderedDict[Any, Any]) -> None:
         self._call(Global("collections", "OrderedDict"))
-        if value:
-            self._items(value.items())
+        self._items(value.items())
         if vars(value):  # the versions of modules, which torch pickles with a state dict
-            self._dict(vars(value))
+            self._dict(vars(value).items())
             self._code(b"b")
 
     def _defaultdict(self, value: defaultdict[Any, Any]) -> None:
         factory: Any = value.default_factory
         named = None if factory is None else _builtin(factory.__name__)
         self._call(Global("collections", "defaultdict"), named)
-        if value:
-            self._items(value.items())
+        self._items(value.items())
 
     # What is described.
 

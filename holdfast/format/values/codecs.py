@@ -383,6 +383,8 @@ class _Encoder:
         if type(value) is np.bytes_:
             return {TAG: "numpy", "d": "bytes", "v": base64.b64encode(bytes(value)).decode()}
         dtype = value.dtype.newbyteorder("<")
+        if type(value) is not dtype.type:  # a subclass: what it adds would be lost
+            raise self._refusal(value, path)
         if dtype.kind not in "biufcmM" or dtype.itemsize > (16 if dtype.kind == "c" else 8):
             raise self._refusal(value, path)
         raw = np.asarray(value).astype(dtype).tobytes()
