@@ -170,11 +170,12 @@ class PosixStorage:
         """See `Storage.list`."""
         self._observe("list", path, 0, 0)
         names = split_path(path)
-        with self._guard("list", path), self._dir(names[:-1]) as above:
-            if not names:
-                return sorted(os.listdir(above))
+        if not names or (self._pinned is not None and names == self._pinned.names):
+            with self._guard("list", path), self._dir(names) as fd:
+                return sorted(os.listdir(fd))
+        with self._guard("list", path), self._parent(path) as (above, name):
             # Opened again even if held: this makes a network file system's client ask its server.
-            fd = os.open(names[-1], _DIR_FLAGS, dir_fd=above)
+            fd = os.open(name, _DIR_FLAGS, dir_fd=above)
             try:
                 return sorted(os.listdir(fd))
             finally:

@@ -232,6 +232,7 @@ class StorageContract:
         for name in ("new", "old"):
             storage.make_dir(f"{name}/data")
             storage.write_file(f"{name}/data/f", name.encode())
+            storage.write_file(f"{name}/{name}.txt", b"")
         with storage.pin("old") as held:
             storage.exchange_dir("new", "old")
             assert storage.read("old/data/f") == b"new"
@@ -241,6 +242,7 @@ class StorageContract:
                 source.readinto(memoryview(buffer), start=0)
                 source.close()
                 assert bytes(buffer) == held.read("old/data/f") == b"old"
+                assert held.list("old") == ["data", "old.txt"]
                 assert held.list("old/data") == ["f"]
                 assert held.size("old/data/f") == 3
                 assert held.exists("old/data/f")
