@@ -87,11 +87,31 @@ def test_pieces_out_of_order_and_holes_become_one_object(store: ObjectStorage) -
     store.make_dir("d")
     with store.create("d/f", nbytes=12 << 20) as sink:
         sink.write_at(7 << 20, memoryview(b"b" * 10))
-        sink.write_at(5, memoryview(b"a" * 10))
+        sink.write_at(0, memoryview(bytes(5) + b"a" * 10))
+        for start in (0, 14, 7 << 20):  # the bytes there would be lost without an error
+            with pytest.raises(StorageError, match="d/f: the byte at offset .* written before"):
+                sink.write_at(start, memoryview(b"x"))
     data = store.read("d/f")
     assert len(data) == 12 << 20
     assert data[:20] == bytes(5) + b"a" * 10 + bytes(5)
     assert data[(7 << 20) - 1 : (7 << 20) + 11] == b"\0" + b"b" * 10 + b"\0"
+
+
+def test_a_sink_that_has_failed_is_never_whole() -> None:
+    """P2: a caller that catches the first error does not take the second call for success."""
+    store = ObjectStorage(f"memory://{secrets.token_hex(4)}")
+    store.make_dir("d")
+    with pytest.raises(StorageError, match="d/f could not be written before"):
+        with store.create("d/f", nbytes=4) as sink:
+            store.write_file("d/f", b"mine")
+            with pytest.raises(StorageError, match="never overwritten"):
+                sink.sync()
+    assert store.read("d/f") == b"mine"
+    with pytest.raises(StorageError, match="offset 2 was written before"):
+        with store.create("d/g", nbytes=8) as sink:
+            sink.write_at(1, memoryview(b"aa"))
+            sink.write_at(2, memoryview(b"b"))
+    assert not store.exists("d/g")
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,7 @@ class StorageContract:
         with storage.create("data/f", nbytes=len(payload)) as sink:
             for start in (8192, 0, 12288, 4096):
                 sink.write_at(start, memoryview(payload)[start : start + 4096])
+                sink.write_at(12288, memoryview(b""))
             sink.sync()
         assert storage.read("data/f") == payload
 
