@@ -104,10 +104,10 @@ def require_something(storage: Storage, names: Sequence[str], label: str) -> Non
     """
     if names:
         return
-    below = getattr(storage, "below", lambda: ())()
-    if not below:
+    folders = getattr(storage, "folders", lambda: ())()
+    if not folders:
         raise ConfigError(f"nothing is at {label}")
-    some = ", ".join(f"{name}/" for name in below[:_MAX_NAMED])
+    some = ", ".join(f"{name}/" for name in folders[:_MAX_NAMED])
     raise ConfigError(f"{label} holds no checkpoints; below it are {some}: name one of these")
 
 

@@ -528,13 +528,12 @@ def _is_last(began: float, pause_s: float, deadline: float) -> bool:
 
 
 def _is_of(present: tuple[memoryview, Meta] | None, tag: Tag) -> bool:
-    """Return True if an object is of a version; an ETag is compared without its quotes."""
-    if present is None:
-        return False
-    return _plain(present[1].tag) == _plain(tag)
+    """Return True if an object is of a version."""
+    return present is not None and version_of(present[1].tag) == version_of(tag)
 
 
-def _plain(tag: Tag) -> str:
+def version_of(tag: Tag) -> str:
+    """Return a version as text; of an ETag without its quotes, which some answers lack."""
     return (tag.get("e_tag") or tag.get("version") or "").strip('"')
 
 

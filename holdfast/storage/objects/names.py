@@ -53,7 +53,13 @@ import msgspec
 
 from holdfast.errors import CorruptionError
 from holdfast.storage.objects._obstore import Failure
-from holdfast.storage.objects.bucket import BucketClient, ObjectListing, RequestFailed, Tag
+from holdfast.storage.objects.bucket import (
+    BucketClient,
+    ObjectListing,
+    RequestFailed,
+    Tag,
+    version_of,
+)
 
 INNER = ".store"
 """The prefix of what only this room knows: data, the clock."""
@@ -485,7 +491,7 @@ class Names:
         made. It is added to `tried` for `_own_again`.
         """
         assert own.record is not None
-        before = _version(there.tag) if there is not None else ""
+        before = version_of(there.tag) if there is not None else ""
         move = NameMove(id=_nonce(), to=target, before=before, other=other)
         plain = msgspec.structs.replace(own.record, move=None, came=None)
         locked = self._swap(source, own, msgspec.structs.replace(plain, move=move))
@@ -735,7 +741,7 @@ class Names:
         if move is not None and move.other is not None:
             other = msgspec.structs.replace(move.other, held={})
             move = msgspec.structs.replace(move, other=other)
-        self._known[f"{name} {_version(tag)}"] = msgspec.structs.replace(
+        self._known[f"{name} {version_of(tag)}"] = msgspec.structs.replace(
             record, move=move, made=(), held={}, others={}
         )
 
@@ -798,11 +804,7 @@ def _keep_newest(memory: dict[str, Any]) -> None:
 
 
 def _known_key(listing: ObjectListing, name: str) -> str:
-    return f"{name} {_version(listing.objects[name + SUFFIX].tag)}"
-
-
-def _version(tag: Tag) -> str:
-    return (tag.get("e_tag") or tag.get("version") or "").strip('"')
+    return f"{name} {version_of(listing.objects[name + SUFFIX].tag)}"
 
 
 def _nonce() -> str:

@@ -330,11 +330,6 @@ class ObjectStorage:
             notes={name: record.note for name, record in records.items() if record.note},
         )
 
-    def below(self) -> builtins.list[str]:
-        """Return the prefixes directly below this place that are not part of a run, sorted."""
-        listing = self._do("list", "", lambda: self._bucket.list(""))
-        return sorted(listing.dirs - FIXED_DIRS - {INNER})
-
     def annotate(
         self,
         path: str,
