@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, metadata_in_words, when
-from holdfast.cli.support.steps import find_runs, open_root, require_something
+from holdfast.cli.support.messages import exit_code, layout_in_words, metadata_in_words, when
+from holdfast.cli.support.steps import find_runs, open_root, require_something, state_of
 from holdfast.cli.support.tables import Listing, make_console, print_json
 from holdfast.errors import ConfigError, HoldfastError, clean, counted, in_bytes
 from holdfast.foreign.formats import detect_format, unknown
@@ -26,7 +26,7 @@ from holdfast.format.names import (
 from holdfast.format.summaries import Summary, read_summary
 from holdfast.format.versions import read_manifest
 from holdfast.storage import PosixStorage, Storage, is_url, shown
-from holdfast.storage.reading import read_at_most
+from holdfast.storage.reading import is_unknown, read_at_most
 
 _MAX_FOREIGN = 200
 """Names in a directory that are looked at for checkpoints in other formats."""
@@ -45,7 +45,8 @@ class Args:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One committed step, or what is wrong with its manifest."""
+    """One committed step; `damage`: what is wrong with its manifest; `problem`: why it cannot be
+    read, which says nothing of what is stored."""
 
     step: int
     created: str = ""
@@ -56,6 +57,7 @@ class Step:
     layouts: tuple[str, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
     damage: str | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +89,12 @@ class Foreign:
     num_tensors: int = 0
     nbytes: int = 0
     problem: str | None = None
+    is_damaged: bool = False
 
 
 def run(args: Args) -> int:
-    """Print the list, or of a directory of runs the runs; 1 when a manifest is damaged.
+    """Print the list, or of a directory of runs the runs; 1 if a manifest is damaged, 2 if one
+    cannot be read.
 
     Reads manifests only, no tensor.
     """
@@ -131,8 +135,11 @@ def run(args: Args) -> int:
         _print_foreign(foreign)
     else:
         _print(root, steps, leftovers, pointer)
-    is_damaged = any(step.damage for step in steps) or any(each.problem for each in foreign)
-    return EXIT_DAMAGED if is_damaged else 0
+    lines: list[Step | Run | Foreign] = [*steps, *runs, *foreign]
+    return exit_code(
+        is_damaged=any(step.damage for step in steps) or any(each.is_damaged for each in foreign),
+        has_failed=any(line.problem for line in lines),
+    )
 
 
 def _run_file(args: Args) -> int:
@@ -152,7 +159,7 @@ def _run_file(args: Args) -> int:
         print_json({"root": shown(args.root), **none, "foreign": lines})
     else:
         _print_foreign(foreign)
-    return EXIT_DAMAGED if foreign[0].problem else 0
+    return exit_code(is_damaged=foreign[0].is_damaged, has_failed=bool(foreign[0].problem))
 
 
 def _find_foreign(root: Path) -> list[Foreign]:
@@ -176,7 +183,14 @@ def _describe_foreign(paths: Iterable[Path]) -> list[Foreign]:
         try:
             catalog = known.describe(location)
         except HoldfastError as error:
-            lines.append(Foreign(path=str(path), format=known.title, problem=str(error)))
+            lines.append(
+                Foreign(
+                    path=str(path),
+                    format=known.title,
+                    problem=str(error),
+                    is_damaged=not is_unknown(error),
+                )
+            )
             continue
         lines.append(
             Foreign(
@@ -197,24 +211,32 @@ def _survey(storage: Storage) -> tuple[Sequence[str], list[Step], Collection[str
     """
     survey = getattr(storage, "survey", None)
     if survey is None:
-        return storage.list(""), [_read_step(storage, step) for step in list_steps(storage)], ()
+        names = storage.list("")
+        read = [_read_step(storage, step) for step in list_steps(storage)]
+        return names, [step for step in read if step is not None], ()
     shows = survey()
-    steps: dict[int, Step] = {}
+    steps: dict[int, Step | None] = {}
     for name, files in shows.files.items():
         step = parse_step_dir(name)
         if step is not None and MANIFEST in files:
             summary = read_summary(shows.notes.get(name, ""), step=step)
             steps[step] = _read_step(storage, step) if summary is None else _line(summary)
-    return shows.names, [steps[step] for step in sorted(steps)], shows.moved
+    good = (steps[step] for step in sorted(steps))
+    return shows.names, [step for step in good if step is not None], shows.moved
 
 
-def _read_step(storage: Storage, step: int) -> Step:
-    """A step from its manifest, which may be damaged."""
+def _read_step(storage: Storage, step: int) -> Step | None:
+    """A step from its manifest, which may be damaged; None if it was removed just now."""
     try:
         # The line is about the step: a path would take the room of its numbers.
         manifest = read_manifest(storage, step_dir(step), place=MANIFEST)[1]
         return _line(Summary.of(manifest))
     except HoldfastError as error:
+        match state_of(storage, step, error):
+            case "removed":
+                return None
+            case "unreadable":
+                return Step(step=step, problem=str(error))
         return Step(step=step, damage=str(error))
 
 
@@ -316,9 +338,9 @@ def _print(root: str, steps: list[Step], leftovers: list[Uncommitted], pointer: 
         table = Listing([*columns, ("metadata", "")] if has_metadata else columns)
         for step in steps:
             mark = "latest" if step is steps[-1] else ""
-            if step.damage is not None:
-                table.add_row(f"{step.step}", "damaged", "", "", "", "", clean(step.damage),
-                              style="red")  # fmt: skip
+            if (why := step.damage or step.problem) is not None:
+                word = "unreadable" if step.damage is None else "damaged"
+                table.add_row(f"{step.step}", word, "", "", "", "", clean(why), style="red")
                 continue
             table.add_row(
                 f"{step.step}", mark, when(step.created), f"{step.num_tensors:,}",
