@@ -199,7 +199,9 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         ObjectStorage("s3://bucket/run")
 
 
-def test_what_needs_a_directory_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_needs_a_directory_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = "memory://refused/run"
     with pytest.raises(ConfigError, match=r"keep_image_s=60.*memory://refused/run"):
         Checkpointer(url, keep_image_s=60)
@@ -207,6 +209,16 @@ def test_what_needs_a_directory_is_refused_by_name(capsys: pytest.CaptureFixture
         RankLog(Path("s3://b/run"), groups=ProcessGroups.single())
     assert main(["faults", url]) == 2
     assert f"{url}: reports of faults are kept in directories" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    Checkpointer("run", settle_s=0.0).save(1, {"t": {"a": torch.zeros(3)}})
+    for words in (
+        ["export", "run", "--tensor", "*", "--to", "s3://b/all.safetensors"],
+        ["export", "run", "--tensor", "*", "--to", "s3://b/all"],
+        ["view", "run", "--out", "s3://b/page.html"],
+    ):  # a directory s3: would be made here, and the command report success
+        assert main(words) == 2
+        assert f"{words[-1]}: only holdfast's own format is written" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_directory_never_imports_it(tmp_path: Path) -> None:
