@@ -12,7 +12,7 @@ from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import exit_code, layout_in_words, metadata_in_words, when
 from holdfast.cli.support.steps import find_runs, open_root, require_something, state_of
 from holdfast.cli.support.tables import Listing, make_console, print_json
-from holdfast.errors import ConfigError, HoldfastError, clean, counted, in_bytes
+from holdfast.errors import ConfigError, HoldfastError, counted, in_bytes
 from holdfast.foreign.formats import detect_format, unknown
 from holdfast.foreign.location import Location
 from holdfast.format.names import (
@@ -306,8 +306,8 @@ def _print_foreign(foreign: list[Foreign]) -> None:
         step = str(each.step) if each.step else ""
         is_good = each.problem is None
         table.add_row(
-            clean(each.path), each.format, step, f"{each.num_tensors:,}" if is_good else "",
-            in_bytes(each.nbytes) if is_good else "", clean(each.problem or ""),
+            each.path, each.format, step, f"{each.num_tensors:,}" if is_good else "",
+            in_bytes(each.nbytes) if is_good else "", each.problem or "",
         )  # fmt: skip
     console.print(table)
 
@@ -321,9 +321,9 @@ def _print_runs(root: str, runs: list[Run]) -> None:
     table = Listing([("run", "cyan"), ("steps", "right"), ("latest", "right"), ("", "red")])
     for run in runs:
         latest = "" if run.latest is None else f"{run.latest}"
-        table.add_row(clean(run.path), f"{run.num_steps}", latest, clean(run.problem or ""))
+        table.add_row(run.path, f"{run.num_steps}", latest, run.problem or "")
     console.print(table)
-    console.print(f"`holdfast ls {clean(runs[0].path)}` lists the steps of one", soft_wrap=True)
+    console.print(f"`holdfast ls {runs[0].path}` lists the steps of one", soft_wrap=True)
 
 
 def _print(root: str, steps: list[Step], leftovers: list[Uncommitted], pointer: int | None) -> None:
@@ -340,7 +340,7 @@ def _print(root: str, steps: list[Step], leftovers: list[Uncommitted], pointer: 
             mark = "latest" if step is steps[-1] else ""
             if (why := step.damage or step.problem) is not None:
                 word = "unreadable" if step.damage is None else "damaged"
-                table.add_row(f"{step.step}", word, "", "", "", "", clean(why), style="red")
+                table.add_row(f"{step.step}", word, "", "", "", "", why, style="red")
                 continue
             table.add_row(
                 f"{step.step}", mark, when(step.created), f"{step.num_tensors:,}",
@@ -349,11 +349,11 @@ def _print(root: str, steps: list[Step], leftovers: list[Uncommitted], pointer: 
             )  # fmt: skip
         console.print(table)
     else:
-        console.print(f"no committed checkpoint in {root}")
+        console.print(f"no committed checkpoint in {root}", soft_wrap=True)
     newest = steps[-1].step if steps else None
     if pointer is not None and pointer != newest:
         console.print(f"{LATEST} says {pointer}; the newest committed step is {newest}")
     if leftovers:
         console.print("uncommitted:")
         for leftover in leftovers:
-            console.print(f"  {clean(leftover.name)}  {leftover.what}", style="dim")
+            console.print(f"  {leftover.name}  {leftover.what}", style="dim")

@@ -234,7 +234,7 @@ def _print_summary(console: Console, opened: OpenCheckpoint, manifest: Manifest)
                   f"in {counted(len(manifest.files), 'file')}"),
     ]  # fmt: skip
     lines += [
-        ("layout", f"{layout_in_words(x)} ({in_ranges(x.ranks)}), order {clean(x.order)}")
+        ("layout", f"{layout_in_words(x)} ({in_ranges(x.ranks)}), order {x.order}")
         for x in manifest.layouts
         if not opened.foreign
     ]
@@ -256,7 +256,7 @@ def _print_parts(console: Console, manifest: Manifest) -> None:
     for part, node in manifest.parts.items():
         keys = [key for key in set(tensor_keys(node)) if key in sizes]
         nbytes = sum(sizes[key] for key in keys)
-        table.add_row(clean(part), f"{len(keys):,}", in_bytes(nbytes), f"{count_values(node):,}")
+        table.add_row(part, f"{len(keys):,}", in_bytes(nbytes), f"{count_values(node):,}")
     console.print(table)
 
 
@@ -267,7 +267,7 @@ def _print_files(console: Console, snapshot: Snapshot) -> None:
     )
     for file, count in zip(snapshot.manifest.files, _num_chunks(snapshot), strict=True):
         at = " ".join(f"{axis}={index}" for axis, index in file.coordinate.items())
-        table.add_row(file.name, in_bytes(file.nbytes), f"{count:,}", f"{file.writer}", clean(at))
+        table.add_row(file.name, in_bytes(file.nbytes), f"{count:,}", f"{file.writer}", at)
     console.print(table)
 
 
@@ -282,7 +282,7 @@ def _print_tensors(console: Console, rows: list[TensorRow], *, is_all: bool) -> 
     shown = rows if is_all else rows[:MAX_ROWS]
     for row in shown:
         table.add_row(
-            clean(row.key), row.dtype, shape_in_words(row.shape), f"{row.num_chunks:,}",
+            row.key, row.dtype, shape_in_words(row.shape), f"{row.num_chunks:,}",
             f"{row.num_copies}", in_ranges(row.writers), in_bytes(row.nbytes),
         )  # fmt: skip
     console.print(table)

@@ -9,7 +9,7 @@ from rich.console import Console
 from holdfast.cli.support.holders import SavedPlacement
 from holdfast.cli.support.locality import placement_counts, rank_localities, stored_kinds
 from holdfast.cli.support.tables import MAX_ROWS, Listing
-from holdfast.errors import clean, counted, in_bytes
+from holdfast.errors import counted, in_bytes
 
 SCOPE = (
     "Who held a box is stored in the index. Between copies of a chunk ranks are taken to choose as "
@@ -62,8 +62,9 @@ def print_locality(console: Console, saved: SavedPlacement) -> None:
         title="how tensors are placed",
     )
     for count in placement_counts(saved):
-        words = clean(count.placement)
-        table.add_row(f"{count.num_tensors:,}", in_bytes(count.nbytes), words, clean(count.meaning))
+        table.add_row(
+            f"{count.num_tensors:,}", in_bytes(count.nbytes), count.placement, count.meaning
+        )
     console.print(table)
     console.print(SCOPE, style="dim", soft_wrap=True)
 
@@ -79,7 +80,7 @@ def _print_kinds(console: Console, saved: SavedPlacement) -> None:
     )  # fmt: skip
     for kind in stored_kinds(saved):
         table.add_row(
-            clean(kind.part), clean(kind.kind), f"{kind.num_tensors:,}", in_bytes(kind.nbytes),
+            kind.part, kind.kind, f"{kind.num_tensors:,}", in_bytes(kind.nbytes),
             in_bytes(kind.stored_nbytes), copies_in_words(kind.min_copies, kind.max_copies),
             in_bytes(kind.extra_nbytes) if kind.extra_nbytes else "-",
         )  # fmt: skip

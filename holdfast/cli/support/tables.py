@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from rich import box
 from rich.cells import cell_len
@@ -22,6 +22,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.errors import clean
+
 MAX_ROWS = 50
 """Rows of a table that are printed when not all were asked for."""
 _LONGEST_WORDS = range(24, 5, -2)
@@ -31,7 +33,14 @@ _GAP = 2
 
 
 class _Console(Console):
-    """A console that lets its caller know when the reader has left."""
+    """A console that no text steers, and that lets its caller know when the reader has left.
+
+    Every string is made safe here: names and messages from elsewhere may be in any of them.
+    """
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Show control and direction marks of a string as escapes."""
+        return super().render_str(clean(text), **settings)
 
     def on_broken_pipe(self) -> None:
         """Raise what rich would turn into an exit with its own code."""
@@ -94,7 +103,7 @@ class Listing:
     def add_row(self, *cells: str, style: str | None = None) -> None:
         """Add a row; columns that it has no cell for stay empty."""
         missing = len(self._columns) - len(cells)
-        self._rows.append(((*cells, *[""] * missing), style))
+        self._rows.append(((*map(clean, cells), *[""] * missing), style))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Lay it out for the width of the console."""
