@@ -200,9 +200,10 @@ class BucketClient:
         elif start:
             options["range"] = {"offset": start}
 
-        def ask() -> tuple[memoryview, Meta]:
+        def ask() -> tuple[memoryview, Meta] | Failure:
             answer = self._obstore.get(self._store, self._key(key), options=options)
-            return memoryview(answer.bytes()), _meta(answer.meta)
+            data = memoryview(answer.bytes())
+            return _miscounted(answer, len(data)) or (data, _meta(answer.meta))
 
         return _or_absent(
             lambda: self._send("get", key, ask, start=start, nbytes=nbytes or 0, until=until)
@@ -219,13 +220,15 @@ class BucketClient:
         """
         options: dict[str, Any] = {"range": (start, start + len(view))}
 
-        def ask() -> int:
+        def ask() -> int | Failure:
             answer = self._obstore.get(self._store, self._key(key), options=options)
             at = 0
             for chunk in answer.stream(min_chunk_size=_CHUNK_NBYTES):
-                view[at : at + len(chunk)] = memoryview(chunk)
-                at += len(chunk)
-            return at
+                end = at + len(chunk)
+                if end <= len(view):
+                    view[at:end] = memoryview(chunk)
+                at = end
+            return _miscounted(answer, at) or at
 
         return _or_absent(lambda: self._send("get", key, ask, start=start, nbytes=len(view)))
 
@@ -436,7 +439,7 @@ class BucketClient:
         self,
         kind: str,
         key: str,
-        ask: Callable[[], T],
+        ask: Callable[[], T | Failure],
         *,
         start: int = 0,
         nbytes: int = 0,
@@ -468,7 +471,13 @@ class BucketClient:
         )
 
     def _try(
-        self, kind: str, key: str, ask: Callable[[], T], *, start: int = 0, nbytes: int = 0
+        self,
+        kind: str,
+        key: str,
+        ask: Callable[[], T | Failure],
+        *,
+        start: int = 0,
+        nbytes: int = 0,
     ) -> T | Failure:
         """Send a request once. An error that is not the store's is raised as it is."""
         if self._observer is not None:
@@ -488,6 +497,18 @@ class BucketClient:
         if not isinstance(answer, Failure) or answer.kind != "again":
             self._gave_up_at = -math.inf
         return answer
+
+
+def _miscounted(answer: Any, nbytes: int) -> Failure | None:
+    """Return the failure of an answer that has other bytes than it states; None for a good one."""
+    first, end = answer.range
+    if nbytes == end - first:
+        return None
+    return Failure(
+        "again",
+        f"the answer has {nbytes} bytes and states {end - first}: check the endpoint, and proxies "
+        f"on the way",
+    )
 
 
 def _or_absent(send: Callable[[], T]) -> T | None:

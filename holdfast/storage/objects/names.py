@@ -819,8 +819,9 @@ def _decode(data: bytes, name: str) -> NameRecord | None:
         return msgspec.json.decode(data, type=NameRecord)
     except (msgspec.DecodeError, RecursionError):
         raise CorruptionError(
-            f"{name}{SUFFIX} is not the name of a directory: another program has written it; "
-            f"remove the object, or write it back"
+            f"{name}{SUFFIX} is not the name of a directory: another program has written it, or it "
+            f"was damaged on its way; if it stays so, write it back as it was (without it the "
+            f"data of the directory is lost)"
         ) from None
 
 
