@@ -556,8 +556,8 @@ class ObjectStorage:
             else:
                 self._delete_below(path, key)
             return
-        is_seen = self._names.seen(path) is not None
-        if not is_seen and self._do("remove", path, lambda: self._names.entry(path)) is None:
+        is_dir = _DIRS_ONLY.fullmatch(path) is not None or self._names.seen(path) is not None
+        if not is_dir and self._do("remove", path, lambda: self._names.entry(path)) is None:
             meta = self._do("remove", path, lambda: self._bucket.head(path))
             if meta is None:
                 raise absent("remove", self.describe(path))
