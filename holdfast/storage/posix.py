@@ -64,7 +64,6 @@ _MAX_RANGES = 1024  # one call fills at most so many (IOV_MAX)
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
 _preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 _preadv.restype = ctypes.c_ssize_t
-_Observe = Callable[[str, str, int, int], None]
 
 
 class PosixStorage:
@@ -703,7 +702,7 @@ def _is_confirmed(
 class PosixSource:
     """An open regular file; see `Source`. Reads move no position, so threads may share it."""
 
-    def __init__(self, fd: int, *, path: str, place: str, observe: _Observe) -> None:
+    def __init__(self, fd: int, *, path: str, place: str, observe: Observer) -> None:
         self._fd = fd
         self._path = path
         self._place = place
@@ -764,7 +763,7 @@ class PosixSink:
     assumed. The rest goes through the cache.
     """
 
-    def __init__(self, fd: int, *, path: str, place: Path, nbytes: int, observe: _Observe) -> None:
+    def __init__(self, fd: int, *, path: str, place: Path, nbytes: int, observe: Observer) -> None:
         self._fd = fd
         self._path = path
         self._place = place

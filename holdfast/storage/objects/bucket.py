@@ -358,8 +358,7 @@ class BucketClient:
 
         def ask() -> dict[str, Meta]:
             chunks = self._obstore.list(self._store, self._key(prefix) or None, chunk_size=_PAGE)
-            cut = len(self._prefix) + 1 if self._prefix else 0
-            objects = {each["path"][cut:]: _meta(each) for chunk in chunks for each in chunk}
+            objects = {self._below(x["path"]): _meta(x) for chunk in chunks for x in chunk}
             self._count_pages(len(objects))
             return objects
 
@@ -410,25 +409,29 @@ class BucketClient:
         """
         if self._s3_uploads is None:
             return {}
-        if self._observer is not None:
-            self._observer("list", prefix, 0, 0)
-        with self._lock:
-            self.requests["list"] += 1
-        cut = len(self._prefix) + 1 if self._prefix else 0
+        self._note("list", prefix)
         uploads = self._s3_uploads.list(f"{self._key(prefix)}/", timeout_s=self._answer_s())
-        return {each.key[cut:]: each for each in uploads}
+        return {self._below(each.key): each for each in uploads}
 
     def abort(self, upload: Upload) -> None:
         """Abort an unfinished upload; UploadsUnknown if that fails."""
         assert self._s3_uploads is not None
-        if self._observer is not None:
-            self._observer("delete", upload.key, 0, 0)
-        with self._lock:
-            self.requests["delete"] += 1
+        self._note("delete", upload.key)
         self._s3_uploads.abort(upload, timeout_s=self._answer_s())
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix and key else self._prefix or key
+
+    def _below(self, path: str) -> str:
+        """Return the key of an object of the bucket: what `_key` has put before it is cut off."""
+        return path[len(self._prefix) + 1 :] if self._prefix else path
+
+    def _note(self, kind: str, key: str, start: int = 0, nbytes: int = 0) -> None:
+        """Count a request, and let the observer know of it before it is sent."""
+        if self._observer is not None:
+            self._observer(kind, key, start, nbytes)
+        with self._lock:
+            self.requests[kind] += 1
 
     def _count_pages(self, num_names: int) -> None:
         """Count the requests of a listing beyond the first."""
@@ -480,10 +483,7 @@ class BucketClient:
         nbytes: int = 0,
     ) -> T | Failure:
         """Send a request once. An error that is not the store's is raised as it is."""
-        if self._observer is not None:
-            self._observer(kind, key, start, nbytes)
-        with self._lock:
-            self.requests[kind] += 1
+        self._note(kind, key, start, nbytes)
         errors = (self._obstore.exceptions.BaseError, FileNotFoundError, NotImplementedError)
         answer: T | Failure
         try:

@@ -365,14 +365,6 @@ class Names:
                 return own.record
         raise _busy(name)
 
-    def forget(self, name: str) -> None:
-        """Delete a free name that is used only once."""
-        self._bucket.delete(self.keys_to_forget(name))
-
-    def keys_to_forget(self, name: str) -> list[str]:
-        """Return what is to be deleted of a free name: nothing if it is not used only once."""
-        return [name + SUFFIX] if name.startswith(".") else []
-
     def seen(self, name: str) -> NameRecord | None:
         """Return what a name with a dot stood for when this process last wrote or saw it."""
         entry = self._seen.get(name)

@@ -284,7 +284,7 @@ class ObjectStorage:
         """
         names = split_path(path)
         if not names:
-            return self._list_root()
+            return self._names_in(self._do("list", "", lambda: self._bucket.list("")))
         if self._is_in_fixed(names):
             listing = self._do("list", path, lambda: self._bucket.list(path))
             return sorted({*listing.dirs, *listing.objects})
@@ -517,11 +517,11 @@ class ObjectStorage:
         self._forget(src, dst)
         action = f"rename to {self.describe(dst)}"
         if self._do(action, dst, lambda: self._examine(dst, is_dir=False)) is not None:
-            raise self._taken(action, src, dst)
+            raise taken(action, self.describe(src), dst)
         try:
             self._do(action, src, lambda: self._names.move(src, dst))
         except FileExistsError:
-            raise self._taken(action, src, dst) from FileExistsError(dst)
+            raise taken(action, self.describe(src), dst) from FileExistsError(dst)
         finally:
             self._forget(src, dst)
 
@@ -543,9 +543,7 @@ class ObjectStorage:
         self, path: str, *, durable: bool = True, only_if: Callable[[str], bool] | None = None
     ) -> None:
         """See `Storage.remove_tree`: the name is withdrawn first, then the objects are deleted."""
-        names = split_path(path)
-        if not names:
-            raise StorageError(f"{self.url}: the root itself cannot be renamed or replaced")
+        names = self._names_below(path)
         if self._is_in_fixed(names):
             self._delete_below(path, path)
             return
@@ -720,9 +718,6 @@ class ObjectStorage:
         listing = self._do("list", "", lambda: self._bucket.list(""))
         return sorted(listing.dirs - FIXED_DIRS - {INNER})
 
-    def _list_root(self) -> builtins.list[str]:
-        return self._names_in(self._do("list", "", lambda: self._bucket.list("")))
-
     def _names_in(self, listing: ObjectListing) -> builtins.list[str]:
         files = [name for name in listing.objects if not name.endswith(SUFFIX)]
         dirs = listing.dirs & FIXED_DIRS
@@ -743,9 +738,7 @@ class ObjectStorage:
 
     def _new_key(self, path: str, action: str) -> str:
         """Return the key of a file to write; StorageError for the root and for reserved names."""
-        names = split_path(path)
-        if not names:
-            raise StorageError(f"{self.url}: the root itself cannot be renamed or replaced")
+        names = self._names_below(path)
         if names[0] == INNER or (len(names) == 1 and path.endswith(SUFFIX)):
             raise StorageError(f"{self.describe(path)}: names like this are the store's own")
         if len(names) == 1 and _DIRS_ONLY.fullmatch(path):
@@ -760,6 +753,13 @@ class ObjectStorage:
         name, _, file = path.partition("/")
         self._do("write", path, lambda: self._names.release(name, file))
         self._forget(name)
+
+    def _names_below(self, path: str) -> tuple[str, ...]:
+        """Return the names of a path; StorageError for the root."""
+        names = split_path(path)
+        if not names:
+            raise StorageError(f"{self.url}: the root itself cannot be renamed or replaced")
+        return names
 
     def _is_in_fixed(self, names: Sequence[str]) -> bool:
         return bool(names) and names[0] in FIXED_DIRS
@@ -802,14 +802,9 @@ class ObjectStorage:
     def _check_first_level(self, *paths: str) -> None:
         """Raise StorageError unless both can be renamed."""
         for path in paths:
-            names = split_path(path)
-            if not names:
-                raise StorageError(f"{self.url}: the root itself cannot be renamed or replaced")
+            names = self._names_below(path)
             if len(names) > 1 or names[0] in FIXED_DIRS or names[0] == INNER:
                 raise _refused("rename", self.describe(path))
-
-    def _taken(self, action: str, src: str, dst: str) -> StorageError:
-        return taken(action, self.describe(src), dst)
 
     # ---- Removal ----
 
@@ -857,15 +852,13 @@ class ObjectStorage:
         # gone on to another one and this had been deleted. One that this process has written
         # itself is the only one, and that of a step is never deleted.
         is_only = is_own or not name.startswith(".")
-        if not is_only and not self._do(
-            "remove", name, lambda: self._names.nameless([record.prefix])
-        ):
-            self._do("remove", name, lambda: self._names.forget(name))
-            return
-        key = self._names.data_key(record)
-        objects = self._do("remove", name, lambda: self._bucket.list_all(key))
-        # The name last: while it is there, a reader of a listing knows of the directory.
-        keys = [*objects, *self._names.keys_to_forget(name)]
+        keys: builtins.list[str] = []
+        if is_only or self._do("remove", name, lambda: self._names.nameless([record.prefix])):
+            key = self._names.data_key(record)
+            keys += self._do("remove", name, lambda: self._bucket.list_all(key))
+        if name.startswith("."):  # used once, and free by now
+            # Last: while it is there, a reader of a listing knows of the directory.
+            keys.append(name + SUFFIX)
         self._do("remove", name, lambda: self._bucket.delete(keys))
 
     def _delete_below(self, path: str, key: str) -> None:
