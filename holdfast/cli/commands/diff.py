@@ -236,12 +236,16 @@ def _print(a: OpenCheckpoint, b: OpenCheckpoint, args: Args, result: Differences
     print_rows(
         console,
         [("tensor", "cyan"), ("A", ""), ("B", "")],
-        [(x.key, x.a or "not there", x.b or "not there") for x in result.structure],
+        result.structure,
+        lambda x: (x.key, x.a or "not there", x.b or "not there"),
+        noun="tensor",
     )
     print_rows(
         console,
         [("value", "cyan"), ("A", ""), ("B", "")],
-        [(x.path, _value(x.a, x.in_a), _value(x.b, x.in_b)) for x in result.values],
+        result.values,
+        lambda x: (x.path, _value(x.a, x.in_a), _value(x.b, x.in_b)),
+        noun="value",
     )
     print_rows(
         console,
@@ -249,14 +253,12 @@ def _print(a: OpenCheckpoint, b: OpenCheckpoint, args: Args, result: Differences
             ("tensor", "cyan"), ("dtype", ""), ("shape", ""), ("differing", "right"),
             ("max |b-a|", "right"), ("norm of b-a", "right"), ("undefined", "right"),
         ],
-        [
-            (
-                x.key, x.dtype, shape_in_words(x.shape), f"{x.num_differing:,}",
-                f"{x.max_abs:.6g}", f"{x.norm:.6g}",
-                f"{x.num_undefined:,}" if x.num_undefined else "",
-            )
-            for x in result.tensors
-        ],
+        result.tensors,
+        lambda x: (
+            x.key, x.dtype, shape_in_words(x.shape), f"{x.num_differing:,}", f"{x.max_abs:.6g}",
+            f"{x.norm:.6g}", f"{x.num_undefined:,}" if x.num_undefined else "",
+        ),
+        noun="tensor",
     )  # fmt: skip
     style = "bold red" if result.is_different else "green" if result.is_equal else "yellow"
     console.print(_summary(args, result), style=style, soft_wrap=True)

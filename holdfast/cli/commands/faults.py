@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -145,13 +146,14 @@ def _print(directory: Path, history: RunHistory, pending: Fault | None) -> None:
         ("host", "cyan"), ("device", "cyan"), ("convicted", "right"), ("suspected", "right"),
         ("odd one", "right"), ("transient", "right"), ("last time (UTC)", ""),
     ]  # fmt: skip
-    print_rows(console, columns, [_device_cells(each) for each in history.devices])
+    print_rows(console, columns, history.devices, _device_cells, noun="device")
     columns = [
         ("step", "right"), ("time (UTC)", ""), ("job", ""), ("verdict", ""), ("devices", "cyan"),
         ("exit code", "right"), ("what to do", ""),
     ]  # fmt: skip
-    newest_first = list(reversed(history.faults))
-    print_rows(console, columns, [_fault_cells(each, pending) for each in newest_first])
+    print_rows(
+        console, columns, history.faults[::-1], partial(_fault_cells, pending=pending), noun="fault"
+    )
     for device in history.devices:
         for text in device.diagnostics:
             console.print(f"{device.host}, {device.device}: {text}", soft_wrap=True)
