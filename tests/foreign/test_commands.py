@@ -40,9 +40,10 @@ def test_a_directory_of_them_is_listed(holdfast: Holdfast, place: Path) -> None:
         (place / name).rename(place / "all" / name)
     (place / "all/bad").mkdir()
     (place / "all/bad/.metadata").write_bytes(b"\x80\x02cos\nsystem\n.")
+    (place / "all/.saving-iter_0000001-ab").mkdir()  # hides none of them
     result = holdfast("ls", place / "all")
     assert result.code == 1
-    for text in ("safetensors", "PyTorch DCP", "os.system"):
+    for text in ("safetensors", "PyTorch DCP", "os.system", "a save in progress"):
         assert text in result.out
 
 

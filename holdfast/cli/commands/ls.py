@@ -92,49 +92,37 @@ class Foreign:
     is_damaged: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What is listed; the document of `--json`."""
+
+    root: str
+    latest: int | None = None
+    pointer: int | None = None
+    steps: list[Step] = field(default_factory=list)
+    uncommitted: list[Uncommitted] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    foreign: list[Foreign] = field(default_factory=list)
+
+
 def run(args: Args) -> int:
     """Print the list, or of a directory of runs the runs; 1 if a manifest is damaged, 2 if one
     cannot be read.
 
     Reads manifests only, no tensor.
     """
-    if not is_url(args.root) and os.path.isfile(args.root):
-        return _run_file(args)
-    storage, root = open_root(args.root), shown(args.root)
-    names, steps, moved = _survey(storage)
-    is_step = is_url(args.root) and parse_step_dir(root.rpartition("/")[2]) is not None
-    if MANIFEST in names or is_step:
-        raise ConfigError(f"{root} is one checkpoint; `holdfast show {root}` shows it")
-    if is_url(args.root):
-        require_something(storage, names, root)
-    leftovers = _leftovers(args.root, names, {step.step for step in steps}, moved)
-    pointer = _pointer(storage)
-    # A directory without checkpoints of our own may have some of others.
-    foreign = [] if steps or is_url(args.root) else _find_foreign(args.root)
-    if foreign:
-        paths = {each.path for each in foreign}
-        leftovers = [each for each in leftovers if str(args.root / each.name) not in paths]
-    has_any = steps or leftovers or foreign
-    runs = [] if has_any else [_run(path) for path in find_runs(args.root)]
+    is_file = not is_url(args.root) and os.path.isfile(args.root)
+    contents = _of_file(args.root) if is_file else _of_root(args.root)
+    steps, runs, foreign = contents.steps, contents.runs, contents.foreign
     if args.json:
-        latest = steps[-1].step if steps else None
-        print_json(
-            {
-                "root": root,
-                "latest": latest,
-                "pointer": pointer,
-                "steps": [asdict(step) for step in steps],
-                "uncommitted": [asdict(leftover) for leftover in leftovers],
-                "runs": [asdict(run) for run in runs],
-                "foreign": [asdict(each) for each in foreign],
-            }
-        )
+        print_json(asdict(contents))
     elif runs:
-        _print_runs(root, runs)
-    elif foreign and not leftovers:
-        _print_foreign(foreign)
+        _print_runs(contents.root, runs)
     else:
-        _print(root, steps, leftovers, pointer)
+        if foreign:
+            _print_foreign(foreign)
+        if contents.uncommitted or not foreign:
+            _print(contents)
     lines: list[Step | Run | Foreign] = [*steps, *runs, *foreign]
     return exit_code(
         is_damaged=any(step.damage for step in steps) or any(each.is_damaged for each in foreign),
@@ -142,24 +130,39 @@ def run(args: Args) -> int:
     )
 
 
-def _run_file(args: Args) -> int:
-    """Print the list of one file: a checkpoint in another format."""
-    foreign = _describe_foreign([args.root])
+def _of_root(path: Path) -> Contents:
+    """What a directory or URL holds."""
+    storage, root = open_root(path), shown(path)
+    names, steps, moved = _survey(storage)
+    is_step = is_url(path) and parse_step_dir(root.rpartition("/")[2]) is not None
+    if MANIFEST in names or is_step:
+        raise ConfigError(f"{root} is one checkpoint; `holdfast show {root}` shows it")
+    if is_url(path):
+        require_something(storage, names, root)
+    leftovers = _leftovers(path, names, {step.step for step in steps}, moved)
+    # A directory without checkpoints of our own may have some of others.
+    foreign = [] if steps or is_url(path) else _find_foreign(path)
+    if foreign:
+        paths = {each.path for each in foreign}
+        leftovers = [each for each in leftovers if str(path / each.name) not in paths]
+    has_any = steps or leftovers or foreign
+    return Contents(
+        root=root,
+        latest=steps[-1].step if steps else None,
+        pointer=_pointer(storage),
+        steps=steps,
+        uncommitted=leftovers,
+        runs=[] if has_any else [_run(each) for each in find_runs(path)],
+        foreign=foreign,
+    )
+
+
+def _of_file(path: Path) -> Contents:
+    """What one file is: a checkpoint in another format."""
+    foreign = _describe_foreign([path])
     if not foreign:
-        raise ConfigError(unknown(Location.of(args.root)))
-    if args.json:
-        none: dict[str, object] = {
-            "latest": None,
-            "pointer": None,
-            "steps": [],
-            "uncommitted": [],
-            "runs": [],
-        }
-        lines = [asdict(each) for each in foreign]
-        print_json({"root": shown(args.root), **none, "foreign": lines})
-    else:
-        _print_foreign(foreign)
-    return exit_code(is_damaged=foreign[0].is_damaged, has_failed=bool(foreign[0].problem))
+        raise ConfigError(unknown(Location.of(path)))
+    return Contents(root=shown(path), foreign=foreign)
 
 
 def _find_foreign(root: Path) -> list[Foreign]:
@@ -326,9 +329,9 @@ def _print_runs(root: str, runs: list[Run]) -> None:
     console.print(f"`holdfast ls {runs[0].path}` lists the steps of one", soft_wrap=True)
 
 
-def _print(root: str, steps: list[Step], leftovers: list[Uncommitted], pointer: int | None) -> None:
+def _print(contents: Contents) -> None:
     """The list of a directory that holds checkpoints."""
-    console = make_console()
+    console, steps = make_console(), contents.steps
     if steps:
         columns = [
             ("step", "right"), ("", "green"), ("created (UTC)", ""), ("tensors", "right"),
@@ -349,11 +352,11 @@ def _print(root: str, steps: list[Step], leftovers: list[Uncommitted], pointer: 
             )  # fmt: skip
         console.print(table)
     else:
-        console.print(f"no committed checkpoint in {root}", soft_wrap=True)
-    newest = steps[-1].step if steps else None
-    if pointer is not None and pointer != newest:
-        console.print(f"{LATEST} says {pointer}; the newest committed step is {newest}")
-    if leftovers:
+        console.print(f"no committed checkpoint in {contents.root}", soft_wrap=True)
+    pointer, latest = contents.pointer, contents.latest
+    if pointer is not None and pointer != latest:
+        console.print(f"{LATEST} says {pointer}; the newest committed step is {latest}")
+    if contents.uncommitted:
         console.print("uncommitted:")
-        for leftover in leftovers:
+        for leftover in contents.uncommitted:
             console.print(f"  {leftover.name}  {leftover.what}", style="dim")
