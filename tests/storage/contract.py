@@ -116,8 +116,12 @@ class StorageContract:
                      storage.remove_tree):  # fmt: skip
             with pytest.raises(StorageError, match="nothing"):
                 call("nothing")
-        with pytest.raises(StorageError, match="nothing"):
-            storage.rename_dir("nothing", "other")
+        for call in (
+            lambda: storage.read("nothing", nbytes=0),
+            lambda: storage.rename_dir("nothing", "other"),
+        ):
+            with pytest.raises(StorageError, match="nothing"):
+                call()
 
     def test_directories(self, storage: Storage) -> None:
         storage.make_dir("b/c/d")

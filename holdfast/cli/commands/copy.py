@@ -13,6 +13,7 @@ from holdfast.cli.support.running import Stopped
 from holdfast.cli.support.steps import lease_checkpoint
 from holdfast.cli.support.tables import print_json, progress_bar
 from holdfast.errors import ConfigError, clean, in_bytes
+from holdfast.format.names import step_dir
 from holdfast.storage import open_storage, shown
 from holdfast.writer.copying import copy_checkpoint
 
@@ -68,7 +69,7 @@ def run(args: Args) -> int:
                 )
                 raise
     seconds = time.monotonic() - began
-    where = f"{shown(args.dst).rstrip('/')}/iter_{report.step:07d}"
+    where = f"{shown(args.dst).rstrip('/')}/{step_dir(report.step)}"
     if args.json:
         print_json(
             {
