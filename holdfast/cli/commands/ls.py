@@ -167,29 +167,37 @@ def _of_file(path: Path) -> Contents:
 
 def _find_foreign(root: Path) -> list[Foreign]:
     """Checkpoints in other formats: the directory itself, or what is in it."""
-    if itself := _describe_foreign([root]):
+    itself = _describe_foreign([root])
+    if any(each.format for each in itself):
         return itself
+    # Also where it cannot be known, because of one folder in it: the others are listed.
     inside = sorted(path for path in root.iterdir() if not path.name.startswith("."))
-    return _describe_foreign(
-        path for path in inside[:_MAX_FOREIGN] if path.is_dir() or path.is_file()
+    lines = _describe_foreign(
+        path for path in inside[:_MAX_FOREIGN] if os.path.isdir(path) or os.path.isfile(path)
     )
+    return lines or itself
 
 
 def _describe_foreign(paths: Iterable[Path]) -> list[Foreign]:
-    """Return a line of the list for each path in a known format; only metadata are read."""
+    """Return a line of the list for each path in a known format; only metadata are read.
+
+    Also for one of which that cannot be known.
+    """
     lines = []
     for path in paths:
-        location = Location.of(path)
-        known = detect_format(location)
-        if known is None:
-            continue
+        title = ""
         try:
+            location = Location.of(path)
+            known = detect_format(location)
+            if known is None:
+                continue
+            title = known.title
             catalog = known.describe(location)
         except HoldfastError as error:
             lines.append(
                 Foreign(
                     path=str(path),
-                    format=known.title,
+                    format=title,
                     problem=str(error),
                     is_damaged=not is_unknown(error),
                 )
