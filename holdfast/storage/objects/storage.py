@@ -306,22 +306,16 @@ class ObjectStorage:
         after the listing had it not. Two requests, and one for each name that has changed since
         this process looked and that the newest does not know.
         """
-
-        def look() -> dict[str, bool]:
-            listing = self._bucket.list("")
-            records = self._names.records(listing, steps_only=True)
-            names = (name for name in listed_names(listing) if not name.startswith("."))
-            return {name: name in records and file in records[name].files for name in names}
-
-        return self._do("list", "", look)
+        listing, records = self._look()
+        names = (name for name in listed_names(listing) if not name.startswith("."))
+        return {name: name in records and file in records[name].files for name in names}
 
     def survey(self) -> Survey:
         """Return all names of the first level, and what is known of the directories; two requests.
 
         See `dirs_with` for what is known without a request for each.
         """
-        listing = self._do("list", "", lambda: self._bucket.list(""))
-        records = self._do("list", "", lambda: self._names.records(listing, steps_only=True))
+        listing, records = self._look()
         made_for = {record.prefix.partition("-")[2] for record in records.values()}
         names = self._names_in(listing)
         return Survey(
@@ -710,6 +704,11 @@ class ObjectStorage:
             return True
         listing = self._bucket.list(self._names.data_key(record, *names[1:]))
         return bool(listing.dirs or listing.objects)
+
+    def _look(self) -> tuple[ObjectListing, dict[str, NameRecord]]:
+        """Return the listing of the root, and what the names in it without a dot stand for."""
+        listing = self._do("list", "", lambda: self._bucket.list(""))
+        return listing, self._do("list", "", lambda: self._names.records(listing, steps_only=True))
 
     def folders(self) -> builtins.list[str]:
         """Return the names of folders in the root that other programs have made.
