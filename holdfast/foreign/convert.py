@@ -38,7 +38,7 @@ from holdfast.format.names import (
 from holdfast.format.reader import Snapshot
 from holdfast.format.versions import lease_chosen
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage
-from holdfast.storage.places import Opener, as_url
+from holdfast.storage.places import Opener, check_local
 
 TargetFormat = Literal["holdfast", "huggingface", "safetensors", "dcp", "torch_save"]
 """The formats that can be written."""
@@ -153,12 +153,7 @@ def plan_conversion(
             reopen=own_format.reopen,
             is_step=True,
         )
-    if is_url(to):
-        # Our names in a bucket are objects that lead to the data: no other program follows them.
-        raise ConfigError(
-            f"{as_url(to)}: only holdfast's own format is written to a bucket; write {options.to} "
-            f"to a directory, and upload it with the cloud's own tools"
-        )
+    check_local(to, what=options.to)
     path = Path(to)
     return Conversion(
         catalog=catalog,

@@ -29,7 +29,7 @@ from holdfast.format.values import Node
 from holdfast.format.versions import announce_removal, read_manifest, readers_of
 from holdfast.retention.tags import list_tags, remove_tag
 from holdfast.storage import Storage
-from holdfast.storage.reading import for_each, is_unknown, read_at_most
+from holdfast.storage.reading import for_each, is_unknown, read_at_most, sizes_below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +107,10 @@ def prove_sound(storage: Storage, directory: str) -> str | None:
     """
     try:
         with Snapshot.open(storage, directory) as snapshot:
+            # Of the version that was opened, whatever has its name by now.
+            view, sizes = snapshot.storage, sizes_below(snapshot.storage, directory) or {}
             for name, stated in snapshot.manifest.file_sizes.items():
-                nbytes = storage.size(f"{directory}/{name}")
+                nbytes = sizes[name] if name in sizes else view.size(f"{directory}/{name}")
                 if nbytes != stated:
                     return f"{name} has {nbytes} bytes, the manifest states {stated}"
     except HoldfastError as error:
@@ -291,10 +293,9 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
     with announce_removal(storage, directory) as readers:
         if readers:
             return f"being read by {', '.join(readers)}"
-        if not storage.exists(directory):
-            return "another process removed it"
         if not storage.is_dir(directory):
-            return "a link or a file: not followed"
+            is_there = storage.exists(directory)
+            return "a link or a file: not followed" if is_there else "another process removed it"
         if _stamp(storage, directory) != removal.stamp:
             return "saved again since the plan was made"
         if tags := _new_tags(storage, removal):

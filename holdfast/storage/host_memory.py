@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 _UNLIMITED_NBYTES = 1 << 60
 _MACHINE = Path("/proc/meminfo")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _CONTROL_GROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
+    ("", Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
     (
+        "memory",
         Path("/sys/fs/cgroup/memory"),
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
         "total_",
     ),
 )
-"""Folder, files of the limit and of the use, and how fields of `memory.stat` start, by version."""
+"""Controller in `_OWN_GROUPS`, folder of all groups, files of the limit and of the use, and how
+fields of `memory.stat` start, by version."""
 
 
 def available_memory_nbytes() -> int:
@@ -43,16 +47,31 @@ def _memory_nbytes() -> tuple[int, int]:
                 total = int(line.split()[1]) * 1024
     except OSError:
         return available, total
-    for folder, limit, used, prefix in _CONTROL_GROUPS:
-        try:
-            most = (folder / limit).read_text().strip()
-            if most != "max":
-                taken = int((folder / used).read_text()) - _cached(folder, prefix)
-                available = min(available, int(most) - taken)
-                total = min(total, int(most))
-        except (OSError, ValueError):
-            continue
+    for controller, root, limit, used, prefix in _CONTROL_GROUPS:
+        for folder in _groups(controller, root):
+            try:
+                most = (folder / limit).read_text().strip()
+                if most != "max":
+                    taken = int((folder / used).read_text()) - _cached(folder, prefix)
+                    available = min(available, int(most) - taken)
+                    total = min(total, int(most))
+            except (OSError, ValueError):
+                continue
     return max(available, 0), total
+
+
+def _groups(controller: str, root: Path) -> list[Path]:
+    """Folders of this process's control group and of those around it, whose limits it shares.
+
+    A container sees its own group as the root; a job of Slurm or systemd is some levels below it.
+    """
+    folder = root
+    with suppress(OSError, ValueError):
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                folder = root / path.strip("/")
+    return [folder, *(above for above in folder.parents if above.is_relative_to(root))]
 
 
 def _cached(folder: Path, prefix: str) -> int:

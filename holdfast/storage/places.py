@@ -61,6 +61,19 @@ def check_place(place: str | os.PathLike[str]) -> None:
         )
 
 
+def check_local(place: str | os.PathLike[str], *, what: str) -> None:
+    """Raise ConfigError for a URL where something is written that no bucket of ours holds.
+
+    Else a directory s3: would be made below the current one, and all would look right.
+    """
+    if is_url(place):
+        # Our names in a bucket are objects that lead to the data: no other program follows them.
+        raise ConfigError(
+            f"{as_url(place)}: only holdfast's own format is written to a bucket; write {what} to "
+            f"a directory, and upload it with the cloud's own tools"
+        )
+
+
 def open_storage(place: str | os.PathLike[str], **settings: object) -> Storage:
     """Return the storage at a directory or a URL; nothing is read.
 

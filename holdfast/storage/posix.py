@@ -65,7 +65,6 @@ _MAX_RANGES = 1024  # one call fills at most so many (IOV_MAX)
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
 _preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 _preadv.restype = ctypes.c_ssize_t
-_Observe = Callable[[str, str, int, int], None]
 
 
 class PosixStorage:
@@ -171,11 +170,12 @@ class PosixStorage:
         """See `Storage.list`."""
         self._observe("list", path, 0, 0)
         names = split_path(path)
-        with self._guard("list", path), self._dir(names[:-1]) as above:
-            if not names:
-                return sorted(os.listdir(above))
+        if not names or (self._pinned is not None and names == self._pinned.names):
+            with self._guard("list", path), self._dir(names) as fd:
+                return sorted(os.listdir(fd))
+        with self._guard("list", path), self._parent(path) as (above, name):
             # Opened again even if held: this makes a network file system's client ask its server.
-            fd = os.open(names[-1], _DIR_FLAGS, dir_fd=above)
+            fd = os.open(name, _DIR_FLAGS, dir_fd=above)
             try:
                 return sorted(os.listdir(fd))
             finally:
@@ -703,7 +703,7 @@ def _is_confirmed(
 class PosixSource:
     """An open regular file; see `Source`. Reads move no position, so threads may share it."""
 
-    def __init__(self, fd: int, *, path: str, place: str, observe: _Observe) -> None:
+    def __init__(self, fd: int, *, path: str, place: str, observe: Observer) -> None:
         self._fd = fd
         self._path = path
         self._place = place
@@ -764,7 +764,7 @@ class PosixSink:
     assumed. The rest goes through the cache.
     """
 
-    def __init__(self, fd: int, *, path: str, place: Path, nbytes: int, observe: _Observe) -> None:
+    def __init__(self, fd: int, *, path: str, place: Path, nbytes: int, observe: Observer) -> None:
         self._fd = fd
         self._path = path
         self._place = place

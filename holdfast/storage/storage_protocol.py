@@ -83,8 +83,8 @@ class Storage(Protocol):
     reports), `note` (see `annotate`), `is_one_place` (its root cannot be unmounted), `stamps_all`
     (the times of all files are by its own clock), `is_durable_at_once` (a rename that can be seen
     is durable),
-    `collect_garbage` (for `repair`), `fail_within` (see `reading.py`),
-    and `address` (how a writer process opens it).
+    `collect_garbage` (for `repair`), `fail_within` (see `reading.py`), `folders` (those that other
+    programs have made, which `list` leaves out), and `address` (how a writer process opens it).
     `storage/objects/storage.py` has all of them. One whose processes share a kernel may have
     `locking` and `is_locked` (whether a save has a writer), and one that shows files before they
     are whole `file_stamp` (whether a file is the one that was written, or a copy), as

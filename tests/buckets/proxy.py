@@ -19,7 +19,7 @@ from typing import Any, Literal
 Fault = Literal[
     "", "500 before", "500 after", "200 error", "cut before", "cut after", "cut midway",
     "reset after", "slow down", "delay", "late", "old", "denied", "silent before", "silent after",
-    "silent midway", "dripping",
+    "silent midway", "dripping", "too long", "too short", "no range", "no xml",
 ]  # fmt: skip
 FAULTS: tuple[Fault, ...] = (
     "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after", "slow down",
@@ -30,7 +30,9 @@ which the second half is. Not among these, since no store of its own does so: la
 fails and yet comes to the server, when a second try may have been answered; old, a cache gives the
 answer of some changes before. Nor 200 error, which only the end of an upload is answered with; nor
 denied, which no second try changes; nor those after which the connection stays open: silent,
-nothing more comes, and dripping, the answer comes byte by byte."""
+nothing more comes, and dripping, the answer comes byte by byte; nor what broken proxies do: too
+long and too short, the answer's length is not that of its range; no range, the whole object comes;
+no xml, its first bytes are others."""
 _DELAY_S = 0.05
 _DRIP_S = 0.2
 _STAY_S = 60.0
@@ -91,13 +93,22 @@ class FaultProxy:
             return self._cut(handler)
         if fault == "silent before":
             return self._stay(handler)
-        request = Request(handler.command, handler.path, dict(handler.headers.items()), body)
+        asked = dict(handler.headers.items())
+        if fault == "no range":
+            asked = {name: value for name, value in asked.items() if name.lower() != "range"}
+        request = Request(handler.command, handler.path, asked, body)
         if fault == "late":
             thread = threading.Thread(target=self._forward_later, args=(request,), daemon=True)
             self._late.append(thread)
             thread.start()
             return self._refuse(handler, 500)
         status, headers, data = self._old_or_new(request, is_old=fault == "old")
+        if fault == "too long":
+            data += b"more"
+        elif fault == "too short":
+            data = data[: len(data) // 2]
+        elif fault == "no xml":
+            data = b"<<<<" + data[4:]
         if fault == "500 after":
             return self._refuse(handler, 500)
         if fault == "reset after":

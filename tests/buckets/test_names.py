@@ -264,7 +264,7 @@ class Old:
     """What a cache on the way gives: an object as it was, or that it is not there."""
 
     def __init__(self, data: bytes, meta: dict[str, object]) -> None:
-        self._data, self.meta = data, meta
+        self._data, self.meta, self.range = data, meta, (0, len(data))
 
     def bytes(self) -> bytes:
         return self._data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -87,11 +88,35 @@ def test_pieces_out_of_order_and_holes_become_one_object(store: ObjectStorage) -
     store.make_dir("d")
     with store.create("d/f", nbytes=12 << 20) as sink:
         sink.write_at(7 << 20, memoryview(b"b" * 10))
-        sink.write_at(5, memoryview(b"a" * 10))
+        sink.write_at(0, memoryview(bytes(5) + b"a" * 10))
+        for start in (0, 14, 7 << 20):  # the bytes there would be lost without an error
+            with pytest.raises(StorageError, match=r"d/f: the byte at offset .* written before"):
+                sink.write_at(start, memoryview(b"x"))
     data = store.read("d/f")
     assert len(data) == 12 << 20
     assert data[:20] == bytes(5) + b"a" * 10 + bytes(5)
     assert data[(7 << 20) - 1 : (7 << 20) + 11] == b"\0" + b"b" * 10 + b"\0"
+
+
+def test_a_sink_that_has_failed_is_never_whole() -> None:
+    """P2: a caller that catches the first error does not take the second call for success."""
+    store = ObjectStorage(f"memory://{secrets.token_hex(4)}")
+    store.make_dir("d")
+
+    def make(name: str, *pieces: tuple[int, bytes]) -> None:
+        with store.create(name, nbytes=8) as sink:
+            for start, piece in pieces:
+                sink.write_at(start, memoryview(piece))
+            store.write_file("d/f", b"mine")
+            with suppress(StorageError):
+                sink.sync()
+
+    with pytest.raises(StorageError, match="d/f could not be written before"):
+        make("d/f")
+    assert store.read("d/f") == b"mine"
+    with pytest.raises(StorageError, match="offset 2 was written before"):
+        make("d/g", (1, b"aa"), (2, b"b"))
+    assert not store.exists("d/g")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +199,9 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         ObjectStorage("s3://bucket/run")
 
 
-def test_what_needs_a_directory_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_needs_a_directory_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = "memory://refused/run"
     with pytest.raises(ConfigError, match=r"keep_image_s=60.*memory://refused/run"):
         Checkpointer(url, keep_image_s=60)
@@ -182,6 +209,16 @@ def test_what_needs_a_directory_is_refused_by_name(capsys: pytest.CaptureFixture
         RankLog(Path("s3://b/run"), groups=ProcessGroups.single())
     assert main(["faults", url]) == 2
     assert f"{url}: reports of faults are kept in directories" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    Checkpointer("run", settle_s=0.0).save(1, {"t": {"a": torch.zeros(3)}})
+    for words in (
+        ["export", "run", "--tensor", "*", "--to", "s3://b/all.safetensors"],
+        ["export", "run", "--tensor", "*", "--to", "s3://b/all"],
+        ["view", "run", "--out", "s3://b/page.html"],
+    ):  # a directory s3: would be made here, and the command report success
+        assert main(words) == 2
+        assert f"{words[-1]}: only holdfast's own format is written" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_directory_never_imports_it(tmp_path: Path) -> None:

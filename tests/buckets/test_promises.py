@@ -153,6 +153,7 @@ def test_retention_looks_at_several_steps_at_once() -> None:
     storage = ObjectStorage(url, observer=meet)
     storage.dirs_with(MANIFEST)
     assert plan_retention(storage, KeepLast(9)).remove == ()
+    assert storage.requests["head"] == 0  # a listing has the sizes of all files
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])

@@ -78,6 +78,11 @@ def test_without_the_secret_nothing_is_asked_and_the_rule_is_named(
     shown = capsys.readouterr().out
     assert "cannot be reached" in shown.replace("\n", " ")
     assert "hf-secret" not in shown
+    # One whose list has no end.
+    endless = "<Answer><IsTruncated>true</IsTruncated></Answer>"
+    monkeypatch.setattr(uploads, "_answer_of", lambda *of: endless)
+    assert main(["repair", url]) == 0
+    assert "one page of them again and again" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_store_that_answers_byte_by_byte_is_not_waited_for(s3: str) -> None:

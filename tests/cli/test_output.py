@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -205,9 +206,24 @@ def test_ctrl_c_is_a_word_and_130(
 
 
 def test_control_characters_in_names_never_reach_the_terminal(
-    holdfast: Holdfast, tmp_path: Path
+    holdfast: Holdfast, tmp_path: Path, root: Path
 ) -> None:
+    """T5."""
     result = holdfast("show", tmp_path / "a\x1b[31mb\udcff")
     assert result.code == 2
     assert "\x1b" not in result.err
     assert "a\\x1b[31mb\\udcff does not exist" in result.err
+    runs = tmp_path / "runs\x1b[31m"
+    shutil.copytree(root, runs / "run\x1b[31m")
+    run, out = runs / "run\x1b[31m", tmp_path / "out\x1b[31m"
+    words: list[list[object]] = [
+        ["ls", runs], ["ls", run], ["show", run], ["verify", run], ["diff", run, run],
+        ["tag", run], ["faults", run], ["repair", run, "--dry-run"], ["prune", run, "--after", "9"],
+        ["copy", run, out / "copy"], ["copy", run, out / "copy"],
+        ["export", run, "--tensor", "model.norm", "--to", out / "x.safetensors"],
+        ["convert", run, out / "x.pt", "--to", "torch_save"],
+        ["prune", run, "--keep-last", "1", "--dry-run"], ["verify", out / "x.pt"],
+    ]  # fmt: skip
+    for command in words:
+        result = holdfast(*command)
+        assert "\x1b" not in result.out + result.err, command

@@ -57,7 +57,10 @@ def test_leftovers_are_told_and_dealt_with(holdfast: Holdfast, tmp_path: Path) -
     assert (said.code, said.err) == (0, "")
     assert "would be finished" in said.out
     assert "ranks [0] did not finish writing" in said.out
-    assert "nothing was changed: 4 leftovers" in said.out
+    assert (
+        "nothing was changed: 4 leftovers: 1 would be finished, 2 would be removed, 1 left alone"
+        in said.out
+    )
     assert complete.exists()
     assert broken.exists()
     found = holdfast("repair", root, "--json").json

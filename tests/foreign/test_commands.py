@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from holdfast import Checkpointer
+from holdfast.cli.commands import ls
+from holdfast.errors import StorageError
+from holdfast.foreign.location import Location
 from tests.cli.conftest import Holdfast, holdfast
 from tests.foreign.contract import sample_tensors
 
@@ -32,7 +36,9 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_directory_of_them_is_listed(holdfast: Holdfast, place: Path) -> None:
+def test_a_directory_of_them_is_listed(
+    holdfast: Holdfast, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = holdfast("ls", place / "dcp", "--json").json["foreign"]
     assert [(each["format"], each["num_tensors"]) for each in listed] == [("PyTorch DCP", 10)]
     (place / "x.pt").rename(place / "hf.pt")  # in a folder of its own it would be one checkpoint
@@ -41,10 +47,23 @@ def test_a_directory_of_them_is_listed(holdfast: Holdfast, place: Path) -> None:
         (place / name).rename(place / "all" / name)
     (place / "all/bad").mkdir()
     (place / "all/bad/.metadata").write_bytes(b"\x80\x02cos\nsystem\n.")
+    (place / "all/.saving-iter_0000001-ab").mkdir()  # hides none of them
     result = holdfast("ls", place / "all")
     assert result.code == 1
-    for text in ("safetensors", "PyTorch DCP", "os.system"):
+    for text in ("safetensors", "PyTorch DCP", "os.system", "a save in progress"):
         assert text in result.out
+    detect = ls.detect_format
+
+    def denied(location: Location) -> Any:
+        if Path(location.label).name in ("all", "bad"):
+            raise StorageError("Permission denied", details={"is_unknown": True})
+        return detect(location)
+
+    # P27: a folder that may not be read hides no other one, and is not damaged.
+    monkeypatch.setattr(ls, "detect_format", denied)
+    result = holdfast("ls", place / "all", "--json")
+    lines = [(Path(each["path"]).name, each["problem"]) for each in result.json["foreign"]]
+    assert (result.code, lines) == (2, [("bad", "Permission denied"), ("dcp", None), ("hf", None)])
 
 
 def test_equal_tensors_of_different_formats_are_equal(holdfast: Holdfast, place: Path) -> None:

@@ -116,8 +116,12 @@ class StorageContract:
                      storage.remove_tree):  # fmt: skip
             with pytest.raises(StorageError, match="nothing"):
                 call("nothing")
-        with pytest.raises(StorageError, match="nothing"):
-            storage.rename_dir("nothing", "other")
+        for call in (
+            lambda: storage.read("nothing", nbytes=0),
+            lambda: storage.rename_dir("nothing", "other"),
+        ):
+            with pytest.raises(StorageError, match="nothing"):
+                call()
 
     def test_directories(self, storage: Storage) -> None:
         storage.make_dir("b/c/d")
@@ -171,6 +175,7 @@ class StorageContract:
         with storage.create("data/f", nbytes=len(payload)) as sink:
             for start in (8192, 0, 12288, 4096):
                 sink.write_at(start, memoryview(payload)[start : start + 4096])
+                sink.write_at(12288, memoryview(b""))
             sink.sync()
         assert storage.read("data/f") == payload
 
@@ -232,6 +237,7 @@ class StorageContract:
         for name in ("new", "old"):
             storage.make_dir(f"{name}/data")
             storage.write_file(f"{name}/data/f", name.encode())
+            storage.write_file(f"{name}/{name}.txt", b"")
         with storage.pin("old") as held:
             storage.exchange_dir("new", "old")
             assert storage.read("old/data/f") == b"new"
@@ -241,6 +247,7 @@ class StorageContract:
                 source.readinto(memoryview(buffer), start=0)
                 source.close()
                 assert bytes(buffer) == held.read("old/data/f") == b"old"
+                assert held.list("old") == ["data", "old.txt"]
                 assert held.list("old/data") == ["f"]
                 assert held.size("old/data/f") == 3
                 assert held.exists("old/data/f")

@@ -24,8 +24,11 @@ def test_the_page_cache_of_a_control_group_is_available(
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: 7000 kB\n")
     monkeypatch.setattr(host_memory, "_MACHINE", meminfo)
-    groups = [(tmp_path, *names) for _, *names in host_memory._CONTROL_GROUPS]
+    groups = [(name, tmp_path, *names) for name, _, *names in host_memory._CONTROL_GROUPS]
     monkeypatch.setattr(host_memory, "_CONTROL_GROUPS", groups)
+    own = tmp_path / "own"
+    own.write_text("0::/\n")
+    monkeypatch.setattr(host_memory, "_OWN_GROUPS", own)
     assert (available_memory_nbytes(), total_memory_nbytes()) == (7000 << 10, 9000 << 10)
     (tmp_path / used).write_text("5000\n")
     stat = {"anon": 1000, "file": 4000, "active_file": 1500, "inactive_file": 2300}
@@ -35,6 +38,14 @@ def test_the_page_cache_of_a_control_group_is_available(
     (tmp_path / "memory.stat").write_text("\n".join(lines) + "\n")
     (tmp_path / limit).write_text("5000\n")
     assert (available_memory_nbytes(), total_memory_nbytes()) == (3800, 5000)
+    # The limit of a job of Slurm is at a group above that of each of its steps.
+    for folder, most in (("job", 4500), ("job/step", 1 << 40)):
+        (tmp_path / folder).mkdir()
+        for name, text in ((used, "3000\n"), ("memory.stat", ""), (limit, f"{most}\n")):
+            (tmp_path / folder / name).write_text(text)
+    own.write_text(f"9:name=systemd:/\n{'4:cpu,memory' if version == 1 else '0:'}:/job/step\n")
+    assert (available_memory_nbytes(), total_memory_nbytes()) == (1500, 4500)
+    own.unlink()
     if version == 2:
         (tmp_path / limit).write_text("max\n")
         assert available_memory_nbytes() == 7000 << 10

@@ -14,7 +14,7 @@ from rich.console import Console
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import print_removed
 from holdfast.cli.support.tables import Listing, make_console, print_json, progress_bar
-from holdfast.errors import ConfigError, clean, counted, in_bytes
+from holdfast.errors import ConfigError, counted, in_bytes
 from holdfast.foreign.casts import cast_weights, float_type
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.convert import (
@@ -26,7 +26,8 @@ from holdfast.foreign.convert import (
 )
 from holdfast.foreign.name_map_presets import name_map_of
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?([kMGT]?)(i?)B?", re.ASCII | re.IGNORECASE)
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _POWERS = "kmgt"
 
 
@@ -135,7 +136,7 @@ def _variables(words: tuple[str, ...]) -> dict[str, int]:
     values = {}
     for word in words:
         name, _, number = word.partition("=")
-        if not name.isidentifier() or not number.isdecimal():
+        if not name.isidentifier() or not _NUMBER.fullmatch(number):
             raise ConfigError(f"--set needs name=number, such as num_heads=32, not {word!r}")
         values[name] = int(number)
     return values
@@ -184,15 +185,15 @@ def _print(
     if args.dry_run:
         table = Listing([("file", ""), ("tensors", "right"), ("size", "right")])
         for file in output.files:
-            table.add_row(clean(file.name), str(len(file.extents)), in_bytes(file.nbytes))
+            table.add_row(file.name, str(len(file.extents)), in_bytes(file.nbytes))
         console.print(table)
     for line in changes if args.dry_run else ():
-        console.print(f"  {clean(line)}", soft_wrap=True)
+        console.print(f"  {line}", soft_wrap=True)
     done = "would be written" if args.dry_run else "written"
     after = "" if args.dry_run else f" and compared with the source, in {seconds:.1f} s"
     num = output.num_tensors
     console.print(
-        f"{counted(num, 'tensor')}, {in_bytes(output.nbytes)}, of {clean(catalog.label)} "
+        f"{counted(num, 'tensor')}, {in_bytes(output.nbytes)}, of {catalog.label} "
         f"({catalog.format}) {done} as {args.to} to {conversion.to}{after}",
         soft_wrap=True,
     )
@@ -202,4 +203,4 @@ def _print(
     if left_out:
         console.print("Left out:", style="yellow")
     for sentence in left_out:
-        console.print(f"  {clean(sentence)}", soft_wrap=True)
+        console.print(f"  {sentence}", soft_wrap=True)

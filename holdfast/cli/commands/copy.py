@@ -12,7 +12,8 @@ from holdfast.cli.support.messages import print_note
 from holdfast.cli.support.running import Stopped
 from holdfast.cli.support.steps import lease_checkpoint
 from holdfast.cli.support.tables import print_json, progress_bar
-from holdfast.errors import ConfigError, in_bytes
+from holdfast.errors import ConfigError, clean, in_bytes
+from holdfast.format.names import step_dir
 from holdfast.storage import open_storage, shown
 from holdfast.writer.copying import copy_checkpoint
 
@@ -68,7 +69,7 @@ def run(args: Args) -> int:
                 )
                 raise
     seconds = time.monotonic() - began
-    where = f"{shown(args.dst).rstrip('/')}/iter_{report.step:07d}"
+    where = f"{shown(args.dst).rstrip('/')}/{step_dir(report.step)}"
     if args.json:
         print_json(
             {
@@ -80,12 +81,13 @@ def run(args: Args) -> int:
             }
         )
     elif report.was_there:
-        print(f"{where} is this very version already; nothing was copied")
+        print(clean(f"{where} is this very version already; nothing was copied"))
     else:
         sent = (
             ""
             if report.nbytes_sent == report.nbytes
             else f", {in_bytes(report.nbytes_sent)} of it now: an earlier copy was continued,"
         )
-        print(f"{checkpoint.label} -> {where} ({in_bytes(report.nbytes)}{sent} in {seconds:.2f} s)")
+        what = f"{in_bytes(report.nbytes)}{sent} in {seconds:.2f} s"
+        print(clean(f"{checkpoint.label} -> {where} ({what})"))
     return 0

@@ -26,7 +26,7 @@ from holdfast.cli.support.tables import (
     print_rows,
     progress_bar,
 )
-from holdfast.errors import ConfigError, clean, counted, in_bytes
+from holdfast.errors import ConfigError, counted, in_bytes
 from holdfast.format.manifest import METADATA_PART, USUAL_VERSION, VERSIONS_PART, Manifest
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node, count_values, encode_tree, tensor_keys
@@ -232,16 +232,20 @@ def _print(a: OpenCheckpoint, b: OpenCheckpoint, args: Args, result: Differences
         manifest = side.snapshot.manifest
         layouts = "; ".join(layout_in_words(layout) for layout in manifest.layouts)
         what = f"step {manifest.step}, {layouts}" if layouts else f"step {manifest.step}"
-        console.print(f"{name}  {clean(side.label)}  {what}", style="dim")
+        console.print(f"{name}  {side.label}  {what}", style="dim")
     print_rows(
         console,
         [("tensor", "cyan"), ("A", ""), ("B", "")],
-        [(clean(x.key), x.a or "not there", x.b or "not there") for x in result.structure],
+        result.structure,
+        lambda x: (x.key, x.a or "not there", x.b or "not there"),
+        noun="tensor",
     )
     print_rows(
         console,
         [("value", "cyan"), ("A", ""), ("B", "")],
-        [(clean(x.path), _value(x.a, x.in_a), _value(x.b, x.in_b)) for x in result.values],
+        result.values,
+        lambda x: (x.path, _value(x.a, x.in_a), _value(x.b, x.in_b)),
+        noun="value",
     )
     print_rows(
         console,
@@ -249,24 +253,22 @@ def _print(a: OpenCheckpoint, b: OpenCheckpoint, args: Args, result: Differences
             ("tensor", "cyan"), ("dtype", ""), ("shape", ""), ("differing", "right"),
             ("max |b-a|", "right"), ("norm of b-a", "right"), ("undefined", "right"),
         ],
-        [
-            (
-                clean(x.key), x.dtype, shape_in_words(x.shape), f"{x.num_differing:,}",
-                f"{x.max_abs:.6g}", f"{x.norm:.6g}",
-                f"{x.num_undefined:,}" if x.num_undefined else "",
-            )
-            for x in result.tensors
-        ],
+        result.tensors,
+        lambda x: (
+            x.key, x.dtype, shape_in_words(x.shape), f"{x.num_differing:,}", f"{x.max_abs:.6g}",
+            f"{x.norm:.6g}", f"{x.num_undefined:,}" if x.num_undefined else "",
+        ),
+        noun="tensor",
     )  # fmt: skip
     style = "bold red" if result.is_different else "green" if result.is_equal else "yellow"
     console.print(_summary(args, result), style=style, soft_wrap=True)
     for sentence in result.not_compared:
-        console.print(f"  {clean(sentence)}", soft_wrap=True)
+        console.print(f"  {sentence}", soft_wrap=True)
 
 
 def _value(node: Node, is_there: bool) -> str:
     """A value in a cell of a table."""
-    return clean(in_words(node)) if is_there else "not there"
+    return in_words(node) if is_there else "not there"
 
 
 def _summary(args: Args, result: Differences) -> str:

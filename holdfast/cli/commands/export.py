@@ -27,6 +27,7 @@ from holdfast.format.index import ImageEntry, layout_file
 from holdfast.format.manifest import TensorInfo
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage, Sink
+from holdfast.storage.places import check_local
 from holdfast.storage.unnamed import remove_unnamed, unnamed
 
 Advance = Callable[[int], object]
@@ -82,6 +83,7 @@ def run(args: Args) -> int:
     Cost: reads each tensor once, in pieces of some MiB; before, what a foreign format states a
     CRC-32 of.
     """
+    check_local(args.to, what="the files")
     _refuse_unknown_kind(args.to)
     with open_checkpoint(args.path, step=args.step) as opened:
         snapshot = opened.snapshot

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from holdfast.cli.support.messages import when
 from holdfast.cli.support.run_history import OPEN, Device, DeviceHistory, Fault, RunHistory
 from holdfast.cli.support.steps import open_root
 from holdfast.cli.support.tables import make_console, print_json, print_rows
-from holdfast.errors import ConfigError, HoldfastError, clean, counted, some_sentences
+from holdfast.errors import ConfigError, HoldfastError, counted, some_sentences
 from holdfast.format.names import RANK_LOG_DIR, list_steps, step_dir
 from holdfast.format.rerun_report import REPORT_NAME, read_events
 from holdfast.format.versions import read_manifest
@@ -139,34 +140,35 @@ def _print(directory: Path, history: RunHistory, pending: Fault | None) -> None:
     """Print a line for each device and each fault, and what to do next."""
     console = make_console()
     if not history.faults:
-        console.print(f"no faults in {clean(str(directory))}", soft_wrap=True)
+        console.print(f"no faults in {directory}", soft_wrap=True)
         return
     columns = [
         ("host", "cyan"), ("device", "cyan"), ("convicted", "right"), ("suspected", "right"),
         ("odd one", "right"), ("transient", "right"), ("last time (UTC)", ""),
     ]  # fmt: skip
-    print_rows(console, columns, [_device_cells(each) for each in history.devices])
+    print_rows(console, columns, history.devices, _device_cells, noun="device")
     columns = [
         ("step", "right"), ("time (UTC)", ""), ("job", ""), ("verdict", ""), ("devices", "cyan"),
         ("exit code", "right"), ("what to do", ""),
     ]  # fmt: skip
-    newest_first = list(reversed(history.faults))
-    print_rows(console, columns, [_fault_cells(each, pending) for each in newest_first])
+    print_rows(
+        console, columns, history.faults[::-1], partial(_fault_cells, pending=pending), noun="fault"
+    )
     for device in history.devices:
         for text in device.diagnostics:
-            console.print(f"{clean(f'{device.host}, {device.device}: {text}')}", soft_wrap=True)
+            console.print(f"{device.host}, {device.device}: {text}", soft_wrap=True)
     if pending is None:
         console.print(f"{counted(len(history.faults), 'fault')}; nothing to do now")
     else:
         console.print(
-            f"exit code {pending.exit_code}: {clean(_next(pending, pending, is_named=True))}",
+            f"exit code {pending.exit_code}: {_next(pending, pending, is_named=True)}",
             soft_wrap=True,
         )
 
 
 def _device_cells(each: DeviceHistory) -> list[str]:
     counts = (each.num_convicted, each.num_suspected, each.num_odd, each.num_transient)
-    return [clean(each.host), clean(each.device), *map(str, counts), _when(each.time)]
+    return [each.host, each.device, *map(str, counts), _when(each.time)]
 
 
 def _fault_cells(fault: Fault, pending: Fault | None) -> list[str]:
@@ -174,11 +176,11 @@ def _fault_cells(fault: Fault, pending: Fault | None) -> list[str]:
     return [
         "" if fault.step is None else f"{fault.step}",
         _when(fault.time),
-        clean(fault.job[:8]),
-        clean(fault.verdict.replace("_", " ")),
-        clean(f"{between}{_named(fault.devices)}"),
+        fault.job[:8],
+        fault.verdict.replace("_", " "),
+        f"{between}{_named(fault.devices)}",
         "" if fault.exit_code is None else f"{fault.exit_code}",
-        clean(_next(fault, pending, is_named=False)),
+        _next(fault, pending, is_named=False),
     ]
 
 

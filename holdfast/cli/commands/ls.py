@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import EXIT_DAMAGED, layout_in_words, metadata_in_words, when
-from holdfast.cli.support.steps import find_runs, open_root, require_something
+from holdfast.cli.support.messages import exit_code, layout_in_words, metadata_in_words, when
+from holdfast.cli.support.steps import find_runs, open_root, require_something, state_of
 from holdfast.cli.support.tables import Listing, make_console, print_json
-from holdfast.errors import ConfigError, HoldfastError, clean, counted, in_bytes
+from holdfast.errors import ConfigError, HoldfastError, counted, in_bytes
 from holdfast.foreign.formats import detect_format, unknown
 from holdfast.foreign.location import Location
 from holdfast.format.names import (
@@ -26,7 +26,7 @@ from holdfast.format.names import (
 from holdfast.format.summaries import Summary, read_summary
 from holdfast.format.versions import read_manifest
 from holdfast.storage import PosixStorage, Storage, is_url, shown
-from holdfast.storage.reading import read_at_most
+from holdfast.storage.reading import is_unknown, read_at_most
 
 _MAX_FOREIGN = 200
 """Names in a directory that are looked at for checkpoints in other formats."""
@@ -45,7 +45,8 @@ class Args:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One committed step, or what is wrong with its manifest."""
+    """One committed step; `damage`: what is wrong with its manifest; `problem`: why it cannot be
+    read, which says nothing of what is stored."""
 
     step: int
     created: str = ""
@@ -56,6 +57,7 @@ class Step:
     layouts: tuple[str, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
     damage: str | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,96 +89,119 @@ class Foreign:
     num_tensors: int = 0
     nbytes: int = 0
     problem: str | None = None
+    is_damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What is listed; the document of `--json`."""
+
+    root: str
+    latest: int | None = None
+    pointer: int | None = None
+    steps: list[Step] = field(default_factory=list)
+    uncommitted: list[Uncommitted] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    foreign: list[Foreign] = field(default_factory=list)
 
 
 def run(args: Args) -> int:
-    """Print the list, or of a directory of runs the runs; 1 when a manifest is damaged.
+    """Print the list, or of a directory of runs the runs; 1 if a manifest is damaged, 2 if one
+    cannot be read.
 
     Reads manifests only, no tensor.
     """
-    if not is_url(args.root) and os.path.isfile(args.root):
-        return _run_file(args)
-    storage, root = open_root(args.root), shown(args.root)
+    is_file = not is_url(args.root) and os.path.isfile(args.root)
+    contents = _of_file(args.root) if is_file else _of_root(args.root)
+    steps, runs, foreign = contents.steps, contents.runs, contents.foreign
+    if args.json:
+        print_json(asdict(contents))
+    elif runs:
+        _print_runs(contents.root, runs)
+    else:
+        if foreign:
+            _print_foreign(foreign)
+        if contents.uncommitted or not foreign:
+            _print(contents)
+    lines: list[Step | Run | Foreign] = [*steps, *runs, *foreign]
+    return exit_code(
+        is_damaged=any(step.damage for step in steps) or any(each.is_damaged for each in foreign),
+        has_failed=any(line.problem for line in lines),
+    )
+
+
+def _of_root(path: Path) -> Contents:
+    """What a directory or URL holds."""
+    storage, root = open_root(path), shown(path)
     names, steps, moved = _survey(storage)
-    is_step = is_url(args.root) and parse_step_dir(root.rpartition("/")[2]) is not None
+    is_step = is_url(path) and parse_step_dir(root.rpartition("/")[2]) is not None
     if MANIFEST in names or is_step:
         raise ConfigError(f"{root} is one checkpoint; `holdfast show {root}` shows it")
-    if is_url(args.root):
+    if is_url(path):
         require_something(storage, names, root)
-    leftovers = _leftovers(args.root, names, {step.step for step in steps}, moved)
-    pointer = _pointer(storage)
+    leftovers = _leftovers(path, names, {step.step for step in steps}, moved)
     # A directory without checkpoints of our own may have some of others.
-    foreign = [] if steps or is_url(args.root) else _find_foreign(args.root)
+    foreign = [] if steps or is_url(path) else _find_foreign(path)
     if foreign:
         paths = {each.path for each in foreign}
-        leftovers = [each for each in leftovers if str(args.root / each.name) not in paths]
+        leftovers = [each for each in leftovers if str(path / each.name) not in paths]
     has_any = steps or leftovers or foreign
-    runs = [] if has_any else [_run(path) for path in find_runs(args.root)]
-    if args.json:
-        latest = steps[-1].step if steps else None
-        print_json(
-            {
-                "root": root,
-                "latest": latest,
-                "pointer": pointer,
-                "steps": [asdict(step) for step in steps],
-                "uncommitted": [asdict(leftover) for leftover in leftovers],
-                "runs": [asdict(run) for run in runs],
-                "foreign": [asdict(each) for each in foreign],
-            }
-        )
-    elif runs:
-        _print_runs(root, runs)
-    elif foreign and not leftovers:
-        _print_foreign(foreign)
-    else:
-        _print(root, steps, leftovers, pointer)
-    is_damaged = any(step.damage for step in steps) or any(each.problem for each in foreign)
-    return EXIT_DAMAGED if is_damaged else 0
+    return Contents(
+        root=root,
+        latest=steps[-1].step if steps else None,
+        pointer=_pointer(storage),
+        steps=steps,
+        uncommitted=leftovers,
+        runs=[] if has_any else [_run(each) for each in find_runs(path)],
+        foreign=foreign,
+    )
 
 
-def _run_file(args: Args) -> int:
-    """Print the list of one file: a checkpoint in another format."""
-    foreign = _describe_foreign([args.root])
+def _of_file(path: Path) -> Contents:
+    """What one file is: a checkpoint in another format."""
+    foreign = _describe_foreign([path])
     if not foreign:
-        raise ConfigError(unknown(Location.of(args.root)))
-    if args.json:
-        none: dict[str, object] = {
-            "latest": None,
-            "pointer": None,
-            "steps": [],
-            "uncommitted": [],
-            "runs": [],
-        }
-        lines = [asdict(each) for each in foreign]
-        print_json({"root": shown(args.root), **none, "foreign": lines})
-    else:
-        _print_foreign(foreign)
-    return EXIT_DAMAGED if foreign[0].problem else 0
+        raise ConfigError(unknown(Location.of(path)))
+    return Contents(root=shown(path), foreign=foreign)
 
 
 def _find_foreign(root: Path) -> list[Foreign]:
     """Checkpoints in other formats: the directory itself, or what is in it."""
-    if itself := _describe_foreign([root]):
+    itself = _describe_foreign([root])
+    if any(each.format for each in itself):
         return itself
+    # Also where it cannot be known, because of one folder in it: the others are listed.
     inside = sorted(path for path in root.iterdir() if not path.name.startswith("."))
-    return _describe_foreign(
-        path for path in inside[:_MAX_FOREIGN] if path.is_dir() or path.is_file()
+    lines = _describe_foreign(
+        path for path in inside[:_MAX_FOREIGN] if os.path.isdir(path) or os.path.isfile(path)
     )
+    return lines or itself
 
 
 def _describe_foreign(paths: Iterable[Path]) -> list[Foreign]:
-    """Return a line of the list for each path in a known format; only metadata are read."""
+    """Return a line of the list for each path in a known format; only metadata are read.
+
+    Also for one of which that cannot be known.
+    """
     lines = []
     for path in paths:
-        location = Location.of(path)
-        known = detect_format(location)
-        if known is None:
-            continue
+        title = ""
         try:
+            location = Location.of(path)
+            known = detect_format(location)
+            if known is None:
+                continue
+            title = known.title
             catalog = known.describe(location)
         except HoldfastError as error:
-            lines.append(Foreign(path=str(path), format=known.title, problem=str(error)))
+            lines.append(
+                Foreign(
+                    path=str(path),
+                    format=title,
+                    problem=str(error),
+                    is_damaged=not is_unknown(error),
+                )
+            )
             continue
         lines.append(
             Foreign(
@@ -197,24 +222,32 @@ def _survey(storage: Storage) -> tuple[Sequence[str], list[Step], Collection[str
     """
     survey = getattr(storage, "survey", None)
     if survey is None:
-        return storage.list(""), [_read_step(storage, step) for step in list_steps(storage)], ()
+        names = storage.list("")
+        read = [_read_step(storage, step) for step in list_steps(storage)]
+        return names, [step for step in read if step is not None], ()
     shows = survey()
-    steps: dict[int, Step] = {}
+    steps: dict[int, Step | None] = {}
     for name, files in shows.files.items():
         step = parse_step_dir(name)
         if step is not None and MANIFEST in files:
             summary = read_summary(shows.notes.get(name, ""), step=step)
             steps[step] = _read_step(storage, step) if summary is None else _line(summary)
-    return shows.names, [steps[step] for step in sorted(steps)], shows.moved
+    good = (steps[step] for step in sorted(steps))
+    return shows.names, [step for step in good if step is not None], shows.moved
 
 
-def _read_step(storage: Storage, step: int) -> Step:
-    """A step from its manifest, which may be damaged."""
+def _read_step(storage: Storage, step: int) -> Step | None:
+    """A step from its manifest, which may be damaged; None if it was removed just now."""
     try:
         # The line is about the step: a path would take the room of its numbers.
         manifest = read_manifest(storage, step_dir(step), place=MANIFEST)[1]
         return _line(Summary.of(manifest))
     except HoldfastError as error:
+        match state_of(storage, step, error):
+            case "removed":
+                return None
+            case "unreadable":
+                return Step(step=step, problem=str(error))
         return Step(step=step, damage=str(error))
 
 
@@ -284,8 +317,8 @@ def _print_foreign(foreign: list[Foreign]) -> None:
         step = str(each.step) if each.step else ""
         is_good = each.problem is None
         table.add_row(
-            clean(each.path), each.format, step, f"{each.num_tensors:,}" if is_good else "",
-            in_bytes(each.nbytes) if is_good else "", clean(each.problem or ""),
+            each.path, each.format, step, f"{each.num_tensors:,}" if is_good else "",
+            in_bytes(each.nbytes) if is_good else "", each.problem or "",
         )  # fmt: skip
     console.print(table)
 
@@ -299,14 +332,14 @@ def _print_runs(root: str, runs: list[Run]) -> None:
     table = Listing([("run", "cyan"), ("steps", "right"), ("latest", "right"), ("", "red")])
     for run in runs:
         latest = "" if run.latest is None else f"{run.latest}"
-        table.add_row(clean(run.path), f"{run.num_steps}", latest, clean(run.problem or ""))
+        table.add_row(run.path, f"{run.num_steps}", latest, run.problem or "")
     console.print(table)
-    console.print(f"`holdfast ls {clean(runs[0].path)}` lists the steps of one", soft_wrap=True)
+    console.print(f"`holdfast ls {runs[0].path}` lists the steps of one", soft_wrap=True)
 
 
-def _print(root: str, steps: list[Step], leftovers: list[Uncommitted], pointer: int | None) -> None:
+def _print(contents: Contents) -> None:
     """The list of a directory that holds checkpoints."""
-    console = make_console()
+    console, steps = make_console(), contents.steps
     if steps:
         columns = [
             ("step", "right"), ("", "green"), ("created (UTC)", ""), ("tensors", "right"),
@@ -316,9 +349,9 @@ def _print(root: str, steps: list[Step], leftovers: list[Uncommitted], pointer: 
         table = Listing([*columns, ("metadata", "")] if has_metadata else columns)
         for step in steps:
             mark = "latest" if step is steps[-1] else ""
-            if step.damage is not None:
-                table.add_row(f"{step.step}", "damaged", "", "", "", "", clean(step.damage),
-                              style="red")  # fmt: skip
+            if (why := step.damage or step.problem) is not None:
+                word = "unreadable" if step.damage is None else "damaged"
+                table.add_row(f"{step.step}", word, "", "", "", "", why, style="red")
                 continue
             table.add_row(
                 f"{step.step}", mark, when(step.created), f"{step.num_tensors:,}",
@@ -327,11 +360,11 @@ def _print(root: str, steps: list[Step], leftovers: list[Uncommitted], pointer: 
             )  # fmt: skip
         console.print(table)
     else:
-        console.print(f"no committed checkpoint in {root}")
-    newest = steps[-1].step if steps else None
-    if pointer is not None and pointer != newest:
-        console.print(f"{LATEST} says {pointer}; the newest committed step is {newest}")
-    if leftovers:
+        console.print(f"no committed checkpoint in {contents.root}", soft_wrap=True)
+    pointer, latest = contents.pointer, contents.latest
+    if pointer is not None and pointer != latest:
+        console.print(f"{LATEST} says {pointer}; the newest committed step is {latest}")
+    if contents.uncommitted:
         console.print("uncommitted:")
-        for leftover in leftovers:
-            console.print(f"  {clean(leftover.name)}  {leftover.what}", style="dim")
+        for leftover in contents.uncommitted:
+            console.print(f"  {leftover.name}  {leftover.what}", style="dim")

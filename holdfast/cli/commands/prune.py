@@ -14,7 +14,7 @@ from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import exit_code
 from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import Listing, make_console, print_json
-from holdfast.errors import ConfigError, clean, counted, in_bytes
+from holdfast.errors import ConfigError, counted, in_bytes
 from holdfast.policies.keep import (
     AnyOf,
     KeepBest,
@@ -174,9 +174,10 @@ def _may_remove(args: Args, plan: RetentionPlan, saves: Sequence[Leftover]) -> b
         return True
     what = _counted(len(plan.remove), saves)
     if args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        why = "--json does not ask" if args.json else "there is no terminal to ask on"
         raise ConfigError(
-            f"nothing was removed: {what} would be removed, but standard input is not a terminal "
-            f"to ask on; add --yes to remove, --dry-run to look"
+            f"nothing was removed: {what} would be removed, but {why}; add --yes to remove, "
+            f"--dry-run to look"
         )
     nbytes = in_bytes(sum(removal.stored_nbytes for removal in plan.remove))
     try:
@@ -203,7 +204,7 @@ def _print_plan(root: str, plan: RetentionPlan, saves: Sequence[Leftover]) -> No
     """Print what stays and what goes, and why."""
     console = make_console()
     if not plan.keep and not plan.remove and not plan.spared and not saves:
-        console.print(f"no committed checkpoint in {root}")
+        console.print(f"no committed checkpoint in {root}", soft_wrap=True)
         return
     table = Listing([("step", "right"), ("", ""), ("why", ""), ("size", "right")])
     removals = {removal.step: removal for removal in plan.remove}
@@ -215,17 +216,15 @@ def _print_plan(root: str, plan: RetentionPlan, saves: Sequence[Leftover]) -> No
                 why = f"above step {plan.after}"
             why += f", though tagged {', '.join(tags)}" if tags else ""
             size = in_bytes(removals[step].stored_nbytes)
-            table.add_row(f"{step}", "goes", clean(why), size, style="yellow")
+            table.add_row(f"{step}", "goes", why, size, style="yellow")
         else:
-            table.add_row(f"{step}", "stays", clean(plan.keep[step]), "")
+            table.add_row(f"{step}", "stays", plan.keep[step], "")
     for save in saves:
         goes = save.fate == "removed"
         word, style = ("goes", "yellow") if goes else ("left alone", "dim")
-        table.add_row(
-            f"{save.step}", word, f"an unfinished save; {clean(save.why)}", "", style=style
-        )
+        table.add_row(f"{save.step}", word, f"an unfinished save; {save.why}", "", style=style)
     for name, why in sorted(plan.spared.items()):
-        table.add_row(clean(name), "left alone", clean(why), "", style="dim")
+        table.add_row(name, "left alone", why, "", style="dim")
     console.print(table)
 
 
@@ -234,16 +233,16 @@ def _print_result(plan: RetentionPlan, result: RetentionResult, saves: Sequence[
     console = make_console()
     sizes = {removal.step: removal.stored_nbytes for removal in plan.remove}
     for step, why in result.spared.items():
-        console.print(f"step {step} was left: {clean(why)}")
+        console.print(f"step {step} was left: {why}")
     for step, why in result.failed.items():
-        console.print(f"step {step} could not be removed: {clean(why)}", style="red")
+        console.print(f"step {step} could not be removed: {why}", style="red")
     if result.pointer_problem is not None:
-        console.print(f"pointer file: {clean(result.pointer_problem)}", style="red")
+        console.print(f"pointer file: {result.pointer_problem}", style="red")
     for save in saves:
         if save.fate == "kept":
-            console.print(f"{save.name} could not be removed: {clean(save.why)}", style="red")
+            console.print(f"{save.name} could not be removed: {save.why}", style="red")
         elif save.fate == "alive":
-            console.print(f"step {save.step} is being saved ({clean(save.why)}): prune again then")
+            console.print(f"step {save.step} is being saved ({save.why}): prune again then")
     freed = in_bytes(sum(sizes[step] for step in result.removed))
     console.print(f"removed {_counted(len(result.removed), saves)}, {freed}")
 

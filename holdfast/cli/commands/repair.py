@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import exit_code
 from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import Listing, make_console, print_json
-from holdfast.errors import clean, counted
+from holdfast.errors import counted
 from holdfast.storage import shown
 from holdfast.writer.leftovers import Fate, Leftover, repair
 
@@ -62,22 +63,23 @@ def _print(args: Args, leftovers: list[Leftover]) -> None:
     """A table of the leftovers, and how many of each fate."""
     console = make_console()
     if not leftovers:
-        console.print(f"nothing is left behind in {shown(args.root)}")
+        console.print(f"nothing is left behind in {shown(args.root)}", soft_wrap=True)
         return
+    words = {
+        fate: f"would be {word}" if args.dry_run and fate in ("finished", "removed") else word
+        for fate, (word, _) in _WORDS_AND_STYLES.items()
+    }
     table = Listing([("step", "right"), ("leftover", ""), ("", ""), ("why", "")])
     for leftover in leftovers:
-        word, style = _WORDS_AND_STYLES[leftover.fate]
-        would = args.dry_run and leftover.fate in ("finished", "removed")
         table.add_row(
             "" if leftover.step is None else str(leftover.step),
-            clean(leftover.name),
-            f"{'would be ' if would else ''}{word}",
-            clean(leftover.why),
-            style=style,
+            leftover.name,
+            words[leftover.fate],
+            leftover.why,
+            style=_WORDS_AND_STYLES[leftover.fate][1],
         )
     console.print(table)
-    fates = [leftover.fate for leftover in leftovers]
-    words = {fate: word for fate, (word, _) in _WORDS_AND_STYLES.items() if fate in fates}
-    counts = [f"{fates.count(fate)} {word}" for fate, word in words.items()]
+    fates = Counter(leftover.fate for leftover in leftovers)
+    counts = [f"{fates[fate]} {word}" for fate, word in words.items() if fate in fates]
     prefix = "nothing was changed: " if args.dry_run else ""
     console.print(f"{prefix}{counted(len(leftovers), 'leftover')}: {', '.join(counts)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.elements import refuse_damage, refuse_drift
-from holdfast.cli.support.holders import SavedPlacement
+from holdfast.cli.support.holders import SavedPlacement, parts_of
 from holdfast.cli.support.keys import other_names, select_keys
 from holdfast.cli.support.locality_tables import locality_json, print_locality
 from holdfast.cli.support.messages import (
@@ -23,7 +24,7 @@ from holdfast.cli.support.messages import (
     when,
 )
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
-from holdfast.cli.support.tables import MAX_ROWS, Listing, make_console, print_json
+from holdfast.cli.support.tables import MAX_ROWS, Listing, make_console, print_json, print_rows
 from holdfast.cli.support.tensor_stats import TensorStats, tensor_stats
 from holdfast.cli.support.value_tree import value_tree
 from holdfast.errors import ConfigError, clean, counted, in_bytes
@@ -102,18 +103,19 @@ def run(args: Args) -> int:
 
 def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
     """The tensors chosen, in the order of the manifest; reads them only for `--stats`."""
-    manifest = snapshot.manifest
-    parts = {key: part for part, node in manifest.parts.items() for key in tensor_keys(node)}
-    rows = []
-    chosen = set(snapshot.keys)
+    manifest, parts = snapshot.manifest, parts_of(snapshot.manifest)
+    keys: Iterable[str] = snapshot.keys
     if args.tensor is not None:
-        chosen = set(select_keys(args.tensor, snapshot.keys, other_names(snapshot)))
+        keys = select_keys(args.tensor, snapshot.keys, other_names(snapshot))
+    chosen = {key for key in keys if args.part in (None, parts.get(key, ""))}
+    if args.tensor is not None and not chosen:
+        raise ConfigError(f"no tensor of part {args.part!r} matches {args.tensor!r}")
     if args.stats:
         refuse_drift(snapshot, chosen)
         refuse_damage(snapshot, chosen)
+    rows = []
     for tensor in manifest.tensors:
-        part = parts.get(tensor.key, "")
-        if tensor.key not in chosen or args.part not in (None, part):
+        if tensor.key not in chosen:
             continue
         stored = snapshot.rows_of(tensor.key)
         copies = snapshot.index.copy[stored]
@@ -121,7 +123,7 @@ def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
         rows.append(
             TensorRow(
                 key=tensor.key,
-                part=part,
+                part=parts.get(tensor.key, ""),
                 dtype=tensor.dtype,
                 shape=tensor.shape,
                 num_chunks=int((copies == 0).sum()),
@@ -131,8 +133,6 @@ def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
                 stats=tensor_stats(snapshot, tensor.key) if args.stats else None,
             )
         )
-    if args.tensor is not None and not rows:
-        raise ConfigError(f"no tensor of part {args.part!r} matches {args.tensor!r}")
     return rows
 
 
@@ -239,7 +239,7 @@ def _print_summary(console: Console, opened: OpenCheckpoint, manifest: Manifest)
                   f"in {counted(len(manifest.files), 'file')}"),
     ]  # fmt: skip
     lines += [
-        ("layout", f"{layout_in_words(x)} ({in_ranges(x.ranks)}), order {clean(x.order)}")
+        ("layout", f"{layout_in_words(x)} ({in_ranges(x.ranks)}), order {x.order}")
         for x in manifest.layouts
         if not opened.foreign
     ]
@@ -261,7 +261,7 @@ def _print_parts(console: Console, manifest: Manifest) -> None:
     for part, node in manifest.parts.items():
         keys = [key for key in set(tensor_keys(node)) if key in sizes]
         nbytes = sum(sizes[key] for key in keys)
-        table.add_row(clean(part), f"{len(keys):,}", in_bytes(nbytes), f"{count_values(node):,}")
+        table.add_row(part, f"{len(keys):,}", in_bytes(nbytes), f"{count_values(node):,}")
     console.print(table)
 
 
@@ -272,28 +272,28 @@ def _print_files(console: Console, snapshot: Snapshot) -> None:
     )
     for file, count in zip(snapshot.manifest.files, _num_chunks(snapshot), strict=True):
         at = " ".join(f"{axis}={index}" for axis, index in file.coordinate.items())
-        table.add_row(file.name, in_bytes(file.nbytes), f"{count:,}", f"{file.writer}", clean(at))
+        table.add_row(file.name, in_bytes(file.nbytes), f"{count:,}", f"{file.writer}", at)
     console.print(table)
 
 
 def _print_tensors(console: Console, rows: list[TensorRow], *, is_all: bool) -> None:
     """The tensors, the first ones unless all were asked for."""
-    table = Listing(
-        [
-            ("tensor", "cyan"), ("dtype", ""), ("shape", ""), ("chunks", "right"),
-            ("copies", "right"), ("written by", ""), ("size", "right"),
-        ]
-    )  # fmt: skip
-    shown = rows if is_all else rows[:MAX_ROWS]
-    for row in shown:
-        table.add_row(
-            clean(row.key), row.dtype, shape_in_words(row.shape), f"{row.num_chunks:,}",
+    columns = [
+        ("tensor", "cyan"), ("dtype", ""), ("shape", ""), ("chunks", "right"),
+        ("copies", "right"), ("written by", ""), ("size", "right"),
+    ]  # fmt: skip
+    print_rows(
+        console,
+        columns,
+        rows,
+        lambda row: (
+            row.key, row.dtype, shape_in_words(row.shape), f"{row.num_chunks:,}",
             f"{row.num_copies}", in_ranges(row.writers), in_bytes(row.nbytes),
-        )  # fmt: skip
-    console.print(table)
-    if len(shown) < len(rows):
-        more = counted(len(rows) - len(shown), "more tensor")
-        console.print(f"… and {more}; --tensor '*' lists all", style="dim")
+        ),
+        noun="tensor",
+        most=len(rows) if is_all else MAX_ROWS,
+        rest="--tensor '*' lists all",
+    )  # fmt: skip
 
 
 def _print_stats(console: Console, key: str, stats: TensorStats) -> None:

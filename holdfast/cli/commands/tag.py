@@ -9,7 +9,7 @@ from typing import Annotated
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.steps import open_steps
 from holdfast.cli.support.tables import Listing, make_console, print_json
-from holdfast.errors import ConfigError, clean
+from holdfast.errors import ConfigError
 from holdfast.format.names import list_steps
 from holdfast.retention.tags import list_tags, remove_tag, set_tag
 from holdfast.storage import shown
@@ -52,11 +52,11 @@ def run(args: Args) -> int:
         return 0
     console = make_console()
     if not tags:
-        console.print(f"no tags in {shown(args.root)}")
+        console.print(f"no tags in {shown(args.root)}", soft_wrap=True)
         return 0
     steps = set(list_steps(storage))
     table = Listing([("tag", "cyan"), ("step", "right"), ("", "red")])
     for name, step in tags.items():
-        table.add_row(clean(name), f"{step}", "" if step in steps else "not there any more")
+        table.add_row(name, f"{step}", "" if step in steps else "not there any more")
     console.print(table)
     return 0

@@ -15,7 +15,7 @@ from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import EXIT_DAMAGED
 from holdfast.cli.support.steps import StoredCheckpoint, lease_checkpoint
 from holdfast.cli.support.tables import Listing, make_console, print_json, progress_bar
-from holdfast.errors import clean, counted, in_bytes
+from holdfast.errors import counted, in_bytes
 from holdfast.foreign.checksums import compare_checksums
 from holdfast.foreign.view import CatalogStorage
 from holdfast.format.verifier import Damage, verify_snapshot
@@ -110,11 +110,13 @@ def _print(
         )
         return
     if not damages:
-        console.print(f"{label}: whole ({rate})", style="green")
+        console.print(f"{label}: whole ({rate})", style="green", soft_wrap=True)
         return
     table = Listing([("file", ""), ("byte", "right"), ("tensor", "cyan"), ("damage", "")])
     for damage in damages:
         offset = "" if damage.offset is None else str(damage.offset)
-        table.add_row(clean(damage.file), offset, clean(damage.key or ""), clean(damage.what))
-    console.print(f"{label}: {counted(len(damages), 'damage')} ({rate})", style="bold red")
+        table.add_row(damage.file, offset, damage.key or "", damage.what)
+    console.print(
+        f"{label}: {counted(len(damages), 'damage')} ({rate})", style="bold red", soft_wrap=True
+    )
     console.print(table)

@@ -5,7 +5,6 @@ Torch is imported only to plan the reads of a load, by the functions that a load
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +25,12 @@ from holdfast.cli.support.relayout import (
     saved_requests,
 )
 from holdfast.cli.support.steps import OpenCheckpoint, open_checkpoint
-from holdfast.errors import ConfigError, StorageError, clean, in_bytes
+from holdfast.errors import ConfigError, clean, in_bytes
 from holdfast.format.manifest import FileInfo
 from holdfast.format.names import parse_step_dir
 from holdfast.format.rank_events import LoadEvent
 from holdfast.storage import PosixStorage, is_url, open_storage
-from holdfast.storage.places import as_url
+from holdfast.storage.places import as_url, check_local
 
 _MAX_LOADS = 5
 
@@ -61,13 +60,14 @@ def run(args: Args) -> int:
     with open_checkpoint(args.path, step=args.step) as opened:
         page = _page(opened, args)
     data = page.encode("utf-8")
-    _write(args.out, data)
+    PosixStorage(args.out.parent).replace_file(args.out.name, data)
     print(f"{clean(str(args.out))}: {in_bytes(len(data))}, open it in a browser")
     return 0
 
 
 def _check_out(out: Path) -> None:
-    """Refuse to overwrite what is not a page; ConfigError."""
+    """Refuse a bucket, and to overwrite what is not a page; ConfigError."""
+    check_local(out, what="the page")
     try:
         with out.open("rb") as file:
             head = file.read(len(MARK))
@@ -79,17 +79,6 @@ def _check_out(out: Path) -> None:
         raise ConfigError(
             f"--out {out} exists and is not a page of `holdfast view`; name another file"
         )
-
-
-def _write(out: Path, data: bytes) -> None:
-    """The file as a whole, or not at all; StorageError."""
-    part = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        part.write_bytes(data)
-        part.replace(out)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise StorageError(f"--out {out}: cannot be written ({error.strerror})") from error
 
 
 def _page(opened: OpenCheckpoint, args: Args) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Literal
 
 from holdfast.cli.page.html import Column, Html, element, esc, paragraph, table
 from holdfast.cli.page.run_events import RunLog
 from holdfast.cli.page.timeline import in_seconds, save_seconds
 from holdfast.cli.support.messages import when
+from holdfast.cli.support.steps import StepState, state_of
 from holdfast.errors import HoldfastError, in_bytes
 from holdfast.format.names import list_steps, parse_saving_dir, step_dir
 from holdfast.format.versions import read_manifest
@@ -25,8 +27,7 @@ class StepHistory:
     """What is known of one step."""
 
     step: int
-    state: str
-    """"kept", "removed", "not finished", "damaged"."""
+    state: StepState | Literal["kept", "not finished"]
     saved: str = ""
     nbytes: int | None = None
     stored_nbytes: int | None = None
@@ -77,11 +78,11 @@ def read_history(storage: Storage, log: RunLog) -> History:
 
 
 def _read(storage: Storage, entry: StepHistory) -> None:
-    """Return what the manifest of a step says; it may be damaged, or removed just now."""
+    """Add what the manifest of a step says; it may be damaged, or removed just now."""
     try:
         _, manifest = read_manifest(storage, step_dir(entry.step))
-    except HoldfastError:
-        entry.state = "damaged"
+    except HoldfastError as error:
+        entry.state = state_of(storage, entry.step, error)
         return
     entry.saved = when(manifest.created)
     entry.nbytes, entry.stored_nbytes = manifest.totals.nbytes, manifest.totals.stored_nbytes

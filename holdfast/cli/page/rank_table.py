@@ -37,10 +37,11 @@ class Outliers:
     """Such as "that worked longest"."""
     weights: Sequence[float]
 
-    def places(self, count: int) -> list[int]:
-        """Return the places of so many ranks, most first."""
+    @property
+    def places(self) -> list[int]:
+        """Return the places of the first ranks, most first."""
         order = sorted(range(len(self.weights)), key=lambda place: -self.weights[place])
-        return order[:count]
+        return order[:NUM_OUTLIERS]
 
 
 def rank_table(
@@ -72,7 +73,7 @@ def rank_table(
     joined = _joined(ranks, columns)
     if len(joined) <= MAX_PLAIN:
         return Html(parts[0] + table(caption, heads, joined, id_=id_))
-    rows = [_row(f"{ranks[i]}", columns, i) for i in outliers.places(NUM_OUTLIERS)]
+    rows = [_row(f"{ranks[i]}", columns, i) for i in outliers.places]
     parts.append(table(f"{caption}: the {len(rows)} {outliers.words}", heads, rows, id_=id_))
     if has_all:
         parts.append(

@@ -90,7 +90,7 @@ def _save(save: RunEvent[SaveEvent], *, number: int) -> Html:
     slowest = _slowest(save.ranks)
     drawn, notes = save.ranks, []
     if len(drawn) > limit:
-        drawn = [save.ranks[place] for place in slowest.places(NUM_OUTLIERS)]
+        drawn = [save.ranks[place] for place in slowest.places]
         notes.append(f"Drawn are the {len(drawn)} of {len(save.ranks):,} ranks {slowest.words}.")
     num_old = sum(not _has_starts(rank) for rank in save.ranks)
     if num_old:

@@ -7,9 +7,14 @@ from dataclasses import asdict
 from rich.console import Console
 
 from holdfast.cli.support.holders import SavedPlacement
-from holdfast.cli.support.locality import placement_counts, rank_localities, stored_kinds
-from holdfast.cli.support.tables import MAX_ROWS, Listing
-from holdfast.errors import clean, counted, in_bytes
+from holdfast.cli.support.locality import (
+    RankLocality,
+    placement_counts,
+    rank_localities,
+    stored_kinds,
+)
+from holdfast.cli.support.tables import Listing, print_rows
+from holdfast.errors import in_bytes
 
 SCOPE = (
     "Who held a box is stored in the index. Between copies of a chunk ranks are taken to choose as "
@@ -37,35 +42,35 @@ def locality_json(saved: SavedPlacement) -> dict[str, object]:
 
 def print_locality(console: Console, saved: SavedPlacement) -> None:
     """Three tables: by rank, by part and kind of tensor, and by placement."""
-    table = Listing(
+    print_rows(
+        console,
         [
             ("rank", "right"), ("in its own file", "right"), ("in files of others", "right"),
             ("own share", "right"), ("files to open", "right"),
         ],
+        list(rank_localities(saved)),
+        _rank_cells,
+        noun="rank",
         title="bytes that each rank needs under the saved layout",
     )  # fmt: skip
-    ranks = list(rank_localities(saved))
-    for each in ranks[:MAX_ROWS]:
-        needed = each.own_nbytes + each.other_nbytes
-        share = f"{100 * each.own_nbytes / needed:.0f} %" if needed else "-"
-        table.add_row(
-            f"{each.rank}", in_bytes(each.own_nbytes), in_bytes(each.other_nbytes), share,
-            f"{each.num_files}",
-        )  # fmt: skip
-    console.print(table)
-    if len(ranks) > MAX_ROWS:
-        more = counted(len(ranks) - MAX_ROWS, "more rank")
-        console.print(f"… and {more}; --json lists all", style="dim")
     _print_kinds(console, saved)
     table = Listing(
         [("tensors", "right"), ("size", "right"), ("placement", "bold"), ("which means", "")],
         title="how tensors are placed",
     )
     for count in placement_counts(saved):
-        words = clean(count.placement)
-        table.add_row(f"{count.num_tensors:,}", in_bytes(count.nbytes), words, clean(count.meaning))
+        table.add_row(
+            f"{count.num_tensors:,}", in_bytes(count.nbytes), count.placement, count.meaning
+        )
     console.print(table)
     console.print(SCOPE, style="dim", soft_wrap=True)
+
+
+def _rank_cells(each: RankLocality) -> list[str]:
+    needed = each.own_nbytes + each.other_nbytes
+    share = f"{100 * each.own_nbytes / needed:.0f} %" if needed else "-"
+    own, others = in_bytes(each.own_nbytes), in_bytes(each.other_nbytes)
+    return [f"{each.rank}", own, others, share, f"{each.num_files}"]
 
 
 def _print_kinds(console: Console, saved: SavedPlacement) -> None:
@@ -79,7 +84,7 @@ def _print_kinds(console: Console, saved: SavedPlacement) -> None:
     )  # fmt: skip
     for kind in stored_kinds(saved):
         table.add_row(
-            clean(kind.part), clean(kind.kind), f"{kind.num_tensors:,}", in_bytes(kind.nbytes),
+            kind.part, kind.kind, f"{kind.num_tensors:,}", in_bytes(kind.nbytes),
             in_bytes(kind.stored_nbytes), copies_in_words(kind.min_copies, kind.max_copies),
             in_bytes(kind.extra_nbytes) if kind.extra_nbytes else "-",
         )  # fmt: skip

@@ -28,8 +28,7 @@ def exit_code(*, is_damaged: bool, has_failed: bool) -> int:
 
 def print_error(error: BaseException | str) -> None:
     """One line on standard error, whatever line breaks and control characters the message has."""
-    text = clean(" ".join(str(error).split()))
-    print(f"holdfast: error: {text}", file=sys.stderr, flush=True)
+    print_note(f"error: {error}")
 
 
 def print_note(text: str) -> None:

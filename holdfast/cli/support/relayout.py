@@ -8,6 +8,7 @@ them. What does not follow from what is stored is left out, and a note says so. 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from holdfast.format.manifest import CutInfo
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
 
 AXES = ("tp", "cp", "ep", "dp", "pp", "expt_tp")
+_SIZE = re.compile(r"\d{1,9}", re.ASCII)
 MAX_RANKS = 512
 """A rank's plan takes some tenths of a second for 10,000 tensors."""
 
@@ -66,7 +68,7 @@ def parse_layout(text: str, *, saved: Layout | None) -> Layout:
     for pair in text.split(","):
         axis, _, size = pair.partition("=")
         axis = axis.strip()
-        if axis not in AXES or not size.strip().isdecimal() or axis in sizes:
+        if axis not in AXES or not _SIZE.fullmatch(size.strip()) or axis in sizes:
             raise ConfigError(
                 f"--as {text}: {pair.strip()!r} is not one size of an axis; write tp=4,dp=2, each "
                 f"axis once, of {', '.join(AXES)}"

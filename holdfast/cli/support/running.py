@@ -88,7 +88,7 @@ def run_command(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> in
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
-        print("holdfast: interrupted", file=sys.stderr)
+        print_note("interrupted")
         return EXIT_INTERRUPTED
     except Stopped as stopped:
         print_note(f"stopped by {stopped}")

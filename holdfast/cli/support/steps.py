@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
-from holdfast.errors import ConfigError, counted
+from holdfast.errors import ConfigError, HoldfastError, counted
 from holdfast.foreign.formats import (
     find_step,
     unknown,
@@ -24,6 +25,7 @@ from holdfast.format.names import (
     linked_steps,
     parse_saving_dir,
     parse_step_dir,
+    step_dir,
     survey_steps,
 )
 from holdfast.format.reader import Snapshot
@@ -31,10 +33,14 @@ from holdfast.format.summaries import requests_of_save
 from holdfast.format.versions import Lease, lease_chosen
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage, shown
 from holdfast.storage.places import as_url, check_place
+from holdfast.storage.reading import is_unknown
 
 _MAX_RUN_DEPTH = 2
 _MAX_RUN_DIRECTORIES = 2000
 _MAX_NAMED = 8
+
+StepState = Literal["damaged", "unreadable", "removed"]
+"""Why a step is not shown as a checkpoint; one that is unreadable may be whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +110,18 @@ def require_something(storage: Storage, names: Sequence[str], label: str) -> Non
     """
     if names:
         return
-    below = getattr(storage, "below", lambda: ())()
-    if not below:
+    folders = getattr(storage, "folders", lambda: ())()
+    if not folders:
         raise ConfigError(f"nothing is at {label}")
-    some = ", ".join(f"{name}/" for name in below[:_MAX_NAMED])
+    some = ", ".join(f"{name}/" for name in folders[:_MAX_NAMED])
     raise ConfigError(f"{label} holds no checkpoints; below it are {some}: name one of these")
+
+
+def state_of(storage: Storage, step: int, error: HoldfastError) -> StepState:
+    """Return what is known of a step that was listed, and whose manifest could not be read."""
+    if is_unknown(error):
+        return "unreadable"
+    return "damaged" if storage.exists(f"{step_dir(step)}/{MANIFEST}") else "removed"
 
 
 def find_runs(path: Path) -> list[Path]:

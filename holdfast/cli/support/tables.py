@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any, TypeVar
 
 from rich import box
 from rich.cells import cell_len
@@ -22,6 +22,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.errors import clean, counted
+
+T = TypeVar("T")
+
 MAX_ROWS = 50
 """Rows of a table that are printed when not all were asked for."""
 _LONGEST_WORDS = range(24, 5, -2)
@@ -31,7 +35,14 @@ _GAP = 2
 
 
 class _Console(Console):
-    """A console that lets its caller know when the reader has left."""
+    """A console that no text steers, and that lets its caller know when the reader has left.
+
+    Every string is made safe here: names and messages from elsewhere may be in any of them.
+    """
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Show control and direction marks of a string as escapes."""
+        return super().render_str(clean(text), **settings)
 
     def on_broken_pipe(self) -> None:
         """Raise what rich would turn into an exit with its own code."""
@@ -94,7 +105,7 @@ class Listing:
     def add_row(self, *cells: str, style: str | None = None) -> None:
         """Add a row; columns that it has no cell for stay empty."""
         missing = len(self._columns) - len(cells)
-        self._rows.append(((*cells, *[""] * missing), style))
+        self._rows.append(((*map(clean, cells), *[""] * missing), style))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Lay it out for the width of the console."""
@@ -148,17 +159,28 @@ class Listing:
 
 
 def print_rows(
-    console: Console, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]
+    console: Console,
+    columns: Sequence[tuple[str, str]],
+    items: Sequence[T],
+    cells: Callable[[T], Sequence[str]],
+    *,
+    noun: str,
+    title: str = "",
+    most: int = MAX_ROWS,
+    rest: str = "--json lists all",
 ) -> None:
-    """A table of the first `MAX_ROWS` rows, and how many more there are; nothing without rows."""
-    if not rows:
+    """A table with a row of `cells` for each of the first items; nothing without any.
+
+    Of more than `most` items it says how many `noun`s there are, and by `rest` how to see them.
+    """
+    if not items:
         return
-    table = Listing(columns)
-    for row in rows[:MAX_ROWS]:
-        table.add_row(*row)
+    table = Listing(columns, title=title)
+    for item in items[:most]:
+        table.add_row(*cells(item))
     console.print(table)
-    if len(rows) > MAX_ROWS:
-        console.print(f"… and {len(rows) - MAX_ROWS:,} more; --json lists all", style="dim")
+    if len(items) > most:
+        console.print(f"… and {counted(len(items) - most, f'more {noun}')}; {rest}", style="dim")
 
 
 def print_json(value: object) -> None:

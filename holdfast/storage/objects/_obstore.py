@@ -91,6 +91,11 @@ _REFUSALS = {
     **dict.fromkeys(("InvalidBucketName", "InvalidResourceName"), _NO_NAME),
 }  # fmt: skip
 """What else a store refuses for good, by its code, whatever the status: the words."""
+_ODD_ANSWERS = {
+    "non-partial response": "the answer has the whole object, where a range was asked for",
+    "invalid list response": "the answer cannot be read",
+}
+"""What an answer is that no store gives, by words of obstore's."""
 _SLOW_DOWN = frozenset({"SlowDown", "ServerBusy", "RequestLimitExceeded", "TooManyRequests"})
 
 
@@ -334,6 +339,9 @@ def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) 
     if number or code:  # an upload that cannot be completed is answered with 200, and with a code
         words = f"status {number} {code}" if number else code
         return Failure("again", f"the store failed ({words.strip()})")
+    for sign, words in _ODD_ANSWERS.items():
+        if sign in text:
+            return Failure("again", f"{words}: check the endpoint, and proxies on the way")
     names = _ENDPOINTS.get(scheme, ())
     is_set = any(os.environ.get(name) for name in names)
     own = "" if is_set or not names else f"; for another store than the cloud's set {names[-2]}"

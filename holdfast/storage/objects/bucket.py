@@ -200,9 +200,10 @@ class BucketClient:
         elif start:
             options["range"] = {"offset": start}
 
-        def ask() -> tuple[memoryview, Meta]:
+        def ask() -> tuple[memoryview, Meta] | Failure:
             answer = self._obstore.get(self._store, self._key(key), options=options)
-            return memoryview(answer.bytes()), _meta(answer.meta)
+            data = memoryview(answer.bytes())
+            return _miscounted(answer, len(data)) or (data, _meta(answer.meta))
 
         return _or_absent(
             lambda: self._send("get", key, ask, start=start, nbytes=nbytes or 0, until=until)
@@ -219,13 +220,15 @@ class BucketClient:
         """
         options: dict[str, Any] = {"range": (start, start + len(view))}
 
-        def ask() -> int:
+        def ask() -> int | Failure:
             answer = self._obstore.get(self._store, self._key(key), options=options)
             at = 0
             for chunk in answer.stream(min_chunk_size=_CHUNK_NBYTES):
-                view[at : at + len(chunk)] = memoryview(chunk)
-                at += len(chunk)
-            return at
+                end = at + len(chunk)
+                if end <= len(view):
+                    view[at:end] = memoryview(chunk)
+                at = end
+            return _miscounted(answer, at) or at
 
         return _or_absent(lambda: self._send("get", key, ask, start=start, nbytes=len(view)))
 
@@ -355,8 +358,7 @@ class BucketClient:
 
         def ask() -> dict[str, Meta]:
             chunks = self._obstore.list(self._store, self._key(prefix) or None, chunk_size=_PAGE)
-            cut = len(self._prefix) + 1 if self._prefix else 0
-            objects = {each["path"][cut:]: _meta(each) for chunk in chunks for each in chunk}
+            objects = {self._below(x["path"]): _meta(x) for chunk in chunks for x in chunk}
             self._count_pages(len(objects))
             return objects
 
@@ -407,25 +409,29 @@ class BucketClient:
         """
         if self._s3_uploads is None:
             return {}
-        if self._observer is not None:
-            self._observer("list", prefix, 0, 0)
-        with self._lock:
-            self.requests["list"] += 1
-        cut = len(self._prefix) + 1 if self._prefix else 0
+        self._note("list", prefix)
         uploads = self._s3_uploads.list(f"{self._key(prefix)}/", timeout_s=self._answer_s())
-        return {each.key[cut:]: each for each in uploads}
+        return {self._below(each.key): each for each in uploads}
 
     def abort(self, upload: Upload) -> None:
         """Abort an unfinished upload; UploadsUnknown if that fails."""
         assert self._s3_uploads is not None
-        if self._observer is not None:
-            self._observer("delete", upload.key, 0, 0)
-        with self._lock:
-            self.requests["delete"] += 1
+        self._note("delete", upload.key)
         self._s3_uploads.abort(upload, timeout_s=self._answer_s())
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix and key else self._prefix or key
+
+    def _below(self, path: str) -> str:
+        """Return the key of an object of the bucket: what `_key` has put before it is cut off."""
+        return path[len(self._prefix) + 1 :] if self._prefix else path
+
+    def _note(self, kind: str, key: str, start: int = 0, nbytes: int = 0) -> None:
+        """Count a request, and let the observer know of it before it is sent."""
+        if self._observer is not None:
+            self._observer(kind, key, start, nbytes)
+        with self._lock:
+            self.requests[kind] += 1
 
     def _count_pages(self, num_names: int) -> None:
         """Count the requests of a listing beyond the first."""
@@ -436,7 +442,7 @@ class BucketClient:
         self,
         kind: str,
         key: str,
-        ask: Callable[[], T],
+        ask: Callable[[], T | Failure],
         *,
         start: int = 0,
         nbytes: int = 0,
@@ -468,13 +474,16 @@ class BucketClient:
         )
 
     def _try(
-        self, kind: str, key: str, ask: Callable[[], T], *, start: int = 0, nbytes: int = 0
+        self,
+        kind: str,
+        key: str,
+        ask: Callable[[], T | Failure],
+        *,
+        start: int = 0,
+        nbytes: int = 0,
     ) -> T | Failure:
         """Send a request once. An error that is not the store's is raised as it is."""
-        if self._observer is not None:
-            self._observer(kind, key, start, nbytes)
-        with self._lock:
-            self.requests[kind] += 1
+        self._note(kind, key, start, nbytes)
         errors = (self._obstore.exceptions.BaseError, FileNotFoundError, NotImplementedError)
         answer: T | Failure
         try:
@@ -488,6 +497,18 @@ class BucketClient:
         if not isinstance(answer, Failure) or answer.kind != "again":
             self._gave_up_at = -math.inf
         return answer
+
+
+def _miscounted(answer: Any, nbytes: int) -> Failure | None:
+    """Return the failure of an answer that has other bytes than it states; None for a good one."""
+    first, end = answer.range
+    if nbytes == end - first:
+        return None
+    return Failure(
+        "again",
+        f"the answer has {nbytes} bytes and states {end - first}: check the endpoint, and proxies "
+        f"on the way",
+    )
 
 
 def _or_absent(send: Callable[[], T]) -> T | None:
@@ -528,13 +549,12 @@ def _is_last(began: float, pause_s: float, deadline: float) -> bool:
 
 
 def _is_of(present: tuple[memoryview, Meta] | None, tag: Tag) -> bool:
-    """Return True if an object is of a version; an ETag is compared without its quotes."""
-    if present is None:
-        return False
-    return _plain(present[1].tag) == _plain(tag)
+    """Return True if an object is of a version."""
+    return present is not None and version_of(present[1].tag) == version_of(tag)
 
 
-def _plain(tag: Tag) -> str:
+def version_of(tag: Tag) -> str:
+    """Return a version as text; of an ETag without its quotes, which some answers lack."""
     return (tag.get("e_tag") or tag.get("version") or "").strip('"')
 
 

@@ -28,7 +28,7 @@ class ObjectSink:
 
     A file of at most one part is one put. A larger one is uploaded while it is written, several
     parts at once. Pieces that come before their turn wait in memory, so write in order. Bytes that
-    are never written are zeros.
+    are never written are zeros; none can be written twice.
 
     Cost: a copy of each piece, so memory for `at_once` + 3 parts; none for memory that stays.
     """
@@ -58,6 +58,7 @@ class ObjectSink:
         self._has_ended = threading.Event()
         self._is_aborted = False
         self._is_done = False
+        self._is_whole = False
 
     def write_at(self, offset: int, buffer: memoryview) -> None:
         """See `Sink.write_at`; waits while `at_once` parts are on their way."""
@@ -79,8 +80,12 @@ class ObjectSink:
         if self._is_done:
             raise StorageError(f"{self._place} was synced: an object cannot be changed after that")
         view = buffer.cast("B")
+        if not view:  # it must not take the place of what comes there
+            return
         with self._lock:
-            if offset != self._next:
+            if offset < self._next or offset in self._early:
+                raise self._written_twice(offset)
+            if offset > self._next:
                 self._early[offset] = bytes(view)
                 return
             self._pass_on(view, is_kept=is_kept)
@@ -89,21 +94,24 @@ class ObjectSink:
 
     def sync(self) -> None:
         """See `Sink.sync`: complete the upload."""
-        if self._is_done:
+        if self._is_whole:
             return
+        if self._is_done:
+            raise StorageError(f"{self._place} could not be written before: write it again")
         with self._lock:
             self._fill_gaps()
             self._is_done = True
         try:
             if self._nbytes <= self._part_nbytes:
                 self._put_small()
-                return
-            self._put(None)
-            assert self._thread is not None
-            self._thread.join()
-            self._raise_error()
+            else:
+                self._put(None)
+                assert self._thread is not None
+                self._thread.join()
+                self._raise_error()
         except RequestFailed as error:
             raise unsettled(error, action="write", place=self._place) from None
+        self._is_whole = True
 
     def _put_small(self) -> None:
         """Write a file of one part, unless another one is there by now."""
@@ -121,11 +129,17 @@ class ObjectSink:
     def _fill_gaps(self) -> None:
         """Pass on what came early, and zeros for what was never written."""
         for start in sorted(self._early):
-            early = memoryview(self._early.pop(start))
-            if start > self._next:
-                self._pass_zeros(start - self._next)
-            self._pass_on(early[self._next - start :])
+            if start < self._next:
+                raise self._written_twice(start)
+            self._pass_zeros(start - self._next)
+            self._pass_on(memoryview(self._early.pop(start)))
         self._pass_zeros(self._nbytes - self._next)
+
+    def _written_twice(self, offset: int) -> StorageError:
+        return StorageError(
+            f"{self._place}: the byte at offset {offset} was written before: what is on its way to "
+            f"an object store cannot be changed"
+        )
 
     def _pass_zeros(self, nbytes: int) -> None:
         while nbytes > 0:

@@ -53,7 +53,13 @@ import msgspec
 
 from holdfast.errors import CorruptionError
 from holdfast.storage.objects._obstore import Failure
-from holdfast.storage.objects.bucket import BucketClient, ObjectListing, RequestFailed, Tag
+from holdfast.storage.objects.bucket import (
+    BucketClient,
+    ObjectListing,
+    RequestFailed,
+    Tag,
+    version_of,
+)
 
 INNER = ".store"
 """The prefix of what only this room knows: data, the clock."""
@@ -359,14 +365,6 @@ class Names:
                 return own.record
         raise _busy(name)
 
-    def forget(self, name: str) -> None:
-        """Delete a free name that is used only once."""
-        self._bucket.delete(self.keys_to_forget(name))
-
-    def keys_to_forget(self, name: str) -> list[str]:
-        """Return what is to be deleted of a free name: nothing if it is not used only once."""
-        return [name + SUFFIX] if name.startswith(".") else []
-
     def seen(self, name: str) -> NameRecord | None:
         """Return what a name with a dot stood for when this process last wrote or saw it."""
         entry = self._seen.get(name)
@@ -485,7 +483,7 @@ class Names:
         made. It is added to `tried` for `_own_again`.
         """
         assert own.record is not None
-        before = _version(there.tag) if there is not None else ""
+        before = version_of(there.tag) if there is not None else ""
         move = NameMove(id=_nonce(), to=target, before=before, other=other)
         plain = msgspec.structs.replace(own.record, move=None, came=None)
         locked = self._swap(source, own, msgspec.structs.replace(plain, move=move))
@@ -735,7 +733,7 @@ class Names:
         if move is not None and move.other is not None:
             other = msgspec.structs.replace(move.other, held={})
             move = msgspec.structs.replace(move, other=other)
-        self._known[f"{name} {_version(tag)}"] = msgspec.structs.replace(
+        self._known[f"{name} {version_of(tag)}"] = msgspec.structs.replace(
             record, move=move, made=(), held={}, others={}
         )
 
@@ -798,11 +796,7 @@ def _keep_newest(memory: dict[str, Any]) -> None:
 
 
 def _known_key(listing: ObjectListing, name: str) -> str:
-    return f"{name} {_version(listing.objects[name + SUFFIX].tag)}"
-
-
-def _version(tag: Tag) -> str:
-    return (tag.get("e_tag") or tag.get("version") or "").strip('"')
+    return f"{name} {version_of(listing.objects[name + SUFFIX].tag)}"
 
 
 def _nonce() -> str:
@@ -817,8 +811,9 @@ def _decode(data: bytes, name: str) -> NameRecord | None:
         return msgspec.json.decode(data, type=NameRecord)
     except (msgspec.DecodeError, RecursionError):
         raise CorruptionError(
-            f"{name}{SUFFIX} is not the name of a directory: another program has written it; "
-            f"remove the object, or write it back"
+            f"{name}{SUFFIX} is not the name of a directory: another program has written it, or it "
+            f"was damaged on its way; if it stays so, write it back as it was (without it the "
+            f"data of the directory is lost)"
         ) from None
 
 

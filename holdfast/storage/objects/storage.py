@@ -217,7 +217,8 @@ class ObjectStorage:
         key, held = self._file(path, "read")
         if held is not None:
             return memoryview(held)[start : None if nbytes is None else start + nbytes]
-        if nbytes == 0:
+        if nbytes == 0:  # no range is empty
+            self.size(path)
             return memoryview(b"")
         return fetch(self._bucket, key, start=start, nbytes=nbytes, place=self.describe(path))
 
@@ -284,7 +285,7 @@ class ObjectStorage:
         """
         names = split_path(path)
         if not names:
-            return self._list_root()
+            return self._names_in(self._do("list", "", lambda: self._bucket.list("")))
         if self._is_in_fixed(names):
             listing = self._do("list", path, lambda: self._bucket.list(path))
             return sorted({*listing.dirs, *listing.objects})
@@ -305,22 +306,16 @@ class ObjectStorage:
         after the listing had it not. Two requests, and one for each name that has changed since
         this process looked and that the newest does not know.
         """
-
-        def look() -> dict[str, bool]:
-            listing = self._bucket.list("")
-            records = self._names.records(listing, steps_only=True)
-            names = (name for name in listed_names(listing) if not name.startswith("."))
-            return {name: name in records and file in records[name].files for name in names}
-
-        return self._do("list", "", look)
+        listing, records = self._look()
+        names = (name for name in listed_names(listing) if not name.startswith("."))
+        return {name: name in records and file in records[name].files for name in names}
 
     def survey(self) -> Survey:
         """Return all names of the first level, and what is known of the directories; two requests.
 
         See `dirs_with` for what is known without a request for each.
         """
-        listing = self._do("list", "", lambda: self._bucket.list(""))
-        records = self._do("list", "", lambda: self._names.records(listing, steps_only=True))
+        listing, records = self._look()
         made_for = {record.prefix.partition("-")[2] for record in records.values()}
         names = self._names_in(listing)
         return Survey(
@@ -329,11 +324,6 @@ class ObjectStorage:
             files={name: record.files for name, record in records.items()},
             notes={name: record.note for name, record in records.items() if record.note},
         )
-
-    def below(self) -> builtins.list[str]:
-        """Return the prefixes directly below this place that are not part of a run, sorted."""
-        listing = self._do("list", "", lambda: self._bucket.list(""))
-        return sorted(listing.dirs - FIXED_DIRS - {INNER})
 
     def annotate(
         self,
@@ -522,11 +512,11 @@ class ObjectStorage:
         self._forget(src, dst)
         action = f"rename to {self.describe(dst)}"
         if self._do(action, dst, lambda: self._examine(dst, is_dir=False)) is not None:
-            raise self._taken(action, src, dst)
+            raise taken(action, self.describe(src), dst)
         try:
             self._do(action, src, lambda: self._names.move(src, dst))
         except FileExistsError:
-            raise self._taken(action, src, dst) from FileExistsError(dst)
+            raise taken(action, self.describe(src), dst) from FileExistsError(dst)
         finally:
             self._forget(src, dst)
 
@@ -548,9 +538,7 @@ class ObjectStorage:
         self, path: str, *, durable: bool = True, only_if: Callable[[str], bool] | None = None
     ) -> None:
         """See `Storage.remove_tree`: the name is withdrawn first, then the objects are deleted."""
-        names = split_path(path)
-        if not names:
-            raise StorageError(f"{self.url}: the root itself cannot be renamed or replaced")
+        names = self._names_below(path)
         if self._is_in_fixed(names):
             self._delete_below(path, path)
             return
@@ -561,8 +549,8 @@ class ObjectStorage:
             else:
                 self._delete_below(path, key)
             return
-        is_seen = self._names.seen(path) is not None
-        if not is_seen and self._do("remove", path, lambda: self._names.entry(path)) is None:
+        is_dir = _DIRS_ONLY.fullmatch(path) is not None or self._names.seen(path) is not None
+        if not is_dir and self._do("remove", path, lambda: self._names.entry(path)) is None:
             meta = self._do("remove", path, lambda: self._bucket.head(path))
             if meta is None:
                 raise absent("remove", self.describe(path))
@@ -717,6 +705,11 @@ class ObjectStorage:
         listing = self._bucket.list(self._names.data_key(record, *names[1:]))
         return bool(listing.dirs or listing.objects)
 
+    def _look(self) -> tuple[ObjectListing, dict[str, NameRecord]]:
+        """Return the listing of the root, and what the names in it without a dot stand for."""
+        listing = self._do("list", "", lambda: self._bucket.list(""))
+        return listing, self._do("list", "", lambda: self._names.records(listing, steps_only=True))
+
     def folders(self) -> builtins.list[str]:
         """Return the names of folders in the root that other programs have made.
 
@@ -724,9 +717,6 @@ class ObjectStorage:
         """
         listing = self._do("list", "", lambda: self._bucket.list(""))
         return sorted(listing.dirs - FIXED_DIRS - {INNER})
-
-    def _list_root(self) -> builtins.list[str]:
-        return self._names_in(self._do("list", "", lambda: self._bucket.list("")))
 
     def _names_in(self, listing: ObjectListing) -> builtins.list[str]:
         files = [name for name in listing.objects if not name.endswith(SUFFIX)]
@@ -748,9 +738,7 @@ class ObjectStorage:
 
     def _new_key(self, path: str, action: str) -> str:
         """Return the key of a file to write; StorageError for the root and for reserved names."""
-        names = split_path(path)
-        if not names:
-            raise StorageError(f"{self.url}: the root itself cannot be renamed or replaced")
+        names = self._names_below(path)
         if names[0] == INNER or (len(names) == 1 and path.endswith(SUFFIX)):
             raise StorageError(f"{self.describe(path)}: names like this are the store's own")
         if len(names) == 1 and _DIRS_ONLY.fullmatch(path):
@@ -765,6 +753,13 @@ class ObjectStorage:
         name, _, file = path.partition("/")
         self._do("write", path, lambda: self._names.release(name, file))
         self._forget(name)
+
+    def _names_below(self, path: str) -> tuple[str, ...]:
+        """Return the names of a path; StorageError for the root."""
+        names = split_path(path)
+        if not names:
+            raise StorageError(f"{self.url}: the root itself cannot be renamed or replaced")
+        return names
 
     def _is_in_fixed(self, names: Sequence[str]) -> bool:
         return bool(names) and names[0] in FIXED_DIRS
@@ -807,14 +802,9 @@ class ObjectStorage:
     def _check_first_level(self, *paths: str) -> None:
         """Raise StorageError unless both can be renamed."""
         for path in paths:
-            names = split_path(path)
-            if not names:
-                raise StorageError(f"{self.url}: the root itself cannot be renamed or replaced")
+            names = self._names_below(path)
             if len(names) > 1 or names[0] in FIXED_DIRS or names[0] == INNER:
                 raise _refused("rename", self.describe(path))
-
-    def _taken(self, action: str, src: str, dst: str) -> StorageError:
-        return taken(action, self.describe(src), dst)
 
     # ---- Removal ----
 
@@ -862,15 +852,13 @@ class ObjectStorage:
         # gone on to another one and this had been deleted. One that this process has written
         # itself is the only one, and that of a step is never deleted.
         is_only = is_own or not name.startswith(".")
-        if not is_only and not self._do(
-            "remove", name, lambda: self._names.nameless([record.prefix])
-        ):
-            self._do("remove", name, lambda: self._names.forget(name))
-            return
-        key = self._names.data_key(record)
-        objects = self._do("remove", name, lambda: self._bucket.list_all(key))
-        # The name last: while it is there, a reader of a listing knows of the directory.
-        keys = [*objects, *self._names.keys_to_forget(name)]
+        keys: builtins.list[str] = []
+        if is_only or self._do("remove", name, lambda: self._names.nameless([record.prefix])):
+            key = self._names.data_key(record)
+            keys += self._do("remove", name, lambda: self._bucket.list_all(key))
+        if name.startswith("."):  # used once, and free by now
+            # Last: while it is there, a reader of a listing knows of the directory.
+            keys.append(name + SUFFIX)
         self._do("remove", name, lambda: self._bucket.delete(keys))
 
     def _delete_below(self, path: str, key: str) -> None:

@@ -82,10 +82,13 @@ class S3Uploads:
                 uploads.append(Upload(_text(each, "Key"), _text(each, "UploadId")))
             if _text(text, "IsTruncated") != "true":
                 return uploads
-            markers = {
+            after = {
                 "key-marker": _text(text, "NextKeyMarker"),
                 "upload-id-marker": _text(text, "NextUploadIdMarker"),
             }
+            if after == markers:
+                raise UploadsUnknown("the store lists one page of them again and again")
+            markers = after
 
     def abort(self, upload: Upload, *, timeout_s: float) -> None:
         """Abort an upload, so that nothing is stored or charged for it; UploadsUnknown."""

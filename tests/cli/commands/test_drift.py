@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,12 @@ def _tensors(*, drifts: bool) -> dict[str, Tensor]:
 @pytest.fixture
 def roots(tmp_path: Path) -> tuple[Path, Path]:
     """A checkpoint whose copies are equal, and one of which they differ."""
+    parts: dict[str, Any] = {
+        part: [{"$": "tensor", "k": f"model.{part}"}] for part in ("norm", "head")
+    }
     for name in ("equal", "drifted"):
-        write(PosixStorage(tmp_path / name), make(_tensors(drifts=name == "drifted"), step=3))
+        made = make(_tensors(drifts=name == "drifted"), step=3, parts=parts)
+        write(PosixStorage(tmp_path / name), made)
     return tmp_path / "equal", tmp_path / "drifted"
 
 
@@ -56,6 +61,7 @@ def test_what_has_no_one_value_is_not_shown_as_if_it_had(
         ("export", drifted, "--tensor", "model.head", "--to", to),
         ("diff", equal, drifted, "--tensor", "model.head"),
         ("show", drifted, "--tensor", "model.head", "--stats"),
+        ("show", drifted, "--tensor", "*", "--part", "head", "--stats"),
         ("show", drifted, "--tensor", "*"),
         ("diff", equal, equal),
     ):

@@ -455,7 +455,8 @@ def test_copies_count_as_near_and_as_extra_bytes(holdfast: Holdfast, tmp_path: P
 @pytest.mark.parametrize(
     ("text", "problem"),
     [("tp=x", "tp=4,dp=2"), ("xp=2", "xp=2"), ("tp=2,tp=4", "each axis once"), ("tp=0", "tp"),
-     ("dp=4096", "at most"), ("ep=3,dp=4", "ep"), ("", "tp=4,dp=2")],
+     ("dp=4096", "at most"), ("ep=3,dp=4", "ep"), ("", "tp=4,dp=2"),
+     ("tp=" + "9" * 5000, "tp=4,dp=2")],
 )  # fmt: skip
 def test_layouts_that_cannot_be_are_refused(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:

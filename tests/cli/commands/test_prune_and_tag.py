@@ -12,6 +12,11 @@ from typing import Any
 
 import pytest
 
+from holdfast.cli.commands import ls
+from holdfast.cli.page import history
+from holdfast.cli.page.history import read_history
+from holdfast.cli.page.run_events import RunLog
+from holdfast.format.names import list_steps
 from holdfast.format.versions import read_lease
 from holdfast.storage import PosixStorage
 from tests.cli.conftest import Holdfast, at_step
@@ -75,11 +80,11 @@ def test_what_a_run_has_given_up_goes(holdfast: Holdfast, root: Path) -> None:
 
 
 def test_without_a_person_to_ask_nothing_goes(holdfast: Holdfast, root: Path) -> None:
-    for words in ((), ("--json",)):
+    for words, why in (((), "there is no terminal to ask on"), (("--json",), "--json does not")):
         result = holdfast("prune", root, "--keep-last", "1", *words)
         assert result.code == 2
         assert "--yes" in result.err
-        assert "3 checkpoints would be removed" in result.err
+        assert f"3 checkpoints would be removed, but {why}" in result.err
     assert steps(root) == [10, 20, 30, 40]
     assert holdfast("prune", root, "--keep-last", "9").code == 0  # there is nothing to ask
 
@@ -247,7 +252,8 @@ def test_a_read_that_says_nothing_of_the_bytes_is_no_damage(
     read = os.preadv
 
     def fail(fd: int, buffers: Any, offset: int) -> int:
-        if "/data/" in os.readlink(f"/proc/self/fd/{fd}"):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if "/data/" in path or "iter_0000010/manifest" in path:
             raise OSError(code, os.strerror(code))
         return read(fd, buffers, offset)
 
@@ -255,6 +261,29 @@ def test_a_read_that_says_nothing_of_the_bytes_is_no_damage(
     out = tmp_path / "out"
     for command in (["verify", root], ["export", root, "--tensor", "*", "--to", out / "x"]):
         assert holdfast(*command).code == ends_with, command
+    state = {2: "unreadable", 1: "damaged"}[ends_with]
+    listed = holdfast("ls", root)
+    assert listed.code == ends_with
+    assert [line.split()[:2] for line in listed.out.splitlines() if os.strerror(code) in line] == [
+        ["10", state]
+    ]
+    assert {each.state for each in read_history(PosixStorage(root), RunLog()).steps} == {
+        "kept", "not finished", state,
+    }  # fmt: skip
+
+
+def test_a_step_removed_during_a_list_is_no_damage(
+    holdfast: Holdfast, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P27: a removal at the same time looks like one, and no program is told of damage."""
+    steps_at_first = list_steps(PosixStorage(root))
+    for module in (ls, history):
+        monkeypatch.setattr(module, "list_steps", lambda _: steps_at_first)
+    PosixStorage(root).remove_tree("iter_0000010")
+    result = holdfast("ls", root, "--json")
+    assert (result.code, [each["step"] for each in result.json["steps"]]) == (0, [20, 30, 40])
+    steps = {each.step: each.state for each in read_history(PosixStorage(root), RunLog()).steps}
+    assert (steps[10], steps[20]) == ("removed", "kept")
 
 
 def test_the_verbs_never_import_torch(root: Path, tmp_path: Path) -> None:

@@ -316,7 +316,7 @@ def test_mistakes_and_damage(holdfast: Holdfast, run_directory: Path, tmp_path: 
     other.write_text("<p>my notes</p>")
     cases: list[tuple[list[object], str]] = [
         ([run_directory, "--out", other], "is not a page of"),
-        ([run_directory, "--out", tmp_path / "no" / "page.html"], "cannot be written"),
+        ([run_directory, "--out", tmp_path / "no" / "page.html"], "cannot write: "),
         ([run_directory, "--out", tmp_path / "page.html", "--as", "tp=x"], "write tp=4,dp=2"),
         ([run_directory, "--out", tmp_path / "page.html", "--step", "3"], "no committed step 3"),
     ]
