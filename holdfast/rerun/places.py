@@ -278,7 +278,8 @@ def _ranks_of_meshes(modules: Iterable[nn.Module]) -> set[int]:
             if isinstance(parameter, DTensor):
                 ranks.update(_ranks_of_shards(parameter))
         for each in module.modules():
-            if isinstance(each, nn.SyncBatchNorm):
+            # In a process without torch.distributed it is an ordinary batch norm.
+            if isinstance(each, nn.SyncBatchNorm) and torch.distributed.is_initialized():
                 group = each.process_group
                 ranks.update(torch.distributed.get_process_group_ranks(group))
     return ranks

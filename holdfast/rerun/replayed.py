@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ class Replayed:
         """What `changed_attributes` and `changed_others` have returned."""
         self._with_buffers: list[nn.Module] = []
         self._num_registered = -1
-        """How many buffers and modules had been registered anywhere when the list was made."""
+        """How many tensors and modules had been registered anywhere when the list was made."""
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -226,8 +226,12 @@ class Replayed:
         """
         return self._as_tree(self._snapshot("kept"), codecs=codecs, with_saved=False)
 
-    def lent(self, *, codecs: Codecs) -> object:
+    def lent(self, *, codecs: Codecs, without: Collection[int] = ()) -> object:
         """Return streams, all buffers and the states of hooks, for a replica with equal parameters.
+
+        Args:
+            codecs: the types beyond the built-in ones.
+            without: ids of buffers that each replica keeps.
 
         Raises:
             ConfigError: a buffer, or what a hook has returned, cannot be kept.
@@ -238,7 +242,8 @@ class Replayed:
         hooks = [
             keep_tree(state, path=f"hook {i}", codecs=codecs) for i, state in enumerate(taken.hooks)
         ]
-        return {**self._as_tree(taken, codecs=codecs, with_saved=True), "hooks": hooks}
+        tree = self._as_tree(taken, codecs=codecs, with_saved=True, without=without)
+        return {**tree, "hooks": hooks}
 
     def borrow(self, lent: Any, *, codecs: Codecs) -> None:
         """Set everything to what `lent` has returned on another rank; `restore` undoes it."""
@@ -253,7 +258,9 @@ class Replayed:
             raise ConfigError(f"Replayed.{caller} was called before take; call take first")
         return self._taken
 
-    def _as_tree(self, taken: _Snapshot, *, codecs: Codecs, with_saved: bool) -> dict[str, Any]:
+    def _as_tree(
+        self, taken: _Snapshot, *, codecs: Codecs, with_saved: bool, without: Collection[int] = ()
+    ) -> dict[str, Any]:
         """Return the streams, and the buffers of a snapshot, by the number of their module."""
         numbers = {id(each): str(i) for i, each in enumerate(self._submodules())}
         buffers = {
@@ -261,7 +268,7 @@ class Replayed:
                 name: keep_tree(
                     value, path=f"buffer '{name}' of a {each.module_name}", codecs=codecs
                 )
-                for name, value in each.copies(with_saved=with_saved).items()
+                for name, value in each.copies(with_saved=with_saved, without=without).items()
             }
             for each in taken.buffers.each
             if id(each.module) in numbers
@@ -296,7 +303,7 @@ class Replayed:
         """Return the modules that have buffers.
 
         Walking over all of a large model takes longer than copying its buffers. So the list is made
-        again only if a buffer or a module has been registered since, with any module.
+        again only if a tensor or a module has been registered since, with any module.
         """
         if not self._modules:
             return []
@@ -495,12 +502,12 @@ class _Buffers:
         buffer_table(module).clear()
         unsaved_buffers(module).clear()
 
-    def copies(self, *, with_saved: bool) -> dict[str, torch.Tensor]:
-        """Return copies of the buffers that are not persistent, or of all."""
+    def copies(self, *, with_saved: bool, without: Collection[int]) -> dict[str, torch.Tensor]:
+        """Return copies of the buffers that are not persistent, or of all, but for some ids."""
         return {
             name: _local(each)
             for name, each in self._copies.items()
-            if with_saved or name in self._unsaved
+            if (with_saved or name in self._unsaved) and id(self._tensors[name]) not in without
         }
 
 
