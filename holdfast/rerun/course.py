@@ -208,6 +208,7 @@ class Course:
             )
         self.decision = Decision()
         was_left = self.is_running and step == self.step
+        has_taken = was_left and batches is self.batches
         if self.is_running:
             self._leave(is_repeated=was_left)
         self.step, self.batches = step, batches
@@ -242,7 +243,7 @@ class Course:
             if self.fault is not None:
                 suspects = loaded.suspects_by_call(later)
         elif isinstance(batches, ReplayableBatches) and not has_kept:
-            if was_left:  # by an exception that the loop has caught: the step is not over
+            if has_taken:  # before an exception that the loop has caught: the step is not over
                 batches.give_back()
             else:
                 batches.begin()

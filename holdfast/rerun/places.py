@@ -181,11 +181,6 @@ def _first_of_data_ranks(layout: Layout) -> list[int]:
     return [first[at] for at in sorted(first)]
 
 
-def connected(model: Layout | ModuleLayouts, ranks: Iterable[int]) -> tuple[int, ...]:
-    """Return the ranks of the model replicas that some ranks belong to, ascending."""
-    return _Exchanges(model).connected(ranks)
-
-
 def replicas_of(model: Layout | ModuleLayouts) -> list[tuple[int, ...]]:
     """Return the ranks of each model replica; those with the same part of the model in one order.
 

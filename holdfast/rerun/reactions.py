@@ -55,7 +55,7 @@ class Reactions:
         coordinate: str,
         is_rerun: bool,
         device: DeviceIdentity,
-        at_forward: Callable[[nn.Module], object] | None = None,
+        at_forward: Callable[[nn.Module], object] | None,
     ) -> None:
         """A run of a step begins on this rank; `at_forward` is called before each forward in it."""
         if at_forward is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast._torch import (
@@ -20,12 +20,12 @@ from holdfast._torch import (
 )
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
-from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_tree
+from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_tree, span_of
 from holdfast.rerun.other_modules import OtherModules
 from holdfast.state import RNG
 from holdfast.state.plain_attributes import PlainAttributes
 from holdfast.state.rng import CapturedStreams, Generator, accessors
-from holdfast.state.tensor_elements import equal_trees, instances_in
+from holdfast.state.tensor_elements import equal_trees, instances_in, local_part
 from holdfast.state.tensor_memory import addresses_of
 
 _TABLES = frozenset(vars(nn.Module()))
@@ -127,9 +127,7 @@ class Replayed:
         Raises:
             ConfigError: `take` was not called before.
         """
-        taken = self._taken
-        if taken is None:
-            raise ConfigError("Replayed.restore was called before take; call take first")
+        taken = self._snapshot("restore")
         for buffers in taken.buffers.each:
             buffers.restore()
         known = {id(each.module) for each in taken.buffers.each}
@@ -291,8 +289,9 @@ class Replayed:
                 if name not in stored:
                     continue
                 value = revive_tree(stored[name], path=f"buffer '{name}'", codecs=codecs)
-                if value.shape == _local(buffer).shape:
-                    _assign(_local(buffer), value)
+                local = local_part(buffer)
+                if value.shape == local.shape:
+                    _assign(local, value)
         streams = revive_tree(kept["streams"], path="random streams", codecs=codecs)
         if len(streams) == len(self._streams):
             for stream, states in zip(self._streams, streams, strict=True):
@@ -321,15 +320,13 @@ class Replayed:
         return list(seen.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Snapshot:
     """Streams, buffers and states of hooks at one time."""
 
-    def __init__(
-        self, *, streams: list[CapturedStreams], buffers: _AllBuffers, hooks: list[Any]
-    ) -> None:
-        self.streams = streams
-        self.buffers = buffers
-        self.hooks = hooks
+    streams: list[CapturedStreams]
+    buffers: _AllBuffers
+    hooks: list[Any]
 
 
 class _AllBuffers:
@@ -505,7 +502,7 @@ class _Buffers:
     def copies(self, *, with_saved: bool, without: Collection[int]) -> dict[str, torch.Tensor]:
         """Return copies of the buffers that are not persistent, or of all, but for some ids."""
         return {
-            name: _local(each)
+            name: local_part(each)
             for name, each in self._copies.items()
             if (with_saved or name in self._unsaved) and id(self._tensors[name]) not in without
         }
@@ -555,11 +552,4 @@ def _holds(memory: torch.Tensor, saved: torch.Tensor) -> bool:
     """Return True if a buffer's memory still has room for the saved elements."""
     if memory.shape != saved.shape or 0 in memory.stride():
         return False
-    last = sum((n - 1) * s for n, s in zip(memory.shape, memory.stride(), strict=True))
-    end = (memory.storage_offset() + last + 1) * memory.element_size()
-    return memory.numel() == 0 or end <= memory.untyped_storage().nbytes()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return memory.numel() == 0 or span_of(memory)[1] <= memory.untyped_storage().nbytes()

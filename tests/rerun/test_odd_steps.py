@@ -687,6 +687,20 @@ def test_a_step_that_was_left_starts_as_it_did(
     assert "'norm' on rank 0 was rejected" in "".join(fresh.lines)
 
 
+def test_a_step_that_was_left_may_start_again_on_another_iterator(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D7: which has not taken anything in the step, and does not repeat what it gave before."""
+    machine = Loop(groups, tmp_path).machine
+    own, other = machine.replayable(itertools.count()), machine.replayable(itertools.count(10))
+    for step, batches in ((0, other), (1, own), (1, other)):
+        for _ in machine.attempts(step, batches):
+            taken = next(batches)
+            if batches is own:
+                break
+    assert taken == 11
+
+
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_a_function_that_fails_on_one_rank_as_it_restores_is_an_error_on_all(
     tmp_path: Path, fails_at: int

@@ -24,7 +24,7 @@ from holdfast.rerun import (
     read_report,
     update_norm,
 )
-from holdfast.rerun.places import Feeders, connected, partner_ranks, replicas_of
+from holdfast.rerun.places import Feeders, partner_ranks, replicas_of
 from holdfast.rerun.vouching import pairs_of_round
 from tests.harness import RankContext, run_ranks
 from tests.rerun.threads import ThreadGroups, run_threads
@@ -45,19 +45,19 @@ def test_every_pair_of_replicas_meets_once_in_a_turn(number: int) -> None:
 
 def test_replicas_are_what_a_forward_connects() -> None:
     """D19, against what the layouts mean."""
-    assert connected(Layout(tp=2, dp=2), [0]) == (0, 1)
+    assert Feeders(Layout(tp=2, dp=2), 0).of(None) == (0, 1)
     assert replicas_of(Layout(tp=2, dp=2)) == [(0, 1), (2, 3)]
     assert partner_ranks(Layout(pp=2, dp=2)) == {0: 1, 1: 0, 2: 3, 3: 2}
     assert replicas_of(Layout(cp=2, dp=2)) == [(0, 1), (2, 3)]
     # Experts exchange tokens between data ranks: these belong to one replica.
-    assert connected(Layout(dp=4, ep=2), [3]) == (2, 3)
+    assert Feeders(Layout(dp=4, ep=2), 3).of(None) == (2, 3)
     assert partner_ranks(Layout(dp=4, ep=2)) == {0: 2, 1: 3, 2: 0, 3: 1}
     assert partner_ranks(Layout(dp=2, ep=2)) == {}
     for layout in (Layout(tp=2, pp=2, dp=3), Layout(tp=2, dp=4, ep=4, expt_tp=1)):
         partners = partner_ranks(layout)
         assert not partners or sorted(partners.values()) == sorted(layout.ranks)
         for rank, other in partners.items():
-            assert connected(layout, [rank]) != connected(layout, [other])
+            assert Feeders(layout, rank).of(None) != Feeders(layout, other).of(None)
 
 
 @pytest.mark.parametrize(
