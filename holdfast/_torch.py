@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_forward_pre_hook,
     register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,7 +108,7 @@ def unsaved_buffers(module: nn.Module) -> set[str]:
 
 
 class _Registrations:
-    """How many buffers and modules have been registered with any module in this process."""
+    """How many tensors and modules have been registered with any module in this process."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -117,6 +118,7 @@ class _Registrations:
         """Count from now on; torch has a hook for each kind."""
         if not self.is_counting:
             register_module_buffer_registration_hook(self._add)
+            register_module_parameter_registration_hook(self._add)
             register_module_module_registration_hook(self._add)
             self.is_counting = True
 
@@ -129,7 +131,7 @@ _REGISTRATIONS = _Registrations()
 
 
 def registrations() -> int:
-    """Return a number that changes whenever a buffer or module is registered with any module.
+    """Return a number that changes when a tensor or a module is registered with any module.
 
     It starts with the first call. A write to a module's own tables is not counted.
     """

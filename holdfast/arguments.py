@@ -146,6 +146,17 @@ def check_instance(value: object, *, name: str, kind: type[T], hint: str = "") -
     return value
 
 
+def check_callable(value: object, *, name: str) -> None:
+    """Raise ConfigError unless `value` is None or can be called.
+
+    Args:
+        value: Any object.
+        name: The argument, for the message.
+    """
+    if value is not None and not callable(value):
+        raise ConfigError(f"{name} must be a function, got {_shown(value)}")
+
+
 def _shown(value: object) -> str:
     """Return the repr of a value on one line, shortened for a message."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import ConfigError
+from holdfast.fsdp.data_axes import WHOLE
 from holdfast.fsdp.plan import PlannedParameter, UnitPlan
 from holdfast.optim.agreement import Compared, Hints, entry_of
 from holdfast.optim.agreement import compare_ranks as compare_entries
@@ -43,7 +44,7 @@ def check_declarations(plan: UnitPlan, groups: ProcessGroups) -> None:
                     f"groups.mesh('expt_dp', 'ep', 'expt_tp')['ep', 'expt_tp']"
                 )
             continue
-        over = "expt_dp" if each.kind == "experts" else "dp_cp"
+        over = WHOLE[each.kind]
         reduced = set(groups.ranks(over))
         for name, placement, line in mesh_lines(parameter):
             shared = reduced.intersection(line) - {groups.rank}
@@ -86,10 +87,9 @@ def compare_ranks(plan: UnitPlan, groups: ProcessGroups, *, settings: str) -> No
 def _entry(each: PlannedParameter, plan: UnitPlan, groups: ProcessGroups) -> Compared:
     """Return what ranks compare of one parameter, and which ranks hold the same."""
     is_plain = not isinstance(each.parameter, DTensor)
-    dense = "tp-cp-dp" if is_plain else "dp_cp"
     return entry_of(
         each.parameter,
-        over="expt_dp" if each.kind == "experts" else dense,
+        over="tp-cp-dp" if is_plain and each.kind == "dense" else WHOLE[each.kind],
         name=each.name,
         properties={"unit": plan.units[each.unit]},
         is_alone=each.kind == "experts" and is_plain and groups.layout.ep > 1,

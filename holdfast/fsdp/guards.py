@@ -198,11 +198,7 @@ class UnitGuard:
         """Put shards in the places of parameters that are kept, if the unit is called alone."""
         del module, args, output
         if not self._prefetch.is_running:
-            self.put_aside_if_idle()
-
-    def put_aside_if_idle(self) -> None:
-        """Put shards in the parameters' places unless a backward is going on."""
-        _torch.put_aside_if_idle(self.groups)
+            _torch.put_aside_if_idle(self.groups)
 
     @mark_eager
     def _before_gather(self, module: nn.Module, args: Any) -> None:

@@ -274,13 +274,15 @@ class LaunchLog:
         self._pending[work] = order, order.num_launches()
         return WatchedWork(work, self)
 
-    def wait_now(self, work: dist.Work, order: LaunchOrder) -> None:
-        """Wait for a collective on the host that was just launched, see `wait`."""
-        self._pending[work] = order, order.num_launches()
-        self.wait(work)
+    def wait(self, work: dist.Work, last_in: LaunchOrder | None = None) -> None:
+        """Wait for a collective on the host, and look meanwhile.
 
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a collective on the host, and look meanwhile."""
+        Args:
+            work: one that `watched` has taken, or that was just launched.
+            last_in: the order of one that was just launched.
+        """
+        if last_in is not None:
+            self._pending[work] = last_in, last_in.num_launches()
         look = self.look
         if look is not None:
             waited_s = 0.0
@@ -384,7 +386,7 @@ class LoggedGather(Logged):
         )
         if async_op or self._apart is not None:
             return self._log.watched(launched, self._order)
-        self._log.wait_now(launched, self._order)
+        self._log.wait(launched, self._order)
         return None
 
 
@@ -423,7 +425,7 @@ class LoggedReduction(Logged):
         launched = self._log.launch(
             fields, self._order, group.allreduce, [input_tensor], self._options
         )
-        self._log.wait_now(launched, self._order)
+        self._log.wait(launched, self._order)
         numel = output_tensor.numel()
         output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
         return None
@@ -450,9 +452,7 @@ class LoggedSums:
         group, source = self._group, self._source
         fields = ("all-reduce", group, given.numel(), given.dtype, given.device, source)
         work = self._log.launch(fields, self._order, group.allreduce, tensors, options)
-        return (
-            work if work is None or not self._is_watched else self._log.watched(work, self._order)
-        )
+        return self._log.watched(work, self._order) if self._is_watched else work
 
 
 def can_watch(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from holdfast.arguments import check_int, check_number
+from holdfast.arguments import check_callable, check_int, check_number
 from holdfast.errors import ConfigError
 from holdfast.format.values import is_unicode
 from holdfast.rerun.attribution import ValueRun
@@ -241,7 +241,7 @@ def trial_of(first: Sequence[Place], now: Sequence[Place], outcome: Outcome) -> 
     )
 
 
-def check_call(name: object, rule: object, tolerance: object) -> float:
+def check_call(name: object, rule: object, tolerance: object, compare: object = None) -> float:
     """Return the tolerance of a validation call; check the arguments that a fault would need.
 
     A fault may come after weeks: an argument that could not be recorded or compared then is refused
@@ -258,6 +258,7 @@ def check_call(name: object, rule: object, tolerance: object) -> float:
     if not is_rule or isinstance(rule, type):
         fix = "; wrap a function: Rejects(function, message)" if callable(rule) else ""
         raise ConfigError(f"validate({name!r}): a {type(rule).__name__} is not a rule{fix}")
+    check_callable(compare, name=f"validate({name!r}): compare")
     return check_number(tolerance, name=f"validate({name!r}): tolerance", least=0)
 
 

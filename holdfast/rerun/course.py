@@ -184,8 +184,7 @@ class Course:
         """The coordinate whose batches this rank runs on: its own, but for a second opinion."""
         if self.state is not State.RUNNING_FOR_ANOTHER_REPLICA:
             return self.team.here.coordinate
-        by_rank = {each.rank: each.coordinate for each in self.team.places}
-        return by_rank[self.team.served_rank]
+        return self.team.by_rank[self.team.served_rank].coordinate
 
     @property
     def statistics(self) -> DeterminismStatistics:
@@ -209,21 +208,26 @@ class Course:
             )
         self.decision = Decision()
         was_left = self.is_running and step == self.step
+        has_taken = was_left and batches is self.batches
         if self.is_running:
             self._leave(is_repeated=was_left)
         self.step, self.batches = step, batches
         self.attempt = Attempt()
         for each in self.iterators:
             self.iterators[each] = each.num_requests
-        has_kept = self._mode is not Mode.VALIDATE_RESULTS and self._use_kept_batches()
+        has_verdicts = self._mode is Mode.VALIDATE_RESULTS
+        has_kept = not has_verdicts and self.fault is not None and self.fault.step == step
         if self._mode is Mode.DISABLED:
+            self._use_kept_batches()
             self.learned.discard()  # of a step that was left
             self._vetoed = None
             return True
         self._num_reruns, self._fault_id, self._passes = 0, "", ""
         self._confirmed, self._own_suspects = set(), {}
         self._is_confirming = False
-        is_first = not self._is_checked and self._mode is Mode.VALIDATE_RESULTS
+        if not has_verdicts and self._has_loaded:
+            self.team.together(self._use_kept_batches, step=step)
+        is_first = not self._is_checked and has_verdicts
         if is_first and self._is_spoiled(is_first=True):
             return False
         loaded = self.fault
@@ -239,7 +243,7 @@ class Course:
             if self.fault is not None:
                 suspects = loaded.suspects_by_call(later)
         elif isinstance(batches, ReplayableBatches) and not has_kept:
-            if was_left:  # by an exception that the loop has caught: the step is not over
+            if has_taken:  # before an exception that the loop has caught: the step is not over
                 batches.give_back()
             else:
                 batches.begin()
@@ -287,20 +291,15 @@ class Course:
         self.enter(Event.LEFT)
         self.learned.discard()
 
-    def _use_kept_batches(self) -> bool:
-        """Use the batches that only a fault's checkpoint has, without a rerun; True if it has."""
-        fault, self.fault = self.fault, None
-        if fault is None:
-            return False
-        if fault.step != self.step:
+    def _use_kept_batches(self) -> None:
+        """Use the batches that only a fault's checkpoint has, without a rerun."""
+        if self.fault is not None and self.fault.step != self.step:
             self.team.say(
-                f"the checkpoint holds the batches of step {fault.step}, but the run continues at "
-                f"step {self.step}: they are dropped"
+                f"the checkpoint holds the batches of step {self.fault.step}, but the run "
+                f"continues at step {self.step}: they are dropped"
             )
-            return False
-        fault.replay_batches(self.batches)
-        self._replayed.replay_kept(fault.replayed, codecs=self.codecs)
-        return True
+        self._replay(self.fault, self.batches)
+        self.fault = None  # not before: if they were refused, the step may start again with them
 
     def _consider_fault(self, step: int) -> dict[Call, list[ValueRun]]:
         """Decide with all ranks whether the pending fault is rerun now. Collective.
@@ -396,7 +395,19 @@ class Course:
             self._has_added = is_rerun and self._training_state.has_hidden_gradients()
             self._training_state.look_at_forward()
 
-    def _run_again(self, suspects: dict[Call, Suspect]) -> bool:
+    def _run_again(self, suspects: dict[Call, Suspect] | None, *, why: str) -> bool:
+        """Run the step again in place, or raise on all ranks if that cannot be. Collective.
+
+        Args:
+            suspects: this rank's values that were rejected; None for a run whose results are used.
+            why: the step and what has happened in it.
+        """
+        self._refuse_rerun(why)
+        self._is_confirming = suspects is None
+        self.team.say(f"{why}: it runs again{', to be used' if suspects is None else ''}")
+        return self._rerun(suspects or {})
+
+    def _rerun(self, suspects: dict[Call, Suspect]) -> bool:
         """Restore everything to the start of the step, for another run in place."""
         self.enter(Event.REJECTED)
         self.learned.discard()
@@ -460,16 +471,15 @@ class Course:
         evidence = self.team.gather(self.attempt, step=self.step)
         if is_plain and not evidence.new_is_fatal:
             if self._vetoed:  # the optimizer has left the step out
-                self._is_confirming = True
-                return self._run_again({})
+                why = f"step {self.step}: its update has waited for what was observed before it"
+                return self._run_again(None, why=why)
             self._accept()
             return False
         if self.state is State.INITIAL_RUN:
             self._fault_id = self.team.name_fault()
             self.record("rejected", values=evidence.rejected())
-            self._refuse_rerun(evidence)
-            self.team.say(f"step {self.step}: {evidence.describe_rejected()}: it runs again")
-            return self._run_again(self.attempt.rejected)
+            why = f"step {self.step}: {evidence.describe_rejected()}"
+            return self._run_again(self.attempt.rejected, why=why)
         if self.state is State.RERUNNING_IN_PLACE:
             judgement = judge_rerun_in_place(
                 evidence.rechecks,
@@ -543,11 +553,10 @@ class Course:
         changed = self._training_state.changed()
         if not changed:
             return None
-        names = ", ".join(changed[:MAX_NAMED])
         return ConfigError(
-            f"step {self.step}: parameters have changed inside the loop over attempts ({names}"
-            f"{', …' if len(changed) > MAX_NAMED else ''}), so the step cannot run again as it "
-            f"was; step the optimizer after the loop, or pass veto=machine to its step"
+            f"step {self.step}: parameters have changed inside the loop over attempts "
+            f"({some_of(changed, most=MAX_NAMED)}), so the step cannot run again as it was; step "
+            f"the optimizer after the loop, or pass veto=machine to its step"
         )
 
     def _refusal_of_settings(self) -> ConfigError | None:
@@ -573,7 +582,7 @@ class Course:
         if not self._is_checked:
             # Batches are kept as they are taken. Buffers are kept only at a fault, which would be
             # too late to find out that one of them cannot be.
-            self._replayed.kept(codecs=self.codecs)
+            self.team.together(lambda: self._replayed.kept(codecs=self.codecs), step=self.step)
             self._is_checked = True
 
     def _conclude_comparison(self) -> bool:
@@ -584,7 +593,7 @@ class Course:
         self.team.agree(refusal, phase="changes")
         if self.state is State.INITIAL_RUN:
             self._comparison.take_first(self.attempt)
-            return self._run_again({})
+            return self._rerun({})
         is_due = self._comparison.take_second(self.attempt)
         self.observations.report(step=self.step)
         evidence = self.team.gather(self.attempt, step=self.step)
@@ -598,11 +607,11 @@ class Course:
             self.report_statistics()
         return False
 
-    def _refuse_rerun(self, evidence: Evidence) -> None:
+    def _refuse_rerun(self, why: str) -> None:
         """Raise ConfigError on all ranks if a rerun could not be what the run was. Collective."""
         error: HoldfastError | None = None
         batches = self.batches
-        start = f"step {self.step}: {evidence.describe_rejected()}; the step cannot run again"
+        start = f"{why}; the step cannot run again"
         if batches is not None and not isinstance(batches, ReplayableBatches):
             error = ConfigError(
                 f"{start}, because `attempts` was given {kind_of(batches)}, which cannot be "
@@ -611,7 +620,7 @@ class Course:
         elif self._takes_from_others():
             error = ConfigError(f"{start}: {_OTHER_BATCHES}")
         elif self._reactions.forgotten:
-            names = ", ".join(self._reactions.forgotten[:MAX_NAMED])
+            names = some_of(self._reactions.forgotten, most=MAX_NAMED)
             error = ConfigError(
                 f"{start}, because the machine does not know the buffers of {names}; pass "
                 f"replayed=Replayed(modules=[model])"
@@ -655,7 +664,7 @@ class Course:
             return False
         if evidence.rechecks:
             message = self._conclude_fault(judgement, evidence, values, message)
-        verdict = heaviest([each for each in judgement.verdicts if each is not None])
+        verdict = judgement.verdict
         if not is_in_place and verdict is not None:
             self._passes = self._fault_id
         self.fault = None
@@ -666,21 +675,16 @@ class Course:
             message += f"; {evidence.describe_rejected()}"
         if judgement.event is Event.REJECTED:
             self._confirm_bad()
-            self._refuse_rerun(evidence)
-            self.team.say(f"{message}: it runs again")
-            self._is_confirming = False
-            return self._run_again(self.attempt.rejected)
+            return self._run_again(self.attempt.rejected, why=message)
         if has_new and judgement.exit_code in (None, ExitCode.UNDECIDED):
-            verdict = Verdict.UNDECIDED
-            self._record_verdict(verdict, exit_code=judgement.exit_code)
+            verdict = heaviest([verdict, Verdict.UNDECIDED])
+            self._record_verdict(Verdict.UNDECIDED, exit_code=judgement.exit_code)
         if judgement.exit_code is None and self._vetoed:
             # The optimizer has left the step out until the verdict was known.
             self._confirm_bad()
             self._confirmed |= self.attempt.rejected.keys()
-            self.team.say(f"{message}: it runs again, to be used")
-            self._is_confirming = True
             self.decision = Decision(verdict=verdict, message=message)
-            return self._run_again({})
+            return self._run_again(None, why=message)
         self.enter(judgement.event)
         if judgement.exit_code is None:
             self.learned.commit()
@@ -699,7 +703,7 @@ class Course:
         It is recorded before the loop hears of it: if the process dies in between, the next start
         has it in the report, and does not run the step again.
         """
-        verdict = heaviest([each for each in judgement.verdicts if each is not None])
+        verdict = judgement.verdict
         if verdict is None:
             return message
         devices = evidence.blamed(judgement)
@@ -790,11 +794,8 @@ class Course:
             self._keep_fault(judgement, own, message)
             return False
         self._confirmed |= own.keys()
-        self.team.say(f"{message}: it runs again, to be used")
-        self._is_confirming = True
-        verdict = heaviest([each for each in judgement.verdicts if each is not None])
-        self.decision = Decision(verdict=verdict, message=message)
-        return self._run_again({})
+        self.decision = Decision(verdict=judgement.verdict, message=message)
+        return self._run_again(None, why=message)
 
     def _is_spoiled(self, *, is_first: bool = False) -> bool:
         """Return True, with a decision, if the state was bad before the step. Collective.
@@ -915,12 +916,11 @@ class Course:
             experts=self.team.experts,
         )
         self.enter(judgement.event)
-        verdict = heaviest([each for each in judgement.verdicts if each is not None])
         is_open = judgement.exit_code is ExitCode.RESUME_TO_DISAMBIGUATE
         then = "start again on other devices" if is_open else "start again from there"
         self._decide(
             judgement.exit_code,
             f"{message}: save the state to {self._checkpoints} and {then}",
             save=True,
-            verdict=None if is_open else verdict,
+            verdict=None if is_open else judgement.verdict,
         )

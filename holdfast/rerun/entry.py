@@ -21,7 +21,6 @@ import msgspec
 
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.format.values import is_plain_dict
-from holdfast.parallel.layout import Layout
 from holdfast.rerun.attempt import Call, Suspect
 from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.replay import ReplayableBatches
@@ -130,10 +129,11 @@ def pick_entries(request: PerRankRequest, *, modules: str) -> tuple[PerRankSourc
         request: of this rank.
         modules: a digest of where several modules are here; empty without them.
     """
-    here = request.here
-    is_of_layout = _is_of_layout(
-        request.stored, layout=request.layout, axes=request.axes, path=request.path
-    )
+    here, layout = request.here, request.layout
+    labels_here = {
+        coordinate_label(layout, rank, request.axes, path=request.path) for rank in layout.ranks
+    }
+    is_of_layout = labels_here == set(request.stored)
     if is_of_layout and all(_modules_of(each) == modules for each in request.stored.values()):
         return PerRankSource(labels=(here,), here=here, is_picked=True), True
     # In the order of coordinates, so that every rank picks the same ones.
@@ -158,14 +158,6 @@ def _calls_of(node: Any) -> set[str]:
     if isinstance(learned, dict) and not is_plain_dict(learned):  # of names that would be tags
         learned = dict(learned.get("v", ()))
     return set(learned or ())
-
-
-def _is_of_layout(
-    labels: Mapping[str, Any], *, layout: Layout, axes: Sequence[str], path: str
-) -> bool:
-    """Return True if these are the labels of all ranks of a layout."""
-    mine = {coordinate_label(layout, rank, axes, path=path) for rank in layout.ranks}
-    return set(labels) == mine
 
 
 def kind_of(batches: object) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from holdfast.errors import ConfigError, StorageError
+from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.format.rerun_report import REPORT_NAME, read_events, steps_to_leave_out
 from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.devices import DeviceIdentity
@@ -126,19 +127,20 @@ class Journal:
         verdict, num_restarts = "", 0
         arrangements: list[dict[str, str]] = []
         trials: dict[tuple[str, str, int], list[ValueRun]] = {}
-        for event in self.events():
-            if event.get("fault") != fault:
-                continue
-            kind = event["event"]
-            if kind == "verdict":
-                verdict, num_restarts = str(event["verdict"]), 0
-            elif kind == "restart":
-                num_restarts += 1
-                arrangements.append(_arrangement(event["places"]))
-            elif kind == "rerun_from_checkpoint":
-                for each in event["values"]:
-                    key = each["coordinate"], each["call"], each["occurrence"]
-                    trials.setdefault(key, []).append(_trial(each))
+        with self._reading() as events:
+            for event in events:
+                if event.get("fault") != fault:
+                    continue
+                kind = event["event"]
+                if kind == "verdict":
+                    verdict, num_restarts = str(event["verdict"]), 0
+                elif kind == "restart":
+                    num_restarts += 1
+                    arrangements.append(_arrangement(event["places"]))
+                elif kind == "rerun_from_checkpoint":
+                    for each in event["values"]:
+                        key = each["coordinate"], each["call"], each["occurrence"]
+                        trials.setdefault(key, []).append(_trial(each))
         return FaultHistory(
             verdict=verdict,
             num_restarts=num_restarts,
@@ -151,24 +153,19 @@ class Journal:
 
     def past(self) -> Past:
         """Return what starts have to know of the jobs before them."""
-        events = self.events()
-        spoiled, retired = steps_to_leave_out(events)
-        past = Past(spoiled=sorted(spoiled), retired=sorted(retired))
-        for event in events:
-            if event["event"] != "verdict":
-                continue
-            past.faults.append(str(event["fault"]))
-            past.points += [
-                point_of(event["step"], place["coordinate"])
-                for each in event["values"]
-                if "call" in each
-                # The error may have been on any rank that feeds the value.
-                for place in each.get("first_fed_by") or each.get("fed_by") or [each]
-            ]
-            # Transient errors, and whatever is open, say nothing against the data.
-            if event["verdict"] == Verdict.CORRECT_RESULT:
-                past.skipped.append(event["step"])
-        return past
+        with self._reading() as events:
+            return _past_of(events)
+
+    @contextmanager
+    def _reading(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield all events; CorruptionError if one lacks what is read of its kind."""
+        try:
+            yield self.events()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptionError(
+                f"an event of the rerun report {self.path} is not as this version writes it "
+                f"({type(error).__name__}: {error}); use another directory"
+            ) from error
 
     def open(self, owner: str) -> Past:
         """Take the directory for a machine, and return the past; nothing is written yet.
@@ -220,6 +217,27 @@ class Journal:
             f"the rerun report {self.path} cannot be written ({error.strerror}); give the "
             f"machine a directory that it can write to"
         )
+
+
+def _past_of(events: Sequence[dict[str, Any]]) -> Past:
+    """Return what `events` say to later starts."""
+    spoiled, retired = steps_to_leave_out(events)
+    past = Past(spoiled=sorted(spoiled), retired=sorted(retired))
+    for event in events:
+        if event["event"] != "verdict":
+            continue
+        past.faults.append(str(event["fault"]))
+        past.points += [
+            point_of(event["step"], place["coordinate"])
+            for each in event["values"]
+            if "call" in each
+            # The error may have been on any rank that feeds the value.
+            for place in each.get("first_fed_by") or each.get("fed_by") or [each]
+        ]
+        # Transient errors, and whatever is open, say nothing against the data.
+        if event["verdict"] == Verdict.CORRECT_RESULT:
+            past.skipped.append(event["step"])
+    return past
 
 
 def _arrangement(places: Iterable[Mapping[str, Any]]) -> dict[str, str]:

@@ -35,8 +35,11 @@ class Judgement:
     attributions: tuple[Attribution, ...] = ()
     """Of each rejected value."""
     exit_code: ExitCode | None = None
-    needs_checkpoint: bool = False
-    """True if a fault checkpoint has to be saved before the exit."""
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict that stands for all values; None if all are open."""
+        return heaviest(self.verdicts)
 
     @property
     def convicted(self) -> frozenset[str]:
@@ -75,15 +78,14 @@ def judge_rerun_in_place(
         Attribution(verdict=None if each.outcome.is_bad else _in_place(each), suspects=_fed(each))
         for each in rechecks
     )
+    verdicts = tuple(each.verdict for each in attributions)
     if any(each.outcome.is_bad for each in rechecks):
         return Judgement(
             event=Event.BAD_AGAIN,
-            verdicts=tuple(each.verdict for each in attributions),
+            verdicts=verdicts,
             attributions=attributions,
             exit_code=ExitCode.RESUME_TO_DISAMBIGUATE,
-            needs_checkpoint=True,
         )
-    verdicts = tuple(_in_place(each) for each in rechecks)
     exit_code = _exit_code(rechecks, verdicts, policy)
     if new_is_fatal and exit_code is None:
         if num_reruns < limits.max_reruns:
@@ -114,7 +116,6 @@ def judge_second_opinion(rechecks: Sequence[Recheck], *, policy: Policy) -> Judg
             verdicts=verdicts,
             attributions=attributions,
             exit_code=ExitCode.RESUME_TO_DISAMBIGUATE,
-            needs_checkpoint=True,
         )
     is_broken = any(
         each.fatal and verdict is Verdict.PERSISTENT_ERROR
@@ -126,7 +127,6 @@ def judge_second_opinion(rechecks: Sequence[Recheck], *, policy: Policy) -> Judg
         verdicts=verdicts,
         attributions=attributions,
         exit_code=exit_code,
-        needs_checkpoint=exit_code is not None,
     )
 
 
@@ -195,10 +195,11 @@ def _exit_code(
     """Return the code of the heaviest verdict on a fatal value that ends the run; None for none."""
     pairs = zip(rechecks, verdicts, strict=True)
     fatal = [verdict for each, verdict in pairs if each.fatal and verdict is not None]
-    ending = [each for each in fatal if policy.exit_code(each) is not None]
-    return policy.exit_code(max(ending, key=_WEIGHT.__getitem__)) if ending else None
+    ending = heaviest([each for each in fatal if policy.exit_code(each) is not None])
+    return None if ending is None else policy.exit_code(ending)
 
 
-def heaviest(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """The verdict that stands for several; None for none."""
-    return max(verdicts, key=_WEIGHT.__getitem__, default=None)
+def heaviest(verdicts: Sequence[Verdict | None]) -> Verdict | None:
+    """The verdict that stands for several; None if all are open."""
+    known = [each for each in verdicts if each is not None]
+    return max(known, key=_WEIGHT.__getitem__, default=None)

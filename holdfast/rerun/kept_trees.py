@@ -195,8 +195,8 @@ class _Keeper:
                 memory = clone if is_flat else clone.as_strided((clone.numel(),), (1,))
                 _complete(node, memory, offset=0, like=clone)
                 continue
-            low = min(_span(tensor)[0] for tensor, _ in cluster) // _ALIGNMENT * _ALIGNMENT
-            high = max(_span(tensor)[1] for tensor, _ in cluster)
+            low = min(span_of(tensor)[0] for tensor, _ in cluster) // _ALIGNMENT * _ALIGNMENT
+            high = max(span_of(tensor)[1] for tensor, _ in cluster)
             first = cluster[0][0]
             raw = torch.empty(0, dtype=torch.uint8, device=first.device)
             raw.set_(first.untyped_storage(), low, (high - low,), (1,))
@@ -204,7 +204,7 @@ class _Keeper:
             if all(tensor.dtype == first.dtype for tensor, _ in cluster):
                 memory = memory.view(first.dtype)
             for tensor, node in cluster:
-                offset = (_span(tensor)[0] - low) // tensor.element_size()
+                offset = (span_of(tensor)[0] - low) // tensor.element_size()
                 _complete(node, memory, offset=offset, like=tensor)
 
 
@@ -357,7 +357,7 @@ def _last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
     return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the one behind its last."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
@@ -379,8 +379,8 @@ def _clusters(
         # of them, and neither does any tensor after it. So it opens the next cluster.
         cluster: list[tuple[torch.Tensor, dict[str, Any]]] = []
         end = 0
-        for view in sorted(sharing, key=lambda each: _span(each[0])):
-            start, stop = _span(view[0])
+        for view in sorted(sharing, key=lambda each: span_of(each[0])):
+            start, stop = span_of(view[0])
             if cluster and start >= end:
                 yield cluster
                 cluster, end = [], 0

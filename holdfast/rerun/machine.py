@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.arguments import check_int
+from holdfast.arguments import check_callable, check_instance, check_int
 from holdfast.errors import ConfigError, CorruptionError, FaultError, HoldfastError
 from holdfast.format.names import FAULT_CHECKPOINTS
 from holdfast.format.values import Codecs
@@ -158,6 +158,12 @@ class RerunMachine(OptionalPart):
             self.mode = _check_settings(
                 mode, directory=directory, report_every=report_every, skip_rejected=skip_rejected
             )
+            # What only a fault uses, too: it may come after weeks.
+            check_instance(limits, name="RerunMachine: limits", kind=Limits)
+            check_instance(policy, name="RerunMachine: policy", kind=Policy)
+            check_callable(note, name="RerunMachine: note")
+            check_callable(on_verdict, name="RerunMachine: on_verdict")
+            check_callable(diagnose, name="RerunMachine: diagnose")
             state = TrainingState(replayed.modules, optimizers)
         except HoldfastError as reason:
             error, state = reason, TrainingState(())
@@ -438,7 +444,7 @@ class RerunMachine(OptionalPart):
                 f"validate({name!r}) was called after the step of the optimizer, which has carried "
                 f"this rank's word already; validate before it"
             )
-        tolerance = check_call(name, rule, tolerance)
+        tolerance = check_call(name, rule, tolerance, compare)
         if local or fed_by is not None:
             fed_by = course.team.feeders.of([self.groups.rank] if local else fed_by)
         value = local_value(value) if isinstance(value, torch.Tensor) else host_value(value)
@@ -475,6 +481,8 @@ class RerunMachine(OptionalPart):
                 f"validate({call.name!r}): {type(rule).__name__}.rejects returned {why!r}; return "
                 f"None, or a text that says why the value is rejected"
             )
+        if why is not None:  # it goes to other ranks and into the report, whatever is in it
+            why = why.encode(errors="backslashreplace").decode()
         if self.mode is not Mode.DISABLED:
             course.attempt.take(
                 call, value, why, fatal=fatal, tolerance=tolerance, compare=compare,
@@ -542,6 +550,8 @@ class RerunMachine(OptionalPart):
         Raises:
             DriftError: on all ranks: replicas disagree. The report has it as `vouch`.
             ConfigError: an argument is wrong; on all ranks, if a batch cannot be sent.
+            HoldfastError: on all ranks: `compute` has failed on some. Streams and buffers are those
+                of this replica again.
 
         Cost: nothing in other steps. In a round the gradients of a microbatch, three small
         collectives, and a message with the microbatch to the other replica. Nothing with one
@@ -620,10 +630,10 @@ class RerunMachine(OptionalPart):
         if not isinstance(tree, Mapping):
             return
         self._course.expect_fault()
+        self._course.forget_fault()
+        self._is_left, self._loaded_need = False, ""
         try:
             entries = [Entry.of(each) for each in tree.values()]
-            self._course.forget_fault()
-            self._is_left, self._loaded_need = False, ""
             if not self._is_own_layout:
                 self._take_learned(entries)
                 return
@@ -693,7 +703,7 @@ class RerunMachine(OptionalPart):
         Raises:
             StorageError: the report cannot be written; on all ranks.
         """
-        places = {place.rank: place for place in self._course.team.places}
+        places = self._course.team.by_rank
         ranks = error.details.get("odd_ranks", ()) if isinstance(error, HoldfastError) else ()
         named = [msgspec.structs.asdict(places[rank]) for rank in ranks if rank in places]
         self._course.record("drift", message=str(error), values=named)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.errors import some_sentences
 from holdfast.rerun.attempt import RejectedValue
 from holdfast.rerun.places import Place
 from holdfast.rerun.team import Team
@@ -63,7 +64,8 @@ class Observations:
         if not values:
             return
         self._team.record("observed", step=step, fault="", values=values)
-        words = "; ".join(
-            f"'{each['call']}' on rank {each['rank']}: {each['why']}" for each in values[:MAX_NAMED]
+        words = some_sentences(
+            [f"'{each['call']}' on rank {each['rank']}: {each['why']}" for each in values],
+            most=MAX_NAMED,
         )
         self._team.say(f"before step {step}: {words}: the run continues")

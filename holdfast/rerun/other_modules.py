@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from holdfast._torch import module_table, registered_in, storage_id, write_counter
@@ -101,6 +102,19 @@ class OtherModules:
             and storage_id(local_of(now)) not in memory
             and not any(equal_bits(now, each) for each in brought_back)
         ] + self._attributes.look_at_modules(alive, {"hooks": saved}, memory=self._own_memory)
+
+
+def broadcast_buffers() -> set[int]:
+    """Return the ids of buffers that each forward gives all replicas from the first of them.
+
+    A model of `Replayed` may be inside of a DistributedDataParallel that the machine does not know.
+    """
+    return {
+        id(buffer)
+        for each in gc.get_objects()
+        if issubclass(type(each), DistributedDataParallel) and each.broadcast_buffers
+        for buffer in each.modules_buffers
+    }
 
 
 def _others(known: set[int]) -> Iterator[tuple[str, nn.Module]]:

@@ -45,5 +45,7 @@ def _packed(value: object) -> msgspec.msgpack.Ext:
 def _unpacked(code: int, data: memoryview) -> torch.Tensor:
     del code
     name, shape, raw = msgspec.msgpack.decode(data, type=tuple[str, list[int], bytes])
+    if not raw:  # torch makes no view of another dtype of that
+        return torch.empty(shape, dtype=NAME_TO_TORCH[name])
     flat = torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())
     return flat.view(NAME_TO_TORCH[name]).reshape(shape)

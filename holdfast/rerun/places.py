@@ -181,11 +181,6 @@ def _first_of_data_ranks(layout: Layout) -> list[int]:
     return [first[at] for at in sorted(first)]
 
 
-def connected(model: Layout | ModuleLayouts, ranks: Iterable[int]) -> tuple[int, ...]:
-    """Return the ranks of the model replicas that some ranks belong to, ascending."""
-    return _Exchanges(model).connected(ranks)
-
-
 def replicas_of(model: Layout | ModuleLayouts) -> list[tuple[int, ...]]:
     """Return the ranks of each model replica; those with the same part of the model in one order.
 
@@ -278,7 +273,8 @@ def _ranks_of_meshes(modules: Iterable[nn.Module]) -> set[int]:
             if isinstance(parameter, DTensor):
                 ranks.update(_ranks_of_shards(parameter))
         for each in module.modules():
-            if isinstance(each, nn.SyncBatchNorm):
+            # In a process without torch.distributed it is an ordinary batch norm.
+            if isinstance(each, nn.SyncBatchNorm) and torch.distributed.is_initialized():
                 group = each.process_group
                 ranks.update(torch.distributed.get_process_group_ranks(group))
     return ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,7 +10,6 @@ import msgspec
 from torch import nn
 
 from holdfast._torch import buffer_table, watch_forwards
-from holdfast.errors import ErrorRecord, HoldfastError
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.injection import ErrorInjector
@@ -56,7 +55,7 @@ class Reactions:
         coordinate: str,
         is_rerun: bool,
         device: DeviceIdentity,
-        at_forward: Callable[[nn.Module], object] | None = None,
+        at_forward: Callable[[nn.Module], object] | None,
     ) -> None:
         """A run of a step begins on this rank; `at_forward` is called before each forward in it."""
         if at_forward is not None:
@@ -102,17 +101,12 @@ class Reactions:
         """Call the caller's function; its error is raised on all ranks. Collective."""
         if self._on_verdict is None:  # on all ranks alike
             return
-        error: HoldfastError | None = None
+        error: Exception | None = None
         try:
             self._on_verdict(event)
         except Exception as reason:
-            error = ErrorRecord.of(reason).to_error()
+            error = reason
         team.agree(error, phase="on_verdict")
-
-    def leave_out(self, points: Iterable[str]) -> None:
-        """Leave the errors alone that the injector has put in and that have a verdict."""
-        if self._injector is not None:
-            self._injector.leave_out(points)
 
     def _look_for_buffers(self, module: nn.Module) -> None:
         name = type(module).__qualname__

@@ -222,7 +222,13 @@ class ReplayableBatches(Iterator[Any]):
         except Exception as error:
             self._keep(_Drawn(error=error), before)
             raise
-        kept = keep_tree(batch, path=f"batch {self._position}", codecs=self._codecs)
+        try:
+            kept = keep_tree(batch, path=f"batch {self._position}", codecs=self._codecs)
+        except Exception as error:
+            # The source has passed it. A step that starts again is refused again, and does not run
+            # on the batch behind it.
+            self._keep(_Drawn(error=error), before)
+            raise
         self._keep(_Drawn(kept), before)
         return batch
 

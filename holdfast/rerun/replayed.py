@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast._torch import (
@@ -20,12 +20,12 @@ from holdfast._torch import (
 )
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
-from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_tree
+from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_tree, span_of
 from holdfast.rerun.other_modules import OtherModules
 from holdfast.state import RNG
 from holdfast.state.plain_attributes import PlainAttributes
 from holdfast.state.rng import CapturedStreams, Generator, accessors
-from holdfast.state.tensor_elements import equal_trees, instances_in
+from holdfast.state.tensor_elements import equal_trees, instances_in, local_part
 from holdfast.state.tensor_memory import addresses_of
 
 _TABLES = frozenset(vars(nn.Module()))
@@ -88,7 +88,7 @@ class Replayed:
         """What `changed_attributes` and `changed_others` have returned."""
         self._with_buffers: list[nn.Module] = []
         self._num_registered = -1
-        """How many buffers and modules had been registered anywhere when the list was made."""
+        """How many tensors and modules had been registered anywhere when the list was made."""
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -127,9 +127,7 @@ class Replayed:
         Raises:
             ConfigError: `take` was not called before.
         """
-        taken = self._taken
-        if taken is None:
-            raise ConfigError("Replayed.restore was called before take; call take first")
+        taken = self._snapshot("restore")
         for buffers in taken.buffers.each:
             buffers.restore()
         known = {id(each.module) for each in taken.buffers.each}
@@ -226,8 +224,12 @@ class Replayed:
         """
         return self._as_tree(self._snapshot("kept"), codecs=codecs, with_saved=False)
 
-    def lent(self, *, codecs: Codecs) -> object:
+    def lent(self, *, codecs: Codecs, without: Collection[int] = ()) -> object:
         """Return streams, all buffers and the states of hooks, for a replica with equal parameters.
+
+        Args:
+            codecs: the types beyond the built-in ones.
+            without: ids of buffers that each replica keeps.
 
         Raises:
             ConfigError: a buffer, or what a hook has returned, cannot be kept.
@@ -238,7 +240,8 @@ class Replayed:
         hooks = [
             keep_tree(state, path=f"hook {i}", codecs=codecs) for i, state in enumerate(taken.hooks)
         ]
-        return {**self._as_tree(taken, codecs=codecs, with_saved=True), "hooks": hooks}
+        tree = self._as_tree(taken, codecs=codecs, with_saved=True, without=without)
+        return {**tree, "hooks": hooks}
 
     def borrow(self, lent: Any, *, codecs: Codecs) -> None:
         """Set everything to what `lent` has returned on another rank; `restore` undoes it."""
@@ -253,7 +256,9 @@ class Replayed:
             raise ConfigError(f"Replayed.{caller} was called before take; call take first")
         return self._taken
 
-    def _as_tree(self, taken: _Snapshot, *, codecs: Codecs, with_saved: bool) -> dict[str, Any]:
+    def _as_tree(
+        self, taken: _Snapshot, *, codecs: Codecs, with_saved: bool, without: Collection[int] = ()
+    ) -> dict[str, Any]:
         """Return the streams, and the buffers of a snapshot, by the number of their module."""
         numbers = {id(each): str(i) for i, each in enumerate(self._submodules())}
         buffers = {
@@ -261,7 +266,7 @@ class Replayed:
                 name: keep_tree(
                     value, path=f"buffer '{name}' of a {each.module_name}", codecs=codecs
                 )
-                for name, value in each.copies(with_saved=with_saved).items()
+                for name, value in each.copies(with_saved=with_saved, without=without).items()
             }
             for each in taken.buffers.each
             if id(each.module) in numbers
@@ -284,8 +289,9 @@ class Replayed:
                 if name not in stored:
                     continue
                 value = revive_tree(stored[name], path=f"buffer '{name}'", codecs=codecs)
-                if value.shape == _local(buffer).shape:
-                    _assign(_local(buffer), value)
+                local = local_part(buffer)
+                if value.shape == local.shape:
+                    _assign(local, value)
         streams = revive_tree(kept["streams"], path="random streams", codecs=codecs)
         if len(streams) == len(self._streams):
             for stream, states in zip(self._streams, streams, strict=True):
@@ -296,7 +302,7 @@ class Replayed:
         """Return the modules that have buffers.
 
         Walking over all of a large model takes longer than copying its buffers. So the list is made
-        again only if a buffer or a module has been registered since, with any module.
+        again only if a tensor or a module has been registered since, with any module.
         """
         if not self._modules:
             return []
@@ -314,15 +320,13 @@ class Replayed:
         return list(seen.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Snapshot:
     """Streams, buffers and states of hooks at one time."""
 
-    def __init__(
-        self, *, streams: list[CapturedStreams], buffers: _AllBuffers, hooks: list[Any]
-    ) -> None:
-        self.streams = streams
-        self.buffers = buffers
-        self.hooks = hooks
+    streams: list[CapturedStreams]
+    buffers: _AllBuffers
+    hooks: list[Any]
 
 
 class _AllBuffers:
@@ -495,12 +499,12 @@ class _Buffers:
         buffer_table(module).clear()
         unsaved_buffers(module).clear()
 
-    def copies(self, *, with_saved: bool) -> dict[str, torch.Tensor]:
-        """Return copies of the buffers that are not persistent, or of all."""
+    def copies(self, *, with_saved: bool, without: Collection[int]) -> dict[str, torch.Tensor]:
+        """Return copies of the buffers that are not persistent, or of all, but for some ids."""
         return {
-            name: _local(each)
+            name: local_part(each)
             for name, each in self._copies.items()
-            if with_saved or name in self._unsaved
+            if (with_saved or name in self._unsaved) and id(self._tensors[name]) not in without
         }
 
 
@@ -548,11 +552,4 @@ def _holds(memory: torch.Tensor, saved: torch.Tensor) -> bool:
     """Return True if a buffer's memory still has room for the saved elements."""
     if memory.shape != saved.shape or 0 in memory.stride():
         return False
-    last = sum((n - 1) * s for n, s in zip(memory.shape, memory.stride(), strict=True))
-    end = (memory.storage_offset() + last + 1) * memory.element_size()
-    return memory.numel() == 0 or end <= memory.untyped_storage().nbytes()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return memory.numel() == 0 or span_of(memory)[1] <= memory.untyped_storage().nbytes()

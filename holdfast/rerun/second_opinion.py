@@ -14,6 +14,7 @@ import msgspec
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
 from holdfast.rerun.attempt import Call, RecheckedValue, Suspect
+from holdfast.rerun.other_modules import broadcast_buffers
 from holdfast.rerun.packing import pack_tree, unpack_tree
 from holdfast.rerun.places import device_keys
 from holdfast.rerun.replay import ReplayableBatches
@@ -48,7 +49,7 @@ class SecondOpinion:
         self._state = state
         self._learned = learned
         self._codecs = codecs
-        self._own_learned: dict[str, object] = {}
+        self._own_learned: Mapping[str, object] = {}
 
     def can_tell(self, bad: list[RecheckedValue]) -> bool:
         """Return True if another replica has devices of its own for one of some values."""
@@ -83,12 +84,13 @@ class SecondOpinion:
             return None, why
         tree = unpack_tree(received)
         assert isinstance(batches, ReplayableBatches)
-        self._own_learned = dict(self._learned.state_dict())
-        self._learned.load_state_dict(tree["learned"])
         self._team.together(
             lambda: self._replayed.borrow(tree["replayed"], codecs=self._codecs), step=step
         )
+        # Behind what may fail: only a step that is asked for gives these back.
         batches.borrow(tree["batches"])
+        self._own_learned = self._learned.state_dict()
+        self._learned.load_state_dict(tree["learned"])
         others = msgspec.convert(tree["suspects"], list[Suspect])
         return {each.call: each for each in others}, ""
 
@@ -111,7 +113,8 @@ class SecondOpinion:
         return pack_tree(
             {
                 "batches": batches.kept(),
-                "replayed": self._replayed.lent(codecs=self._codecs),
+                # What a forward takes from the first replica, it has from there here, too.
+                "replayed": self._replayed.lent(codecs=self._codecs, without=broadcast_buffers()),
                 "suspects": msgspec.to_builtins([*suspects.values()]),
                 "learned": self._learned.state_dict(),
             }

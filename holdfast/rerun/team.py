@@ -152,9 +152,14 @@ class Team:
         """The ranks of each data replica, in the order of their parts of the model."""
         return replicas_of(self._model)
 
+    @property
+    def by_rank(self) -> dict[int, Place]:
+        """The place of each rank."""
+        return {each.rank: each for each in self.places}
+
     def fed_by(self, fed_by: FedBy) -> tuple[Place, ...]:
         """Return the places of the ranks that feed a value on this rank."""
-        by_rank = {each.rank: each for each in self.places}
+        by_rank = self.by_rank
         return tuple(by_rank[rank] for rank in self.feeders.of(fed_by))
 
     def now(self, first: Sequence[Place]) -> list[Place]:
@@ -164,7 +169,7 @@ class Team:
 
     def with_partners(self, first: Sequence[Place]) -> list[Place]:
         """Return the places of the same parts of the model in the next data replica."""
-        by_rank = {each.rank: each for each in self.places}
+        by_rank = self.by_rank
         return [by_rank[self.partners[each.rank]] for each in self.now(first)]
 
     @property
@@ -345,15 +350,16 @@ class Team:
             )
         return None if incoming is None else bytes(incoming)
 
-    def exchange(self, payload: bytes, *, phase: str) -> list[bytes]:
-        """Return the payloads of all ranks. Collective."""
+    def exchange(
+        self, payload: bytes, *, phase: str, error: BaseException | None = None
+    ) -> list[bytes]:
+        """Return the payloads of all ranks, or raise the error of any on all. Collective."""
         with self._control.in_step():  # ranks come straight from their forward and backward
-            return self._control.all_gather(payload, phase=f"{self._name}: {phase}")
+            return self._control.agree(error, phase=f"{self._name}: {phase}", payload=payload)
 
-    def agree(self, error: HoldfastError | None, *, phase: str) -> None:
+    def agree(self, error: BaseException | None, *, phase: str) -> None:
         """Raise the error of any rank on all of them. Collective."""
-        with self._control.in_step():
-            self._control.agree(error, phase=f"{self._name}: {phase}")
+        self.exchange(b"", phase=phase, error=error)
 
     def together(self, action: Callable[[], object], *, step: int) -> None:
         """Set up what a run starts with, on each rank by itself; all raise what one does.

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from holdfast._torch import write_counter
+from holdfast._torch import registrations, write_counter
 from holdfast.errors import ConfigError
 from holdfast.rerun.kept_trees import is_strided
 from holdfast.state.optimizer_protocol import OptimizersByModule
@@ -59,7 +59,9 @@ class TrainingState:
         # do not show.
         self._counted = [each for each in optimizers if hasattr(each, "num_updates")]
         self._num_updates: list[int] = []
-        self._parameters: list[tuple[str, nn.Parameter]] | None = None
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._num_registered = -1
+        """How many parameters and modules had been registered anywhere when that was listed."""
         self._versions: list[int] = []
         self._without_gradient: list[nn.Parameter] = []
         self._droppable: list[_DropsGradients] = []
@@ -87,9 +89,11 @@ class TrainingState:
 
         Cost: some 150 ns for each parameter.
         """
-        if self._parameters is None:
+        if self._num_registered != registrations():
             self._parameters = [*self._named_parameters()]
             self._droppable = [*_droppable(self._given, self._modules)]
+            has_lazy = any(is_lazy(p) for each in self._modules for p in each.parameters())
+            self._num_registered = -1 if has_lazy else registrations()
         self._versions = [write_counter(each) for _, each in self._parameters]
         self._without_gradient = [
             each
@@ -119,7 +123,7 @@ class TrainingState:
         without = set(map(id, self._without_gradient))
         return [
             (name, each)
-            for name, each in self._parameters or ()
+            for name, each in self._parameters
             if id(each) not in without and type(each).grad is _GRADIENT
         ]
 
@@ -226,8 +230,6 @@ class TrainingState:
         for optimizer, number in zip(self._counted, self._num_updates, strict=False):
             if optimizer.num_updates != number:
                 return [f"by a step of {type(optimizer).__name__}"]
-        if self._parameters is None or len(self._versions) != len(self._parameters):
-            return []
         pairs = zip(self._parameters, self._versions, strict=True)
         return [name for (name, each), version in pairs if write_counter(each) != version]
 

@@ -111,13 +111,19 @@ class Vouching:
         }
         source = None if mine not in source_of else replicas[source_of[mine]][part]
         received = team.transfer(outgoing, source, error=error, phase=f"step {step}: vouch")
-        if received is not None:
-            tree = unpack_tree(received)
-            self._replayed.borrow(tree["replayed"], codecs=self._codecs)
-            batch = revive_tree(tree["batch"], path="batch", codecs=self._codecs)
-        digest = _digest_of(compute(batch))
-        self._replayed.restore()
-        rows = team.exchange(digest, phase=f"step {step}: gradients")
+        digest, failure = b"", None
+        try:
+            try:
+                if received is not None:
+                    tree = unpack_tree(received)
+                    self._replayed.borrow(tree["replayed"], codecs=self._codecs)
+                    batch = revive_tree(tree["batch"], path="batch", codecs=self._codecs)
+                digest = _digest_of(compute(batch))
+            finally:  # the loop may continue after an error, and not with what was borrowed
+                self._replayed.restore()
+        except Exception as reason:
+            failure = reason
+        rows = team.exchange(digest, phase=f"step {step}: gradients", error=failure)
         return {place.rank: row for place, row in zip(team.places, rows, strict=True)}
 
     def _report(
@@ -125,7 +131,7 @@ class Vouching:
     ) -> None:
         """Record which replicas disagree, and raise DriftError on all ranks."""
         replicas = self._team.replicas
-        by_rank = {each.rank: each for each in self._team.places}
+        by_rank = self._team.by_rank
 
         def places(replica: int) -> list[Place]:
             return [by_rank[rank] for rank in replicas[replica]]

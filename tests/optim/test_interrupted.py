@@ -244,7 +244,7 @@ LAUNCHING = {
     **dict.fromkeys(("_launch_next", "_launch"), "reducer"),
     "launch_reduction": "buckets",
     **dict.fromkeys(("reduce_scatter", "start"), "collectives"),
-    **dict.fromkeys(("__call__", "_launch", "watched", "wait_now"), "launch_log"),
+    **dict.fromkeys(("__call__", "launch", "watched", "wait"), "launch_log"),
 }
 """Functions that launch collectives, and the modules they are in."""
 

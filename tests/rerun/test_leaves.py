@@ -192,6 +192,20 @@ def test_a_torn_line_of_the_report_is_left_and_another_one_named(tmp_path: Path)
             journal.past()
 
 
+@pytest.mark.parametrize("kind", ["verdict", "restart", "rerun_from_checkpoint"])
+def test_an_event_that_lacks_what_a_start_reads_is_an_error_by_name(
+    tmp_path: Path, kind: str
+) -> None:
+    """D24: it was one of the coordinator alone, and the other ranks waited for it."""
+    journal = Journal(tmp_path)
+    journal.append(kind, {"fault": "5", "values": [{"call": "loss"}]})
+    with pytest.raises(CorruptionError, match=r"report.jsonl is not as this version writes it"):
+        journal.history_of("5")
+    if kind == "verdict":
+        with pytest.raises(CorruptionError, match=r"KeyError.*use another directory"):
+            journal.past()
+
+
 def test_statistics_of_ranks_add_up() -> None:
     """D13: counts, the largest, the mean and decades, as if one rank had seen it all."""
     rng = random.Random(0)

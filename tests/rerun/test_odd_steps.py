@@ -31,13 +31,14 @@ from holdfast import (
     ReducedOptimizer,
     ShardedOptimizer,
 )
-from holdfast.errors import ConfigError, MismatchError
+from holdfast.errors import ConfigError, CorruptionError, MismatchError
 from holdfast.rerun import (
     DeviceIdentity,
     NotFinite,
     Rejects,
     Replayed,
     RerunMachine,
+    Spike,
     State,
     read_report,
 )
@@ -390,6 +391,35 @@ def test_gradients_of_the_run_before_are_not_added_to(
     assert same(good, loop)
 
 
+@pytest.mark.parametrize("what", ["a parameter", "a module"])
+def test_a_parameter_that_came_after_the_first_step_is_one_of_the_model(
+    groups: ProcessGroups, tmp_path: Path, what: str
+) -> None:
+    """D7: its gradients of the run before are dropped, and a write inside of a step is refused."""
+    loop = Loop(groups, tmp_path)
+    batches = loop.machine.replayable(numbered())
+    loop.run(1, batches)
+    layer: Any = loop.model[3]
+    if what == "a module":
+        loop.model[3] = layer = copy.deepcopy(layer)
+    else:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    loop.drop_gradients()
+    layer.zero_grad()
+    grads = []
+    for number in loop.machine.attempts(1, batches):
+        loop.model(next(batches)).mean().backward()
+        grads.append(layer.weight.grad.clone())
+        value = math.nan if number == 0 else 1.0
+        loop.machine.validate("loss", value, NotFinite(), fatal=False)
+    assert torch.equal(*grads)
+    runs = iter(loop.machine.attempts(2, batches))
+    next(runs)
+    layer.weight.detach().add_(1)
+    with pytest.raises(ConfigError, match=r"inside the loop.*3\.weight"):
+        next(runs)
+
+
 @pytest.mark.parametrize("left_in", [None, 0])
 @pytest.mark.parametrize("make", [adam, reduced])
 @pytest.mark.parametrize("drops", ["no", "but one", "to zero", "past autograd"])
@@ -657,6 +687,20 @@ def test_a_step_that_was_left_starts_as_it_did(
     assert "'norm' on rank 0 was rejected" in "".join(fresh.lines)
 
 
+def test_a_step_that_was_left_may_start_again_on_another_iterator(
+    groups: ProcessGroups, tmp_path: Path
+) -> None:
+    """D7: which has not taken anything in the step, and does not repeat what it gave before."""
+    machine = Loop(groups, tmp_path).machine
+    own, other = machine.replayable(itertools.count()), machine.replayable(itertools.count(10))
+    for step, batches in ((0, other), (1, own), (1, other)):
+        for _ in machine.attempts(step, batches):
+            taken = next(batches)
+            if batches is own:
+                break
+    assert taken == 11
+
+
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_a_function_that_fails_on_one_rank_as_it_restores_is_an_error_on_all(
     tmp_path: Path, fails_at: int
@@ -678,12 +722,17 @@ def test_a_function_that_fails_on_one_rank_as_it_restores_is_an_error_on_all(
             device=DeviceIdentity(host="h", uuid=str(groups.rank)),
             note=lambda line: None,
         )
-        batches = machine.replayable(itertools.repeat(1.0))
+        batches = machine.replayable(itertools.repeat((1.0, torch.empty(0))))
+        for _ in machine.attempts(0, batches):
+            usual = next(batches)[0] + groups.rank
+            machine.validate("loss", usual, Spike(num_samples=1, window=1), local=True)
         try:
-            for _ in machine.attempts(0, batches):
+            for _ in machine.attempts(1, batches):
                 next(batches)
                 machine.validate("loss", math.nan, NotFinite(), local=True)
         except ConfigError as error:
+            next(iter(machine.attempts(2, batches)))
+            assert machine.learned.of("loss") == [usual]  # and not what the other replica has
             return str(error)
         return "no error"
 
@@ -694,9 +743,10 @@ def test_a_function_that_fails_on_one_rank_as_it_restores_is_an_error_on_all(
 def test_batches_of_a_fault_that_one_rank_cannot_take_are_refused_on_all(tmp_path: Path) -> None:
     """D24: no rank begins the step that another one has not begun."""
 
-    def run(groups: ThreadGroups, entry: Any, wraps: bool) -> Any:
+    def run(groups: ThreadGroups, entry: Any, wraps: bool, mode: str = "validate_results") -> Any:
         machine = RerunMachine(
             groups,  # type: ignore[arg-type]
+            mode=mode,
             directory=tmp_path,
             replayed=Replayed(rng=False),
             device=DeviceIdentity(host="h", uuid=str(groups.rank)),
@@ -710,7 +760,7 @@ def test_batches_of_a_fault_that_one_rank_cannot_take_are_refused_on_all(tmp_pat
             for _ in machine.attempts(0, given):
                 next(given)
                 machine.validate("loss", math.nan, NotFinite())
-        except ConfigError as error:
+        except (ConfigError, CorruptionError) as error:
             return str(error)
         return save_entry(machine)
 
@@ -718,6 +768,30 @@ def test_batches_of_a_fault_that_one_rank_cannot_take_are_refused_on_all(tmp_pat
     for said in run_threads(2, lambda groups: run(groups, entries[groups.rank], not groups.rank)):
         assert "rank 1" in said
         assert "pass machine.replayable" in said
+    entries[1]["fault"]["batches"] = [{}]
+    for mode in ("validate_results", "report_determinism_stats"):
+        for said in run_threads(2, lambda groups: run(groups, entries[groups.rank], True, mode)):  # noqa: B023
+            assert "rank 1: the kept batches" in said
+
+
+def test_a_buffer_that_one_rank_cannot_keep_is_refused_on_all(tmp_path: Path) -> None:
+    """D24: in the first step, and not by a wait of the others in the second."""
+
+    def body(groups: ThreadGroups) -> str:
+        layer = nn.Linear(1, 1)
+        odd = torch.nested.nested_tensor([torch.ones(1)]) if groups.rank else torch.ones(1)
+        layer.register_buffer("odd", odd, persistent=False)
+        machine = RerunMachine(
+            groups,  # type: ignore[arg-type]
+            directory=tmp_path,
+            replayed=Replayed(modules=[layer], rng=False),
+        )
+        with pytest.raises(ConfigError) as refused:
+            [None for _ in machine.attempts(0)]
+        return str(refused.value)
+
+    for said in run_threads(2, body):
+        assert "rank 1: this cannot be kept for a rerun: buffer 'odd' of a Linear" in said
 
 
 @pytest.mark.parametrize("make", [adam, sharded])
@@ -805,6 +879,9 @@ def test_the_batches_of_a_fault_are_used_in_every_mode(
                     checkpointer.load(plain)
         loop = Loop(groups, tmp_path, mode=mode)
         loop.load(again)
+        if not is_rewound:
+            with pytest.raises(ConfigError, match=r"pass machine\.replayable"):
+                next(iter(loop.machine.attempts(1, numbered(first))))
         loop.run(3, loop.machine.replayable(numbered(first), is_rewound=is_rewound))
         assert loop.first_numbers == [2, 3, 4, 5], mode
 

@@ -28,7 +28,6 @@ from holdfast.optim import ShardedOptimizer, collectives
 from holdfast.rerun import (
     DeviceIdentity,
     NotFinite,
-    Policy,
     Rejects,
     RejectsAny,
     Replayed,
@@ -338,21 +337,47 @@ def test_a_veto_is_asked_on_all_ranks_or_on_none(tmp_path: Path) -> None:
         assert "veto" in message
 
 
-def test_a_policy_is_compared_between_ranks(tmp_path: Path) -> None:
-    """One rank would continue where the others end."""
+class Level(nn.Module):
+    """Divides by what its last input was, per rank, in a buffer."""
 
-    results = run_ranks(2, _with_policy, str(tmp_path)).results
-    assert all("policy" in each for each in results)
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.register_buffer("level", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x) / self.level
+        self.level.copy_(x.detach().mean())
+        return out
 
 
-def _with_policy(context: RankContext, directory: str) -> str:
+def with_broadcast(context: RankContext, directory: str) -> tuple[int | None, str]:
+    """Steps of torch's DDP; in the third one all ranks divide by the zero that rank 0 has seen."""
     with ProcessGroups.create(Layout(dp=2)) as groups:
-        policy = Policy(on_transient="continue" if context.rank else "exit")
-        try:
-            RerunMachine(groups, directory=directory, policy=policy)
-        except ConfigError as error:
-            return str(error)
-    return ""
+        model = Level()
+        wrapped = nn.parallel.DistributedDataParallel(model, process_group=groups.group("dp_cp"))
+        machine = RerunMachine(
+            groups,
+            directory=directory,
+            replayed=Replayed(modules=[model]),
+            device=DeviceIdentity(host="h", uuid=f"GPU {context.rank}"),
+            note=lambda line: None,
+        )
+        numbers = [1.0, float(context.rank), 1.0]
+        batches = machine.replayable(torch.full((2, 1), each) for each in numbers)
+        for step in range(3):
+            for _ in machine.attempts(step, batches):
+                loss = wrapped(next(batches)).sum().item()
+                machine.validate("loss", loss, NotFinite(), local=True)
+        return machine.decision.exit_code, machine.decision.message
+
+
+def test_buffers_that_a_forward_has_from_the_first_replica_are_not_those_of_another(
+    tmp_path: Path,
+) -> None:
+    """D23: with those of the other one all values were good, and both devices convicted."""
+    for code, message in run_ranks(2, with_broadcast, str(tmp_path)).results:
+        assert code == 19, message
 
 
 def plain_loop(context: RankContext, directory: str, case: str) -> tuple[int | None, list[str]]:

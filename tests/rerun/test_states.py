@@ -107,10 +107,8 @@ def test_judgements_in_place(num_values: int) -> None:
             if any(is_bad):
                 assert made.event is Event.BAD_AGAIN
                 assert made.exit_code == 16
-                assert made.needs_checkpoint
                 assert [verdict is None for verdict in made.verdicts] == is_bad
                 continue
-            assert not made.needs_checkpoint
             good = {Outcome.GOOD: Verdict.TRANSIENT_ERROR, Outcome.UNREACHED: Verdict.UNDECIDED}
             assert list(made.verdicts) == [good[each.outcome] for each in rechecks]
             fatal = [v for each, v in zip(rechecks, made.verdicts, strict=True) if each.fatal]
@@ -167,7 +165,6 @@ def test_judgements_after_a_restart(num_values: int) -> None:
             if None in verdicts and num_restarts < LIMITS.max_restarts:
                 assert made.event is Event.NOTHING_LEARNED
                 assert made.exit_code == 16
-                assert not made.needs_checkpoint
                 continue
             final = [verdict or Verdict.UNDECIDED for verdict in verdicts]
             assert list(made.verdicts) == final
@@ -192,12 +189,12 @@ def test_judgements_of_another_replica(num_values: int) -> None:
         is_open = [each.outcome in (Outcome.UNREACHED, Outcome.CHANGED) for each in rechecks]
         if any(is_open):
             assert made.exit_code == 16
-            assert (made.event, made.needs_checkpoint) == (Event.BAD_AGAIN, True)
+            assert made.event is Event.BAD_AGAIN
             continue
         fatal = {v for each, v in zip(rechecks, made.verdicts, strict=True) if each.fatal}
         codes = {EXIT_CODES[verdict] for verdict in fatal if verdict is not None}
         assert made.exit_code == (18 if 18 in codes else 19 if codes else None)
-        assert made.needs_checkpoint == bool(codes)
+        assert (made.event is Event.BAD_AGAIN) == bool(codes)
         made = judge_second_opinion(rechecks, policy=lenient)
         assert made.exit_code == (18 if 18 in codes else None)
 

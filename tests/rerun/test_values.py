@@ -154,6 +154,7 @@ class Untidy:
         (0, {"rule": Untidy()}, r"Untidy.rejects returned False; return None, or"),
         (0, {"tolerance": NAN}, "tolerance must be a number of at least 0, got nan"),
         (0, {"tolerance": -1}, "tolerance must be a number of at least 0, got -1"),
+        (0, {"compare": 0.1}, r"validate\('x'\): compare must be a function, got 0\.1"),
     ],
 )
 def test_arguments_that_a_fault_could_not_be_recorded_with_are_refused_at_once(
@@ -170,6 +171,9 @@ def test_arguments_that_a_fault_could_not_be_recorded_with_are_refused_at_once(
             [call(machine) for _ in machine.attempts(step)]
         with pytest.raises(ConfigError, match="step must be an integer"):
             machine.skips(NAN)  # type: ignore[arg-type]
+        for name in ("limits", "policy", "note", "on_verdict", "diagnose"):
+            with pytest.raises(ConfigError, match=rf"RerunMachine: {name} must be .*, got 3"):
+                RerunMachine(groups, directory=tmp_path, **{name: 3})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="a function of the value and a string"):
         Rejects(lambda value: True, 7)  # type: ignore[arg-type]
 

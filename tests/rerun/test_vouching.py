@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from holdfast import Layout, ModuleLayouts, ProcessGroups
-from holdfast.errors import ConfigError, DriftError
+from holdfast.errors import ConfigError, DriftError, HoldfastError
 from holdfast.rerun import (
     DeviceIdentity,
     Replayed,
@@ -24,9 +24,10 @@ from holdfast.rerun import (
     read_report,
     update_norm,
 )
-from holdfast.rerun.places import Feeders, connected, partner_ranks, replicas_of
+from holdfast.rerun.places import Feeders, partner_ranks, replicas_of
 from holdfast.rerun.vouching import pairs_of_round
 from tests.harness import RankContext, run_ranks
+from tests.rerun.threads import ThreadGroups, run_threads
 
 
 @pytest.mark.parametrize("number", range(2, 10))
@@ -44,19 +45,19 @@ def test_every_pair_of_replicas_meets_once_in_a_turn(number: int) -> None:
 
 def test_replicas_are_what_a_forward_connects() -> None:
     """D19, against what the layouts mean."""
-    assert connected(Layout(tp=2, dp=2), [0]) == (0, 1)
+    assert Feeders(Layout(tp=2, dp=2), 0).of(None) == (0, 1)
     assert replicas_of(Layout(tp=2, dp=2)) == [(0, 1), (2, 3)]
     assert partner_ranks(Layout(pp=2, dp=2)) == {0: 1, 1: 0, 2: 3, 3: 2}
     assert replicas_of(Layout(cp=2, dp=2)) == [(0, 1), (2, 3)]
     # Experts exchange tokens between data ranks: these belong to one replica.
-    assert connected(Layout(dp=4, ep=2), [3]) == (2, 3)
+    assert Feeders(Layout(dp=4, ep=2), 3).of(None) == (2, 3)
     assert partner_ranks(Layout(dp=4, ep=2)) == {0: 2, 1: 3, 2: 0, 3: 1}
     assert partner_ranks(Layout(dp=2, ep=2)) == {}
     for layout in (Layout(tp=2, pp=2, dp=3), Layout(tp=2, dp=4, ep=4, expt_tp=1)):
         partners = partner_ranks(layout)
         assert not partners or sorted(partners.values()) == sorted(layout.ranks)
         for rank, other in partners.items():
-            assert connected(layout, [rank]) != connected(layout, [other])
+            assert Feeders(layout, rank).of(None) != Feeders(layout, other).of(None)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,11 @@ def test_replicas_of_several_modules_are_what_bridges_connect(
     # Modules that no bridge joins have nothing to do with one another.
     apart = ModuleLayouts({"one": Layout(dp=2), "other": Layout(tp=2, ranks=(2, 3))})
     assert [Feeders(apart, rank).of(None) for rank in (1, 2)] == [(1,), (2, 3)]
+
+
+def test_a_synchronised_norm_is_an_ordinary_one_in_one_process() -> None:
+    """A fault of it is no error of torch.distributed, which this process does not use."""
+    assert Feeders(Layout(), 0, [nn.SyncBatchNorm(2)]).of(None) == (0,)
 
 
 def feeders(context: RankContext, mesh_shape: tuple[int, ...], names: str) -> tuple[int, ...]:
@@ -199,6 +205,32 @@ def test_a_replica_that_computes_otherwise_is_noticed(
     assert [each["event"] for each in events] == ["vouch"] * len(expected)
     for each in events:
         assert [place["device"] for place in each["odd"]] == ([] if layout.dp == 2 else ["GPU 1"])
+
+
+def test_a_replica_that_fails_has_its_own_state_again(tmp_path: Path) -> None:
+    """D24: a loop may catch the error, which is one of all ranks, and continue."""
+
+    def body(groups: ThreadGroups) -> str:
+        layer = nn.BatchNorm1d(1)
+        layer.running_mean.fill_(groups.rank)  # type: ignore[union-attr]
+        machine = RerunMachine(
+            groups,  # type: ignore[arg-type]
+            directory=tmp_path,
+            replayed=Replayed(modules=[layer], rng=False),
+        )
+
+        def compute(batch: object) -> list[torch.Tensor]:
+            if groups.rank:
+                raise MemoryError("too large")
+            return []
+
+        with pytest.raises(HoldfastError) as raised:
+            machine.vouch(0, 1.0, compute)
+        assert layer.running_mean == groups.rank
+        return str(raised.value)
+
+    for said in run_threads(2, body):
+        assert "rank 1: MemoryError: too large" in said
 
 
 def test_norms_between_steps_are_in_the_report(tmp_path: Path) -> None:
