@@ -168,7 +168,11 @@ class PlainAttributes:
             self._seen[part][id(owner)] = weakref.ref(owner), now
             ref, then = before.get(id(owner), (None, now))
             if ref is not None and ref() is owner and then != now:
-                changed[id(owner)] = [name for name in now if then.get(name) != now[name]]
+                changed[id(owner)] = [
+                    name
+                    for name in now
+                    if then.get(name) != now[name] and not name.startswith("_holdfast_")
+                ]
         return changed
 
     def _named(

@@ -15,7 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import Checkpointer, ModuleState, OptimizerState
+from holdfast import (
+    Checkpointer,
+    ModuleState,
+    OptimizerState,
+    PlacementError,
+    declare_padding,
+)
 
 
 @dataclass
@@ -145,7 +151,10 @@ def test_what_changes_and_is_not_stored_is_named_once(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Settings, aliases, computed tensors, declared caches and extra state are not (O14)."""
+    """Settings, aliases, computed tensors, declared caches and extra state are not (O14).
+
+    A save that is refused in between names nothing, and takes no name from the next one.
+    """
     net = Net()
     state = {"model": nn.Sequential(net), "part": ModuleState(nn.Linear(1, 1))}
     reports = []
@@ -153,6 +162,10 @@ def test_what_changes_and_is_not_stored_is_named_once(
         for number in range(4):
             reports.append(checkpointer.save(number, state))
             step(net, changes)
+            if number == 0:
+                declare_padding(net, "cache", (1,))
+                with pytest.raises(PlacementError, match="meta device"):
+                    checkpointer.save(9, {**state, "bad": torch.zeros(1, device="meta")})
     paths = [f"model.0.{name}" for name in names]
     assert [list(report.unstored) for report in reports] == [[], paths, [], []]
     messages = [record.message for record in caplog.records if "no state dict" in record.message]
