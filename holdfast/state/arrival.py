@@ -19,7 +19,7 @@ import torch
 from holdfast._torch import write_counter
 from holdfast.errors import HoldfastError
 from holdfast.format.values import Codecs, Node, encode_tree, key_name, leaf_node, node_bytes
-from holdfast.state.markers import Marked, Padded, PerRank, Transient, Union
+from holdfast.state.markers import Marked, Padded, PerRank, Transient, Union, as_loaded
 from holdfast.state.tensor_elements import (
     array_tensor,
     equal_trees,
@@ -136,7 +136,7 @@ def _unmarked(tree: object) -> object:
             tree = tree.tree if isinstance(tree, PerRank) else tree.mapping
     if isinstance(tree, Transient):
         return _VOLATILE
-    return tree.local if isinstance(tree, Marked) else tree
+    return as_loaded(tree) if isinstance(tree, Marked) else tree
 
 
 def _encoded(value: object, codecs: Codecs) -> object:

@@ -58,6 +58,7 @@ from holdfast.state.markers import (
     Stored,
     Transient,
     Union,
+    as_loaded,
 )
 from holdfast.state.stored import (
     Members,
@@ -920,10 +921,8 @@ class RegisteredTypes:
 
 def unmarked(template: object) -> object:
     """Return a template for which nothing is stored as plain tensors and values."""
-    if isinstance(template, Pieces):
-        return list(template.locals)
     if isinstance(template, Marked):
-        return template.local
+        return as_loaded(template)
     if isinstance(template, Union):
         return unmarked(template.mapping)
     if type(template) is dict:
