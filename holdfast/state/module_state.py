@@ -7,12 +7,14 @@ module's state dict is read again afterwards: it must show what was loaded.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -449,17 +451,26 @@ class ModuleLoad:
             _Snapshot(held, _version(held.tensor), tensor_digest(held.tensor))
             for held in self._hidden
         ]
+        load = partial(self._load, given, loaded, digests)
+        load()
+        self._refuse_untouched(snapshots, load)
+
+    def _load(
+        self,
+        given: Mapping[str, object],
+        loaded: Mapping[str, object],
+        digests: Mapping[str, str],
+    ) -> None:
+        """Load the module, and those inside of it that show something else then."""
         self._call(self._module, given)
         after = read_state_dict(self._module)
         wrong = self._wrong(after, loaded, digests)
         # A second attempt may run on one rank alone, so only if no collective can be in it.
         if wrong and not self._is_collective:
             self._load_inner(after, wrong, loaded, given)
-            after = read_state_dict(self._module)
-            wrong = self._wrong(after, loaded, digests)
+            wrong = self._wrong(read_state_dict(self._module), loaded, digests)
         if wrong:
             raise MismatchError(self._refusal(wrong))
-        self._refuse_untouched(snapshots, given)
 
     @property
     def _is_collective(self) -> bool:
@@ -476,7 +487,8 @@ class ModuleLoad:
             # A model that was made in inference mode can be written in it alone.
             is_inference = any(held.tensor.is_inference() for held in self._before.registered)
             with torch.inference_mode(is_inference), torch.no_grad():
-                outcome: object = module.load_state_dict(given, **options)
+                # A copy, with torch's versions: it may take entries out, and be called again.
+                outcome: object = module.load_state_dict(copy.copy(given), **options)
         except HoldfastError:
             raise
         except Exception as error:
@@ -612,9 +624,7 @@ class ModuleLoad:
                 with torch.no_grad():
                     one.value.copy_(value)
 
-    def _refuse_untouched(
-        self, snapshots: Sequence[_Snapshot], given: Mapping[str, object]
-    ) -> None:
+    def _refuse_untouched(self, snapshots: Sequence[_Snapshot], load: Callable[[], None]) -> None:
         """Raise MismatchError for a tensor that other entries represent and that nothing wrote.
 
         A loader may write the very bytes that were there, past torch's counter of versions. It is
@@ -632,7 +642,7 @@ class ModuleLoad:
         digests = [tensor_digest(held.tensor) for held in suspects]
         untouched: list[str] = []
         try:
-            self._call(self._module, given)
+            load()
         finally:
             for held, value, digest in zip(suspects, kept, digests, strict=True):
                 if tensor_digest(held.tensor) == digest:
