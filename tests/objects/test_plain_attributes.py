@@ -48,6 +48,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
+        self.dropout = nn.Dropout(0)
         self.norm = nn.utils.weight_norm(nn.Linear(2, 2))
         self.register_buffer("cache", torch.zeros(2), persistent=False)
         self.width, self.rate, self.name = 2, 0.5, "net"
@@ -126,6 +127,10 @@ def pairs(net: Net) -> None:
     net.pair.tensor.add_(1)
 
 
+def anneals(net: Net) -> None:
+    net.dropout.p += 0.125
+
+
 def only_trains(net: Net) -> None:
     with torch.no_grad():
         net.linear.weight += 1
@@ -142,7 +147,7 @@ def step(net: Net, changes: Callable[[Net], None]) -> None:
         (counts, ["calls"]), (is_initialised, ["is_ready"]), (queues, ["queue"]),
         (sends, ["messages"]), (writes, ["table"]), (replaces, ["table"]),
         (records, ["history"]), (fills, ["tables"]), (tallies, ["calls_of"]), (notes, ["stats"]),
-        (spaces, ["space"]), (pairs, ["pair"]), (only_trains, []),
+        (spaces, ["space"]), (pairs, ["pair"]), (anneals, ["dropout.p"]), (only_trains, []),
     ],
 )  # fmt: skip
 def test_what_changes_and_is_not_stored_is_named_once(
