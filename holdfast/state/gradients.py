@@ -103,9 +103,7 @@ class Gradients:
         padded = declared_padding(self._module)
         for parameter, name in parameter_names(self._module).items():
             value = loaded.get(name)
-            if isinstance(value, Padded):
-                value = value.local
-            elif self._axes and value is not None:
+            if self._axes and value is not None:
                 value = _placed(value, parameter, padded.find(parameter, name), name=name)
             parameter.grad = value
 

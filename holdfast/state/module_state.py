@@ -25,7 +25,6 @@ from torch.nn.parameter import is_lazy
 from holdfast._torch import buffer_table, parameter_table, write_counter
 from holdfast.arguments import check_choice
 from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError, some_of
-from holdfast.format.values import tag_of
 from holdfast.state.arrival import ask_back, differences, recorded
 from holdfast.state.markers import Marked, Padded, Stored
 from holdfast.state.module_tree import (
@@ -34,6 +33,7 @@ from holdfast.state.module_tree import (
     StateDictEntry,
     broadcast_elsewhere,
     declared_padding,
+    has_user_loader,
     makes_forms,
     plain_root,
     prefixes_of,
@@ -41,6 +41,7 @@ from holdfast.state.module_tree import (
     refuse_empty,
     refuse_hook_states,
     refuse_lost,
+    runs_code,
     same_memory,
     walk_all,
 )
@@ -199,12 +200,11 @@ class ModuleState:
             stored.versions,
             prefix=self._prefix,
             stored=nodes.keys(),
-            has_loader=has_user_loader,
         )
         self.unversioned = []
         if stored.versions is None:
             self.unversioned = unversioned_modules(
-                self._module, prefix=self._prefix, stored=nodes.keys(), has_loader=has_user_loader
+                self._module, prefix=self._prefix, stored=nodes.keys()
             )
         pending = ModuleLoad(
             self._module, shown, entries=entries, hidden=self._hidden(shown), changed=changed
@@ -223,7 +223,8 @@ class ModuleState:
                 declared = None
                 if isinstance(target, torch.Tensor):
                     declared = padded.find(target, entry.name)
-                shape = _stored_shape(nodes[name], stored)
+                info = stored.tensor(nodes[name])
+                shape = None if info is None else info.shape
                 if entry.is_form and declared is not None and shape == declared:
                     shape = None  # memory for the padding, too
                 if entry.is_form or (declared is None and _may_grow(entry, shape)):
@@ -358,23 +359,6 @@ def _may_grow(entry: StateDictEntry, shape: tuple[int, ...] | None) -> bool:
     if is_lazy(value) or shape in (None, tuple(value.shape)):
         return False
     return has_user_loader(held.owner)
-
-
-def _stored_shape(node: object, stored: StoredPart) -> tuple[int, ...] | None:
-    """Return the global shape of a stored tensor; None for anything else."""
-    if isinstance(node, dict) and tag_of(node) == "tensor":
-        return stored.tensors[str(node["k"])][1]
-    return None
-
-
-def runs_code(module: nn.Module) -> bool:
-    """Return True if a load has code to run in some module of the tree, its own or torch's."""
-    return any(_has_load_method(inner) or _hooks(inner) for *_, inner, _ in walk_all(module))
-
-
-def has_user_loader(module: nn.Module) -> bool:
-    """Return True if a module has code, other than torch's, that takes its tensors."""
-    return _has_load_method(module) or any(not _is_neutral(hook) for hook in _hooks(module))
 
 
 class _Snapshot(NamedTuple):
@@ -697,29 +681,6 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors have the same shape and dtype."""
     return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _has_load_method(module: nn.Module) -> bool:
-    """Return True if a module's class loads tensors itself; torch's layers do not count."""
-    for name in ("_load_from_state_dict", "load_state_dict"):
-        method = getattr(type(module), name)
-        if method is not getattr(nn.Module, name) and not method.__module__.startswith("torch.nn."):
-            return True
-    return "load_state_dict" in module.__dict__
-
-
-def _hooks(module: nn.Module) -> list[object]:
-    """Return the hooks that run before and after torch loads a module's own tensors."""
-    tables = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-    return [hook for table in tables for hook in (getattr(module, table, None) or {}).values()]
-
-
-def _is_neutral(hook: object) -> bool:
-    """Return True if a hook is of torch's wrappers or of this package, which change no values."""
-    inner = getattr(hook, "hook", hook)
-    inner = getattr(inner, "func", inner)
-    where = getattr(inner, "__module__", None) or type(inner).__module__
-    return where.startswith(("torch.distributed.", "holdfast."))
 
 
 def _set_quant_states(

@@ -19,6 +19,7 @@ from holdfast.errors import MismatchError, some_of
 from holdfast.format.values import is_plain_dict, items_of, tensor_keys
 from holdfast.state.followed_dims import placed_by
 from holdfast.state.markers import Fresh, Stored, Transient, global_shape
+from holdfast.state.memory_order import map_tensors
 from holdfast.state.optimizer_forms import hyperparameters, joined_groups
 from holdfast.state.optimizer_protocol import OptimizerParameter, stored_form, with_padding
 from holdfast.state.shared_memory import is_expanded
@@ -197,22 +198,15 @@ def likes_of_others(parameters: Iterable[torch.Tensor]) -> Likes:
 
 
 def on_device_of(value: Any, param: OptimizerParameter) -> Any:
-    """Loaded state of one parameter; tensors in lists and dicts follow it to its device."""
+    """Return loaded state of one parameter; tensors in lists and dicts follow it to its device."""
 
-    def move(tree: Any) -> Any:
-        if isinstance(tree, torch.Tensor):
-            return tree if isinstance(tree, DTensor) else tree.to(local_of(param.parameter).device)
-        if type(tree) is dict:
-            return {name: move(child) for name, child in tree.items()}
-        if type(tree) in (list, tuple):
-            return type(tree)(move(child) for child in tree)
-        return tree
+    def move(_: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_placed = isinstance(tensor, DTensor)
+        return tensor if is_placed else tensor.to(local_of(param.parameter).device)
 
-    if not isinstance(value, Mapping):
-        return move(value)
     if type(value) is not dict:
-        return value
-    return {n: v if isinstance(v, torch.Tensor) else move(v) for n, v in value.items()}
+        return map_tensors(value, move)
+    return {n: v if isinstance(v, torch.Tensor) else map_tensors(v, move) for n, v in value.items()}
 
 
 def main_target(
@@ -335,7 +329,7 @@ def absent_groups(
             for key, why in _settings_not_taken(optimizers[i], groups[i], stored, known[0]):
                 result[f"groups.{i}.{key}"] = Fresh(why)
             if set(keys) != hyperparameters(groups[i]).keys():
-                saved = _plain_settings(groups[i], stored, known[0]) if known else {}
+                saved = _plain_settings(groups[i], stored, known[0])
                 _refuse_other_kind(optimizers[i], {**groups[i], **saved}, names, known_parameters)
     return result
 
