@@ -82,6 +82,13 @@ class PickedPerRank(PerRank):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SomePerRank(PerRank):
+    """A dict per coordinate of which the owner gets some entries, by label."""
+
+    names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PerRankIn(PerRank):
     """A marker in the state of an object, which gets `local` back if its value stays."""
 
@@ -127,7 +134,10 @@ def find_source(
             return PerRankSource(labels=labels, here=here, is_merged=True)
     if short is None:
         return PerRankSource(here=here, problem=_other_axes(marker, axes, trees, path=path))
-    return PerRankSource(labels=(short[here],) if here in short else (), here=here)
+    labels = (short[here],) if here in short else ()
+    if isinstance(marker, SomePerRank) and labels:
+        return PerRankSource(labels=labels, here=here, is_picked=True, names=marker.names)
+    return PerRankSource(labels=labels, here=here)
 
 
 def _by_label_along(
