@@ -487,8 +487,8 @@ class _Flattener:
             self._make_again([*changed, *moved], made, tensors)
         made.filled = list(compress(made.keys, self._is_filled))
         made.addresses = list(compress(addresses, self._is_filled))
-        # Memory that was looked at before, by tensors of the same traits, has not changed.
-        is_known = made.structure is before.structure and made.filled == before.filled
+        # Memory that was looked at before, by tensors of the same strides, has not changed.
+        is_known = again is not None and made.filled == before.filled
         if not is_known or made.addresses != before.addresses:
             _refuse_missing_memory(made.keys, held)
             filled = list(compress(held, self._is_filled))

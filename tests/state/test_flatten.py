@@ -210,6 +210,10 @@ def test_ties_that_come_and_go_are_noticed() -> None:
     # the same memory in another order of elements is another tensor
     assert list(passes.flat({"a": torch.ones(3, 3), "b": strided()}).leaves) == ["p.a", "p.b"]
     square = torch.arange(9.0).reshape(3, 3)
+    # elements that have become one, at the same address, are no state that a load could fill
+    passes.flat({"a": square})
+    with pytest.raises(PlacementError, match=r"p\.a: several elements of the state's tensor share"):
+        passes.flat({"a": square.as_strided((3, 3), (0, 1))})
     with pytest.raises(PlacementError, match=r"p\.a and p\.b: the state's tensors share memory"):
         passes.flat({"a": square, "b": square.t()})
 
