@@ -400,10 +400,21 @@ class OnLayout:
         layout: The layout (or the `ProcessGroups` of it) that gives the part's axes their meaning.
             Ranks outside of it leave the part out of their state.
         value: The part.
+
+    Raises:
+        PlacementError: If it is not a layout.
     """
 
     layout: Layout | ProcessGroups
     value: object
+
+    def __post_init__(self) -> None:
+        """Check the layout's type."""
+        if not isinstance(self.layout, Layout | ProcessGroups):
+            raise PlacementError(
+                f"OnLayout: a {type(self.layout).__name__} is not a layout; it takes a Layout or "
+                f"the ProcessGroups of one, and the value after that"
+            )
 
     @property
     def own_layout(self) -> Layout:
