@@ -724,10 +724,10 @@ def unrelated_to_forms(module: nn.Module, hidden: Sequence[RegisteredTensor]) ->
 
     Cost: two calls of `state_dict` and a digest of the forms for each tensor, at its first save.
     """
-    tried: set[tuple[str, tuple[str, ...]]] = vars(module).setdefault(_TRIED, set())
     unrelated: list[str] = []
     if not hidden:
         return unrelated
+    tried: set[tuple[str, tuple[str, ...]]] = vars(module).setdefault(_TRIED, set())
     scopes: dict[str, nn.Module] = {}
     for prefix, _, inner, _ in walk_all(module):
         if makes_forms(inner):
