@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from holdfast.errors import CorruptionError, LayoutError, MismatchError, PlacementError
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
 from holdfast.state.markers import Marked, PerRank, Union
+from holdfast.state.registered_types import RegisteredTypes
 from holdfast.state.tensor_elements import instances_in
 
 
@@ -199,12 +201,13 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
     )
 
 
-def fill_from_merged(template: Any, merged: Any, path: str) -> Any:
+def fill_from_merged(template: Any, merged: Any, path: str, *, registered: RegisteredTypes) -> Any:
     """Return a merged tree in which the template's own tensors are filled.
 
     Raises:
         MismatchError: One of them would be left as it was, or filled with rounded values.
     """
+    fill = partial(fill_from_merged, registered=registered)
     if isinstance(template, Union):
         template = template.mapping
     target = template.local if isinstance(template, Marked) else template
@@ -227,16 +230,17 @@ def fill_from_merged(template: Any, merged: Any, path: str) -> Any:
             if name not in merged:
                 _refuse_tensors(template[name], f"{path}.{name}")
         return {
-            name: fill_from_merged(template[name], child, f"{path}.{name}")
-            if name in template
-            else child
+            name: fill(template[name], child, f"{path}.{name}") if name in template else child
             for name, child in merged.items()
         }
     if type(template) in (list, tuple) and type(merged) is type(template):
         pairs = enumerate(zip_longest(template, merged))
-        filled = [fill_from_merged(old, new, f"{path}.{i}") for i, (old, new) in pairs]
+        filled = [fill(old, new, f"{path}.{i}") for i, (old, new) in pairs]
         return type(merged)(filled[: len(merged)])
-    _refuse_tensors(template, path)
+    inner = registered.fields_of(template)
+    if inner is not None and type(merged) is type(template):
+        return registered.made_of(template, fill(inner, registered.fields_of(merged), path), path)
+    _refuse_tensors(template if inner is None else inner, path)
     return merged
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,13 @@ def test_open_requests_drop_nothing_silently(four: Path) -> None:
     assert report.dropped == ("loader.workers.0[dp=1]", "whole[dp=1]")
 
 
+@dataclass
+class Sums:
+    """A record of the user's."""
+
+    x: torch.Tensor
+
+
 def test_merge_makes_one_of_all(four: Path) -> None:
     seen: list[Any] = []
 
@@ -294,6 +302,12 @@ def test_merge_makes_one_of_all(four: Path) -> None:
         value = report.values["plain"]["n"]
         assert len(value) == len(made(target))
         assert next(tensors_of(value))[1] is target
+    target.zero_()
+    merge = lambda trees: [Sums(sum(tree["x"] for tree in trees.values()))]  # noqa: E731
+    with Checkpointer(four, codecs=Codecs(dataclasses=[Sums])) as checkpointer:
+        asked = {"plain": {"n": PerRank([Sums(target)], axes=("dp",), merge=merge)}}
+        assert checkpointer.load(asked).values["plain"]["n"][0].x is target
+    assert target.tolist() == [1, 1, 1]
 
     for bad, said in (
         (lambda trees: trees["dp=7"], "merge of 2 stored values failed: KeyError"),
