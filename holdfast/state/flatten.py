@@ -111,6 +111,8 @@ class _Pass:
         """Keys of what a load fills in place."""
         self.addresses: list[int] = []
         """Of the memory of each of these."""
+        self.strides: list[tuple[int, ...]] = []
+        """The same."""
         self.memory: dict[str, object] = {}
         """Of each tensor whose leaf has views of it, see `memory_key`."""
         self.branches: dict[str, _Branch] = {}
@@ -487,8 +489,12 @@ class _Flattener:
             self._make_again([*changed, *moved], made, tensors)
         made.filled = list(compress(made.keys, self._is_filled))
         made.addresses = list(compress(addresses, self._is_filled))
-        # Memory that was looked at before, by tensors of the same strides, has not changed.
-        is_known = again is not None and made.filled == before.filled
+        made.strides = before.strides
+        if again is None:
+            made.strides = [*map(torch.Tensor.stride, compress(held, self._is_filled))]
+        # Memory that was looked at before, by tensors of the same form, has not changed.
+        is_known = made.structure is before.structure and made.filled == before.filled
+        is_known &= made.strides == before.strides
         if not is_known or made.addresses != before.addresses:
             _refuse_missing_memory(made.keys, held)
             filled = list(compress(held, self._is_filled))
