@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -25,19 +25,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "DTENSOR_FORMS", "DTENSOR_PLACED", "DTENSOR_SPECS", "AsyncCollectiveTensor",
-    "TorchDispatchMode", "argument_names", "buffer_table", "call_after_backward", "copy_each",
-    "count_writes", "form_check", "give_metadata", "has_step_hooks",
-    "hook_states", "launched_as", "local_tensor", "local_tensor_slot",
-    "local_tensors", "lost_after_s", "mark_eager", "mark_launch", "mark_stepped", "module_table",
-    "module_version", "num_storage_uses", "parameter_table", "registered_in",
-    "registrations", "scale_each",
-    "set_local_tensor", "sparse_members", "spec_of", "storage_id", "unsaved_buffers",
-    "watch_forwards", "without_torch_function", "write_counter",
-]  # fmt: skip
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # ---- DTensors ----
 

@@ -304,10 +304,12 @@ def late_ranks(
         limit_s: the time limit of collectives. Most of it counts: the first rank that gives up ends
             the waits of the others.
     """
+    # An error that was joined of several has a list.
+    waits = {rank: record.details.get("waited_s", 0.0) for rank, record in by_rank.items()}
     waited = {
         rank
-        for rank, record in by_rank.items()
-        if record.details.get("waited_s", 0.0) >= limit_s / 2
+        for rank, each in waits.items()
+        if max(each if isinstance(each, list) else [each]) >= limit_s / 2
     }
     return [rank for rank in ranks if rank not in waited] if waited else []
 

@@ -23,6 +23,7 @@ from holdfast.errors import (
     MAX_DETAILS_SIZE,
     MAX_MESSAGE_LENGTH,
     ConfigError,
+    DeadlineError,
     DriftError,
     ErrorRecord,
     HoldfastError,
@@ -30,6 +31,7 @@ from holdfast.errors import (
     StorageError,
     joined_details,
     joined_error,
+    late_ranks,
     named_ranks,
     shorten_ranks,
     values_by_rank,
@@ -152,6 +154,10 @@ def test_failures_of_ranks_are_joined_under_the_first_class() -> None:
     assert type(joined) is LayoutError
     assert str(joined) == "3 of 8 ranks failed (save):\nranks 1, 6: a\nrank 4: OSError: b"
     assert str(joined_error({0: other}, num_ranks=1, phase="save")) == "save: OSError: b"
+    # Ranks that have waited are not the late ones, however many errors theirs are joined of.
+    waits = [ErrorRecord.of(DeadlineError("x", details={"waited_s": s})) for s in (9.0, 9.5, 0.5)]
+    pair = ErrorRecord.of(joined_error(dict(enumerate(waits[:2])), num_ranks=2, phase="step"))
+    assert late_ranks({0: pair, 1: pair, 2: waits[2]}, ranks=range(4), limit_s=10) == [2, 3]
 
 
 _PLAIN = st.recursive(

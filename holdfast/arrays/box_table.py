@@ -214,6 +214,7 @@ def meeting_pairs(first: BoxTable, second: BoxTable) -> tuple[IntArray, IntArray
     none = np.empty(0, dtype=np.int64)
     if not len(first) or not len(second):
         return none, none
+    first, second = first.padded(1), second.padded(1)  # scalars alone have no dim to sort along
     rows_of = rows_by_tensor(second.tensor)
     if rows_of is not None:
         # One candidate for each row of `first`, as in most loads.

@@ -230,8 +230,8 @@ class LoadReport:
     converts it from another version of its class: names of parts and of entries. Nothing
     has proved that it arrived, so that nothing below them is in `loaded`."""
     other_rates: tuple[str, ...] = ()
-    """Schedules of learning rates (`LambdaLR`) whose functions, which no checkpoint has, compute
-    another rate for the epoch of the save than the stored one: training continues by them."""
+    """Schedules (`LambdaLR`, `CyclicLR`) whose functions, which no checkpoint has, compute another
+    learning rate for the epoch of the save than the stored one: training continues by them."""
     missing: tuple[str, ...] = ()
     """Requested, absent, and allowed: their targets keep what they had."""
     fresh: tuple[str, ...] = ()

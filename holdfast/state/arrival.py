@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from holdfast._torch import write_counter
 from holdfast.errors import HoldfastError
 from holdfast.format.values import Codecs, Node, encode_tree, key_name, leaf_node, node_bytes
-from holdfast.state.markers import Marked, Padded, PerRank, Transient, Union
+from holdfast.state.markers import Marked, Padded, PerRank, Transient, Union, as_loaded
 from holdfast.state.tensor_elements import (
     array_tensor,
     equal_trees,
@@ -68,11 +68,6 @@ class _TensorRecord(NamedTuple):
         if isinstance(before, _TensorRecord) and place is not None and before.place == place:
             return before
         return cls(str(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor), place)
-
-    @property
-    def what(self) -> tuple[str, tuple[int, ...], str]:
-        """All but the place."""
-        return self[:3]
 
 
 class _Encoded(NamedTuple):
@@ -136,7 +131,7 @@ def _unmarked(tree: object) -> object:
             tree = tree.tree if isinstance(tree, PerRank) else tree.mapping
     if isinstance(tree, Transient):
         return _VOLATILE
-    return tree.local if isinstance(tree, Marked) else tree
+    return as_loaded(tree) if isinstance(tree, Marked) else tree
 
 
 def _encoded(value: object, codecs: Codecs) -> object:
@@ -149,7 +144,7 @@ def _encoded(value: object, codecs: Codecs) -> object:
             tensor, code = array_tensor(path, tensor)
         if not isinstance(tensor, torch.Tensor):
             return None
-        return leaf_node("record", v=[*map(str, _TensorRecord.of(tensor).what), code])
+        return leaf_node("record", v=[*map(str, _TensorRecord.of(tensor)[:3]), code])
 
     try:
         if isinstance(value, np.ndarray) and codecs.codec_for(type(value)) is None:
@@ -228,7 +223,7 @@ def _in_words(record: object) -> str:
 def _is_same_value(expected: object, shown: object) -> bool:
     """Return True if an owner shows the value that it was given."""
     if isinstance(expected, int | float) and isinstance(shown, _TensorRecord):
-        return math.prod(shown.shape) == 1 and shown.digest in _digests_of(expected, shown)
+        return math.prod(shown.shape) == 1 and shown.digest == _digest_of(expected, shown)
     if isinstance(expected, float) and isinstance(shown, float) and expected == shown == 0.0:
         return math.copysign(1.0, expected) == math.copysign(1.0, shown)
     try:
@@ -237,21 +232,14 @@ def _is_same_value(expected: object, shown: object) -> bool:
         return False
 
 
-def _digests_of(number: float, shown: _TensorRecord) -> Iterable[str]:
-    """Yield the digest of a number as a tensor of the record's type, if it holds the number."""
+def _digest_of(number: float, shown: _TensorRecord) -> str | None:
+    """Return the digest of a number as a tensor of the record's type; None if it cannot hold it."""
     dtype = getattr(torch, shown.dtype.removeprefix("torch."), None)
-    if dtype is None:
-        return
+    if dtype is None:  # of an array of dates
+        return None
     made = torch.tensor(number).to(dtype)
-    if made.item() == number or number != number:
-        yield tensor_digest(made.reshape(shown.shape))
-
-
-def without_unstable(wrong: Iterable[Difference], unstable: Iterable[str]) -> list[Difference]:
-    """Return the differences that are not at, or below, a path that differs from call to call."""
-    paths = tuple(unstable)
-    below = tuple(f"{path}." for path in paths)
-    return [each for each in wrong if each.path not in paths and not each.path.startswith(below)]
+    is_held = made.item() == number or number != number
+    return tensor_digest(made.reshape(shown.shape)) if is_held else None
 
 
 class AskedBack(NamedTuple):
@@ -287,7 +275,12 @@ def ask_back(
     second = recorded(ask(), codecs=codecs, before=first)
     unstable = {each.path for each in differences(first, second, where, owner=owner)}
     unstable |= {each.path for each in differences(second, first, where, owner=owner)}
-    wrong = without_unstable(differences(expected, first, where, owner=owner), unstable)
+    below = tuple(f"{path}." for path in unstable)
+    wrong = [
+        each
+        for each in differences(expected, first, where, owner=owner)
+        if each.path not in unstable and not each.path.startswith(below)
+    ]
     return AskedBack(wrong, bool(unstable))
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.errors import CorruptionError, LayoutError, MismatchError, PlacementError
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
-from holdfast.state.markers import (
-    Marked,
-    PerRank,
-)
+from holdfast.state.markers import Marked, PerRank, Union
+from holdfast.state.registered_types import RegisteredTypes
 from holdfast.state.tensor_elements import instances_in
 
 
@@ -84,6 +84,13 @@ class PickedPerRank(PerRank):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SomePerRank(PerRank):
+    """A dict per coordinate of which the owner gets some entries, by label."""
+
+    names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PerRankIn(PerRank):
     """A marker in the state of an object, which gets `local` back if its value stays."""
 
@@ -129,7 +136,10 @@ def find_source(
             return PerRankSource(labels=labels, here=here, is_merged=True)
     if short is None:
         return PerRankSource(here=here, problem=_other_axes(marker, axes, trees, path=path))
-    return PerRankSource(labels=(short[here],) if here in short else (), here=here)
+    labels = (short[here],) if here in short else ()
+    if isinstance(marker, SomePerRank) and labels:
+        return PerRankSource(labels=labels, here=here, is_picked=True, names=marker.names)
+    return PerRankSource(labels=labels, here=here)
 
 
 def _by_label_along(
@@ -191,12 +201,15 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
     )
 
 
-def fill_from_merged(template: object, merged: object, path: str) -> object:
+def fill_from_merged(template: Any, merged: Any, path: str, *, registered: RegisteredTypes) -> Any:
     """Return a merged tree in which the template's own tensors are filled.
 
     Raises:
         MismatchError: One of them would be left as it was, or filled with rounded values.
     """
+    fill = partial(fill_from_merged, registered=registered)
+    if isinstance(template, Union):
+        template = template.mapping
     target = template.local if isinstance(template, Marked) else template
     if isinstance(target, torch.Tensor):
         if not isinstance(merged, torch.Tensor) or merged.shape != target.shape:
@@ -212,22 +225,22 @@ def fill_from_merged(template: object, merged: object, path: str) -> object:
                 )
             target.copy_(merged)
         return target
-    if isinstance(template, Mapping) and isinstance(merged, Mapping):
+    if isinstance(template, Mapping) and type(merged) is dict:
         for name in template:
             if name not in merged:
                 _refuse_tensors(template[name], f"{path}.{name}")
-        if type(merged) is dict:
-            return {
-                name: fill_from_merged(template[name], child, f"{path}.{name}")
-                if name in template
-                else child
-                for name, child in merged.items()
-            }
-    if isinstance(template, list) and type(merged) is list and len(template) == len(merged):
-        pairs = enumerate(zip(template, merged, strict=True))
-        return [fill_from_merged(old, new, f"{path}.{i}") for i, (old, new) in pairs]
-    if type(template) is not type(merged):
-        _refuse_tensors(template, path)
+        return {
+            name: fill(template[name], child, f"{path}.{name}") if name in template else child
+            for name, child in merged.items()
+        }
+    if type(template) in (list, tuple) and type(merged) is type(template):
+        pairs = enumerate(zip_longest(template, merged))
+        filled = [fill(old, new, f"{path}.{i}") for i, (old, new) in pairs]
+        return type(merged)(filled[: len(merged)])
+    inner = registered.fields_of(template)
+    if inner is not None and type(merged) is type(template):
+        return registered.made_of(template, fill(inner, registered.fields_of(merged), path), path)
+    _refuse_tensors(template if inner is None else inner, path)
     return merged
 
 

@@ -163,10 +163,8 @@ def num_shares(owner: object) -> int | None:
     is_of_hugging_face = type(owner).__module__.partition(".")[0] == "datasets"
     if not (isinstance(owner, DataLoader | Sampler | IterableDataset) or is_of_hugging_face):
         return None
-    batches = getattr(owner, "batch_sampler", None)
-    samplers = (owner, getattr(owner, "sampler", None), batches, getattr(batches, "sampler", None))
     dataset = getattr(owner, "dataset", owner)
-    for each in (*samplers, dataset):
+    for each in (*samplers_of(owner), dataset):
         for name in ("num_replicas", "num_processes"):
             if isinstance(value := getattr(each, name, None), int):
                 return value

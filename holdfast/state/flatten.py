@@ -93,6 +93,8 @@ class LeafCache:
     def __init__(self) -> None:
         self.last = _Pass()
         self.attributes = PlainAttributes()
+        self.unstored: list[str] = []
+        """Attributes that have changed, found by passes that failed: the next result names them."""
         self.orders: set[str] = set()
         """Paths of the orders of data that were named as not stored."""
 
@@ -109,6 +111,8 @@ class _Pass:
         """Keys of what a load fills in place."""
         self.addresses: list[int] = []
         """Of the memory of each of these."""
+        self.strides: list[tuple[int, ...]] = []
+        """The same."""
         self.memory: dict[str, object] = {}
         """Of each tensor whose leaf has views of it, see `memory_key`."""
         self.branches: dict[str, _Branch] = {}
@@ -152,7 +156,6 @@ def flatten_state(
     """
     cache = cache or LeafCache()
     flattener = _Flattener(layout=layout, rank=rank, codecs=codecs, before=cache.last)
-    unstored: list[str] = []
     orders: dict[str, str] = {}
     nodes: dict[str, object] = {}
     versions: dict[str, Mapping[str, int]] = {}
@@ -186,7 +189,7 @@ def flatten_state(
         if isinstance(part, OptimizerState):
             if part.is_live:
                 flattener.notes_state(f"{name}.state.", since=num_before)
-            unstored += cache.attributes.look_at_optimizers(
+            cache.unstored += cache.attributes.look_at_optimizers(
                 name, part.torch_optimizers(), shown_form
             )
         if isinstance(part, ModuleState):
@@ -194,11 +197,12 @@ def flatten_state(
             versions[name] = part.versions
             shown = cast(Union, tree).mapping
             of_code = {form: shown[form] for form in part.forms}
-            unstored += cache.attributes.look(name, part.module, of_code)
-    orders = {path: why for path, why in orders.items() if path not in cache.orders}
-    cache.orders |= orders.keys()
+            cache.unstored += cache.attributes.look(name, part.module, of_code)
     made, objects, held, addresses = flattener.finish()
     cache.last = made
+    unstored, cache.unstored = cache.unstored, []
+    orders = {path: why for path, why in orders.items() if path not in cache.orders}
+    cache.orders |= orders.keys()
     return FlatState(
         leaves=made.leaves,
         keys=made.keys,
@@ -485,8 +489,12 @@ class _Flattener:
             self._make_again([*changed, *moved], made, tensors)
         made.filled = list(compress(made.keys, self._is_filled))
         made.addresses = list(compress(addresses, self._is_filled))
-        # Memory that was looked at before, by tensors of the same traits, has not changed.
+        made.strides = before.strides
+        if again is None:
+            made.strides = [*map(torch.Tensor.stride, compress(held, self._is_filled))]
+        # Memory that was looked at before, by tensors of the same form, has not changed.
         is_known = made.structure is before.structure and made.filled == before.filled
+        is_known &= made.strides == before.strides
         if not is_known or made.addresses != before.addresses:
             _refuse_missing_memory(made.keys, held)
             filled = list(compress(held, self._is_filled))
@@ -572,7 +580,8 @@ class _Flattener:
                 self._nodes[i]["k"] = self._paths[known]
                 tied.add(i)
         if tied:
-            self._branches = {}
+            # The nodes may be those of the pass before, which stays the last one if this one fails.
+            self._branches, self._before.branches = {}, {}
             for column in (self._paths, self._objects, self._layouts, self._is_filled, held,
                            addresses):  # fmt: skip
                 column[:] = [each for i, each in enumerate(column) if i not in tied]

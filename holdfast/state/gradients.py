@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from holdfast._torch import has_unreduced_gradients
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.format.values import is_per_rank
+from holdfast.state.coordinates import SomePerRank
 from holdfast.state.markers import Padded, PerRank, Stored, Union, axis_names
 from holdfast.state.module_tree import declared_padding, parameter_names, walk_all
 from holdfast.state.stored import StoredPart, zeros_like_target
@@ -45,8 +46,8 @@ class Gradients:
             data coordinates are others.
 
     Cost:
-        A save copies nothing. A load allocates the gradients. With `unreduced` it holds the whole
-        gradients of all pipeline stages in host memory for a moment.
+        A save copies nothing. A load allocates the gradients. With `unreduced` it holds those of
+        the module's parameters whole, in host memory, for a moment.
     """
 
     def __init__(self, module: nn.Module, *, unreduced: str | Sequence[str] = ()) -> None:
@@ -85,11 +86,12 @@ class Gradients:
                 f"{'without' if self._axes else 'with'} unreduced=, and are loaded the other way; "
                 f"give what the saved run gave"
             )
+        names = parameter_names(self._module)
         if self._axes:
-            return PerRank(Stored(), axes=self._axes)
+            return SomePerRank(Stored(), axes=self._axes, names=frozenset(names.values()))
         padded = declared_padding(self._module)
         targets: dict[str, object] = {}
-        for parameter, name in parameter_names(self._module).items():
+        for parameter, name in names.items():
             info = stored.tensors_under().get(name)
             if info is not None:
                 shape = padded.find(parameter, name)
@@ -100,12 +102,12 @@ class Gradients:
     def restore(self, tree: object) -> None:
         """Give each parameter its gradient, or none."""
         loaded: Mapping[str, Any] = tree if isinstance(tree, Mapping) else {}
+        if self._axes:
+            loaded = next(iter(loaded.values()), {})  # of the one coordinate that is this rank's
         padded = declared_padding(self._module)
         for parameter, name in parameter_names(self._module).items():
             value = loaded.get(name)
-            if isinstance(value, Padded):
-                value = value.local
-            elif self._axes and value is not None:
+            if self._axes and value is not None:
                 value = _placed(value, parameter, padded.find(parameter, name), name=name)
             parameter.grad = value
 

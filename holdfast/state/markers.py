@@ -237,9 +237,7 @@ class Padded:
     def __post_init__(self) -> None:
         """Check that the real part is a part."""
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
-        if isinstance(self.value, Padded) or not isinstance(
-            self.value, torch.Tensor | Sharded | FlatShard | Replicated
-        ):
+        if not isinstance(self.value, torch.Tensor | Sharded | FlatShard | Replicated):
             raise PlacementError(
                 f"Padded: a {type(self.value).__name__} cannot be padded; it takes a tensor, "
                 f"Sharded, FlatShard or Replicated"
@@ -402,10 +400,21 @@ class OnLayout:
         layout: The layout (or the `ProcessGroups` of it) that gives the part's axes their meaning.
             Ranks outside of it leave the part out of their state.
         value: The part.
+
+    Raises:
+        PlacementError: If it is not a layout.
     """
 
     layout: Layout | ProcessGroups
     value: object
+
+    def __post_init__(self) -> None:
+        """Check the layout's type."""
+        if not isinstance(self.layout, Layout | ProcessGroups):
+            raise PlacementError(
+                f"OnLayout: a {type(self.layout).__name__} is not a layout; it takes a Layout or "
+                f"the ProcessGroups of one, and the value after that"
+            )
 
     @property
     def own_layout(self) -> Layout:
@@ -482,6 +491,11 @@ class Fresh:
 
 Marked = Sharded | FlatShard | Pieces | Replicated | Padded
 """Markers that wrap the local tensor, or tensors, of one global tensor."""
+
+
+def as_loaded(marker: Marked) -> torch.Tensor | list[torch.Tensor]:
+    """Return what a load gives back for a marker: its tensor, of `Pieces` a list of them."""
+    return list(marker.locals) if isinstance(marker, Pieces) else marker.local
 
 
 def global_shape(target: torch.Tensor | Marked) -> tuple[int, ...]:

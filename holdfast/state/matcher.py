@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count, repeat
 from operator import attrgetter, eq, itemgetter
@@ -24,7 +24,6 @@ from holdfast.arrays.boxes import Box
 from holdfast.errors import HoldfastError, MismatchError
 from holdfast.format.values import (
     Codecs,
-    dataclass_of,
     decode_tree,
     is_per_rank,
     is_plain_dict,
@@ -58,7 +57,9 @@ from holdfast.state.markers import (
     Stored,
     Transient,
     Union,
+    as_loaded,
 )
+from holdfast.state.registered_types import PLAIN_VALUES, RegisteredTypes
 from holdfast.state.stored import (
     Members,
     Token,
@@ -166,8 +167,6 @@ class LocalMemory(TensorMemory):
 
 _MIN_COLUMNAR = 16
 """With fewer entries, a dict is matched entry by entry as fast."""
-PLAIN_VALUES = frozenset({type(None), bool, int, float, str, bytes})
-"""Types of values that JSON or a tag has, so that no codec is asked for them."""
 LocalTarget = tuple[str, tuple[int, ...], tuple[Box, ...] | None, tuple[torch.Tensor, ...]]
 """Dtype name, global shape, boxes (None: the whole), and what is filled."""
 
@@ -320,14 +319,14 @@ class Matcher:
 
     def _build_registered(self, template: object, inner: Any, node: Any, path: str) -> Any:
         """Return a dataclass or a codec's type, made of its fields as they were loaded."""
-        codec = self._codecs.codec_for(type(template))
-        if codec is not None:
-            return codec.decoded(self.build(inner, node["v"], path), path)
-        values = {
-            name: self.build(value, node["v"][name], f"{path}.{name}")
-            for name, value in inner.items()
-        }
-        return dataclass_of(type(template), values)
+        if tag_of(node) == "codec":
+            built = self.build(inner, node["v"], path)
+        else:
+            built = {
+                name: self.build(value, node["v"][name], f"{path}.{name}")
+                for name, value in inner.items()
+            }
+        return self._registered.made_of(template, built, path)
 
     def _match_value(self, template: object, node: Any, path: str) -> None:
         """Match a value without tensors: the stored one replaces it."""
@@ -528,7 +527,7 @@ class Matcher:
                 raise MismatchError(
                     f"{path}: merge of {len(trees)} stored values failed: {error!r}"
                 ) from error
-            return fill_from_merged(template.tree, merged, path)
+            return fill_from_merged(template.tree, merged, path, registered=self._registered)
         if not source.labels and isinstance(template, PerRankIn):
             return template.local
         if not source.labels:
@@ -869,61 +868,10 @@ def shape_mismatch(
     return message
 
 
-class RegisteredTypes:
-    """The dataclasses and codecs that a load knows, for as long as it takes."""
-
-    def __init__(self, codecs: Codecs) -> None:
-        self._codecs = codecs
-        self._encoded: dict[int, tuple[object, object]] = {}
-
-    def fields_of(self, template: object) -> object:
-        """Return the fields of a dataclass or a codec's type; None for any other object.
-
-        A codec is asked once for each object: what it gives then is what is filled.
-        """
-        cls = type(template)
-        if cls in PLAIN_VALUES or cls in (list, dict, tuple):
-            return None
-        codec = self._codecs.codec_for(cls)
-        if codec is not None:
-            held = self._encoded.get(id(template))
-            if held is None:  # the object is kept, so that its id stays its own
-                held = self._encoded[id(template)] = (template, codec.encode(template))
-            return held[1]
-        if is_dataclass(cls) and self._codecs.dataclass_named(cls.__qualname__) is cls:
-            names = [each.name for each in fields(cls) if hasattr(template, each.name)]
-            return {name: getattr(template, name) for name in names}
-        return None
-
-    def tag_and_name(self, template: object) -> tuple[str, str]:
-        """Return the tag and the name under which an object with fields is stored."""
-        codec = self._codecs.codec_for(type(template))
-        return (
-            ("dataclass", type(template).__qualname__) if codec is None else ("codec", codec.name)
-        )
-
-    def holds_tensors(self, tree: object) -> bool:
-        """Return True if a load fills something in a tree in place, or leaves it as it is."""
-        if isinstance(tree, torch.Tensor | Marked | PerRank | Stored | Transient | np.ndarray):
-            return True
-        if isinstance(tree, Union):
-            return self.holds_tensors(tree.mapping)
-        inner = self.fields_of(tree)
-        if inner is not None:
-            return self.holds_tensors(inner)
-        if isinstance(tree, Mapping):
-            return any(self.holds_tensors(child) for child in tree.values())
-        if isinstance(tree, list | tuple | deque):
-            return any(self.holds_tensors(child) for child in tree)
-        return False
-
-
 def unmarked(template: object) -> object:
     """Return a template for which nothing is stored as plain tensors and values."""
-    if isinstance(template, Pieces):
-        return list(template.locals)
     if isinstance(template, Marked):
-        return template.local
+        return as_loaded(template)
     if isinstance(template, Union):
         return unmarked(template.mapping)
     if type(template) is dict:

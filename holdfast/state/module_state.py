@@ -7,12 +7,14 @@ module's state dict is read again afterwards: it must show what was loaded.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,7 +25,6 @@ from torch.nn.parameter import is_lazy
 from holdfast._torch import buffer_table, parameter_table, write_counter
 from holdfast.arguments import check_choice
 from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError, some_of
-from holdfast.format.values import tag_of
 from holdfast.state.arrival import ask_back, differences, recorded
 from holdfast.state.markers import Marked, Padded, Stored
 from holdfast.state.module_tree import (
@@ -32,6 +33,7 @@ from holdfast.state.module_tree import (
     StateDictEntry,
     broadcast_elsewhere,
     declared_padding,
+    has_user_loader,
     makes_forms,
     plain_root,
     prefixes_of,
@@ -39,6 +41,7 @@ from holdfast.state.module_tree import (
     refuse_empty,
     refuse_hook_states,
     refuse_lost,
+    runs_code,
     same_memory,
     walk_all,
 )
@@ -197,12 +200,11 @@ class ModuleState:
             stored.versions,
             prefix=self._prefix,
             stored=nodes.keys(),
-            has_loader=has_user_loader,
         )
         self.unversioned = []
         if stored.versions is None:
             self.unversioned = unversioned_modules(
-                self._module, prefix=self._prefix, stored=nodes.keys(), has_loader=has_user_loader
+                self._module, prefix=self._prefix, stored=nodes.keys()
             )
         pending = ModuleLoad(
             self._module, shown, entries=entries, hidden=self._hidden(shown), changed=changed
@@ -221,7 +223,8 @@ class ModuleState:
                 declared = None
                 if isinstance(target, torch.Tensor):
                     declared = padded.find(target, entry.name)
-                shape = _stored_shape(nodes[name], stored)
+                info = stored.tensor(nodes[name])
+                shape = None if info is None else info.shape
                 if entry.is_form and declared is not None and shape == declared:
                     shape = None  # memory for the padding, too
                 if entry.is_form or (declared is None and _may_grow(entry, shape)):
@@ -358,23 +361,6 @@ def _may_grow(entry: StateDictEntry, shape: tuple[int, ...] | None) -> bool:
     return has_user_loader(held.owner)
 
 
-def _stored_shape(node: object, stored: StoredPart) -> tuple[int, ...] | None:
-    """Return the global shape of a stored tensor; None for anything else."""
-    if isinstance(node, dict) and tag_of(node) == "tensor":
-        return stored.tensors[str(node["k"])][1]
-    return None
-
-
-def runs_code(module: nn.Module) -> bool:
-    """Return True if a load has code to run in some module of the tree, its own or torch's."""
-    return any(_has_load_method(inner) or _hooks(inner) for *_, inner, _ in walk_all(module))
-
-
-def has_user_loader(module: nn.Module) -> bool:
-    """Return True if a module has code, other than torch's, that takes its tensors."""
-    return _has_load_method(module) or any(not _is_neutral(hook) for hook in _hooks(module))
-
-
 class _Snapshot(NamedTuple):
     """A tensor that only the module's code can write, as it was before."""
 
@@ -449,17 +435,26 @@ class ModuleLoad:
             _Snapshot(held, _version(held.tensor), tensor_digest(held.tensor))
             for held in self._hidden
         ]
+        load = partial(self._load, given, loaded, digests)
+        load()
+        self._refuse_untouched(snapshots, load)
+
+    def _load(
+        self,
+        given: Mapping[str, object],
+        loaded: Mapping[str, object],
+        digests: Mapping[str, str],
+    ) -> None:
+        """Load the module, and those inside of it that show something else then."""
         self._call(self._module, given)
         after = read_state_dict(self._module)
         wrong = self._wrong(after, loaded, digests)
         # A second attempt may run on one rank alone, so only if no collective can be in it.
         if wrong and not self._is_collective:
             self._load_inner(after, wrong, loaded, given)
-            after = read_state_dict(self._module)
-            wrong = self._wrong(after, loaded, digests)
+            wrong = self._wrong(read_state_dict(self._module), loaded, digests)
         if wrong:
             raise MismatchError(self._refusal(wrong))
-        self._refuse_untouched(snapshots, given)
 
     @property
     def _is_collective(self) -> bool:
@@ -476,7 +471,8 @@ class ModuleLoad:
             # A model that was made in inference mode can be written in it alone.
             is_inference = any(held.tensor.is_inference() for held in self._before.registered)
             with torch.inference_mode(is_inference), torch.no_grad():
-                outcome: object = module.load_state_dict(given, **options)
+                # A copy, with torch's versions: it may take entries out, and be called again.
+                outcome: object = module.load_state_dict(copy.copy(given), **options)
         except HoldfastError:
             raise
         except Exception as error:
@@ -612,9 +608,7 @@ class ModuleLoad:
                 with torch.no_grad():
                     one.value.copy_(value)
 
-    def _refuse_untouched(
-        self, snapshots: Sequence[_Snapshot], given: Mapping[str, object]
-    ) -> None:
+    def _refuse_untouched(self, snapshots: Sequence[_Snapshot], load: Callable[[], None]) -> None:
         """Raise MismatchError for a tensor that other entries represent and that nothing wrote.
 
         A loader may write the very bytes that were there, past torch's counter of versions. It is
@@ -632,7 +626,7 @@ class ModuleLoad:
         digests = [tensor_digest(held.tensor) for held in suspects]
         untouched: list[str] = []
         try:
-            self._call(self._module, given)
+            load()
         finally:
             for held, value, digest in zip(suspects, kept, digests, strict=True):
                 if tensor_digest(held.tensor) == digest:
@@ -689,29 +683,6 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
-def _has_load_method(module: nn.Module) -> bool:
-    """Return True if a module's class loads tensors itself; torch's layers do not count."""
-    for name in ("_load_from_state_dict", "load_state_dict"):
-        method = getattr(type(module), name)
-        if method is not getattr(nn.Module, name) and not method.__module__.startswith("torch.nn."):
-            return True
-    return "load_state_dict" in module.__dict__
-
-
-def _hooks(module: nn.Module) -> list[object]:
-    """Return the hooks that run before and after torch loads a module's own tensors."""
-    tables = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-    return [hook for table in tables for hook in (getattr(module, table, None) or {}).values()]
-
-
-def _is_neutral(hook: object) -> bool:
-    """Return True if a hook is of torch's wrappers or of this package, which change no values."""
-    inner = getattr(hook, "hook", hook)
-    inner = getattr(inner, "func", inner)
-    where = getattr(inner, "__module__", None) or type(inner).__module__
-    return where.startswith(("torch.distributed.", "holdfast."))
-
-
 def _set_quant_states(
     before: ModuleStateDict, left: set[str], loaded: Mapping[str, object]
 ) -> set[str]:
@@ -753,10 +724,10 @@ def unrelated_to_forms(module: nn.Module, hidden: Sequence[RegisteredTensor]) ->
 
     Cost: two calls of `state_dict` and a digest of the forms for each tensor, at its first save.
     """
-    tried: set[tuple[str, tuple[str, ...]]] = vars(module).setdefault(_TRIED, set())
     unrelated: list[str] = []
     if not hidden:
         return unrelated
+    tried: set[tuple[str, tuple[str, ...]]] = vars(module).setdefault(_TRIED, set())
     scopes: dict[str, nn.Module] = {}
     for prefix, _, inner, _ in walk_all(module):
         if makes_forms(inner):

@@ -484,6 +484,7 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
     state = _state_dict(module)
     # After the call: hooks may replace parameters.
     tree = walk_all(module)
+    modules = [(logical, inner) for logical, _, inner, is_wrapper in tree if not is_wrapper]
     registered = tuple(
         RegisteredTensor(
             name=f"{logical}{attribute}",
@@ -492,16 +493,15 @@ def read_state_dict(module: nn.Module) -> ModuleStateDict:
             tensor=tensor,
             is_persistent=attribute not in unsaved_buffers(inner),
         )
-        for logical, _, inner, is_wrapper in tree
-        if not is_wrapper
+        for logical, inner in modules
         for attribute, tensor in registered_in(inner).items()
     )
     versions = {
         logical.rstrip("."): version
-        for logical, _, inner, is_wrapper in tree
-        if not is_wrapper and (version := module_version(inner)) != USUAL_VERSION
+        for logical, inner in modules
+        if (version := module_version(inner)) != USUAL_VERSION
     }
-    has_wrappers = any(is_wrapper for *_, is_wrapper in tree)
+    has_wrappers = len(modules) < len(tree)
     memory = _Memory(registered)
     # Exact matches first, over all entries: an entry that is a slice of a tensor must not claim
     # memory which a later entry shows whole.
@@ -657,6 +657,39 @@ def makes_forms(module: nn.Module) -> bool:
     methods = ("state_dict", "_save_to_state_dict")
     hooks = getattr(module, "_state_dict_hooks", None)
     return bool(hooks) or overrides(module, nn.Module, methods)
+
+
+def runs_code(module: nn.Module) -> bool:
+    """Return True if a load has code to run in some module of the tree, its own or torch's."""
+    return any(_has_load_method(inner) or _hooks(inner) for *_, inner, _ in walk_all(module))
+
+
+def has_user_loader(module: nn.Module) -> bool:
+    """Return True if a module has code, other than torch's, that takes its tensors."""
+    return _has_load_method(module) or any(not _is_neutral(hook) for hook in _hooks(module))
+
+
+def _has_load_method(module: nn.Module) -> bool:
+    """Return True if a module's class loads tensors itself; torch's layers do not count."""
+    for name in ("_load_from_state_dict", "load_state_dict"):
+        method = getattr(type(module), name)
+        if method is not getattr(nn.Module, name) and not method.__module__.startswith("torch.nn."):
+            return True
+    return "load_state_dict" in module.__dict__
+
+
+def _hooks(module: nn.Module) -> list[object]:
+    """Return the hooks that run before and after torch loads a module's own tensors."""
+    tables = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    return [hook for table in tables for hook in (getattr(module, table, None) or {}).values()]
+
+
+def _is_neutral(hook: object) -> bool:
+    """Return True if a hook is of torch's wrappers or of this package, which change no values."""
+    inner = getattr(hook, "hook", hook)
+    inner = getattr(inner, "func", inner)
+    where = getattr(inner, "__module__", None) or type(inner).__module__
+    return where.startswith(("torch.distributed.", "holdfast."))
 
 
 def prefixes_of(name: str) -> list[str]:

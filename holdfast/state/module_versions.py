@@ -8,7 +8,7 @@ dict; a checkpoint notes them by part and by logical name, all but those that ar
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from holdfast._torch import give_metadata, module_version
 from holdfast.errors import MismatchError
 from holdfast.format.manifest import USUAL_VERSION
-from holdfast.state.module_tree import walk
+from holdfast.state.module_tree import has_user_loader, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,6 @@ def changed_modules(
     *,
     prefix: str,
     stored: Collection[str],
-    has_loader: Callable[[nn.Module], bool],
 ) -> list[ChangedModule]:
     """Return the modules of a tree whose class has another version than the one that was saved.
 
@@ -79,7 +78,6 @@ def changed_modules(
         noted: Versions other than 1, by logical name; None if they are not known.
         prefix: Of the module's names in what is stored.
         stored: Names that are stored. A module of which nothing is stored has no version there.
-        has_loader: Whether a module has code of the user's that takes its entries.
 
     Raises:
         MismatchError: A class is older than what is stored, and has no code that could know.
@@ -99,7 +97,7 @@ def changed_modules(
                     kind=type(inner).__name__,
                     stored=version,
                     own=own,
-                    converts=has_loader(inner),
+                    converts=has_user_loader(inner),
                 )
             )
     newer = [each for each in result if each.stored > each.own and not each.converts]
@@ -120,7 +118,6 @@ def unversioned_modules(
     *,
     prefix: str,
     stored: Collection[str],
-    has_loader: Callable[[nn.Module], bool],
 ) -> list[str]:
     """Return the modules that would convert entries of an earlier version, if one were stated.
 
@@ -131,7 +128,7 @@ def unversioned_modules(
         f"{logical.rstrip('.') or '(root)'} ({type(inner).__name__}, version {own})"
         for logical, _, inner in walk(module)
         if (own := module_version(inner)) != USUAL_VERSION
-        and has_loader(inner)
+        and has_user_loader(inner)
         and any(name.startswith(f"{prefix}{logical}") for name in stored)
     ]
 

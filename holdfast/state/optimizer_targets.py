@@ -19,6 +19,7 @@ from holdfast.errors import MismatchError, some_of
 from holdfast.format.values import is_plain_dict, items_of, tensor_keys
 from holdfast.state.followed_dims import placed_by
 from holdfast.state.markers import Fresh, Stored, Transient, global_shape
+from holdfast.state.memory_order import map_tensors
 from holdfast.state.optimizer_forms import hyperparameters, joined_groups
 from holdfast.state.optimizer_protocol import OptimizerParameter, stored_form, with_padding
 from holdfast.state.shared_memory import is_expanded
@@ -197,22 +198,15 @@ def likes_of_others(parameters: Iterable[torch.Tensor]) -> Likes:
 
 
 def on_device_of(value: Any, param: OptimizerParameter) -> Any:
-    """Loaded state of one parameter; tensors in lists and dicts follow it to its device."""
+    """Return loaded state of one parameter; tensors in lists and dicts follow it to its device."""
 
-    def move(tree: Any) -> Any:
-        if isinstance(tree, torch.Tensor):
-            return tree if isinstance(tree, DTensor) else tree.to(local_of(param.parameter).device)
-        if type(tree) is dict:
-            return {name: move(child) for name, child in tree.items()}
-        if type(tree) in (list, tuple):
-            return type(tree)(move(child) for child in tree)
-        return tree
+    def move(_: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_placed = isinstance(tensor, DTensor)
+        return tensor if is_placed else tensor.to(local_of(param.parameter).device)
 
-    if not isinstance(value, Mapping):
-        return move(value)
     if type(value) is not dict:
-        return value
-    return {n: v if isinstance(v, torch.Tensor) else move(v) for n, v in value.items()}
+        return map_tensors(value, move)
+    return {n: v if isinstance(v, torch.Tensor) else map_tensors(v, move) for n, v in value.items()}
 
 
 def main_target(
@@ -334,7 +328,47 @@ def absent_groups(
                 result[f"groups.{i}.{key}"] = Fresh("a setting it lacks", is_required)
             for key, why in _settings_not_taken(optimizers[i], groups[i], stored, known[0]):
                 result[f"groups.{i}.{key}"] = Fresh(why)
+            if set(keys) != hyperparameters(groups[i]).keys():
+                saved = _plain_settings(groups[i], stored, known[0])
+                _refuse_other_kind(optimizers[i], {**groups[i], **saved}, names, known_parameters)
     return result
+
+
+def _plain_settings(group: Mapping[str, Any], stored: StoredPart, home: int) -> dict[str, Any]:
+    """Return the settings of a group, those that are numbers or text, as they are stored."""
+    saved = {key: stored.value("groups", home, key) for key in hyperparameters(group)}
+    return {key: value for key, value in saved.items() if value is not None}
+
+
+def _refuse_other_kind(
+    optimizer: Any, group: Mapping[str, Any], names: Iterable[str], stored: StoredParameters
+) -> None:
+    """Raise MismatchError if a class of torch's has no use for the state that is stored.
+
+    What it needs is what a step leaves with a parameter of one element. Only torch's code is tried.
+    """
+    entries = {name: stored.state.get(name) for name in names}
+    known = dict.fromkeys(
+        entry for each in entries.values() if is_plain_dict(each) for entry in each
+    )
+    if not known or not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    like = torch.zeros(1, 1, requires_grad=True)
+    like.grad = torch.ones(1, 1)
+    try:
+        made = _built_again(optimizer, group, like)
+        with torch.no_grad():
+            inspect.unwrap(type(optimizer).step)(made)  # without the hooks of all optimizers
+    except Exception:  # one that wants a closure, or other gradients
+        return
+    lacking = made.state[like].keys() - known.keys()
+    if lacking:
+        raise MismatchError(
+            f"{stored.part.name}: stored is the state of another kind of optimizer "
+            f"({', '.join(known)}), and {type(optimizer).__name__} needs "
+            f"{', '.join(sorted(lacking))}; build the kind that was saved, or leave the optimizer "
+            f"out of the load, so that it starts fresh"
+        )
 
 
 def _refuse_joined(
@@ -378,8 +412,7 @@ def _settings_not_taken(
     """
     if not type(optimizer).__setstate__.__module__.startswith("torch."):
         return
-    saved = {key: stored.value("groups", home, key) for key in hyperparameters(group)}
-    plain = {key: value for key, value in saved.items() if value is not None}
+    plain = _plain_settings(group, stored, home)
     taken = _after_load(optimizer, plain)
     for key, value in plain.items():
         if type(taken.get(key)) is type(value) and not equal_trees(taken[key], value):
@@ -420,11 +453,16 @@ def as_built(param: OptimizerParameter, current: object) -> Any:
     if mine is None:
         return None
     like = param.updated.detach().clone().requires_grad_(param.updated.is_floating_point())
-    made: Any = type(param.optimizer)
     try:
-        taken = inspect.signature(made).parameters
-        built = {name: v for name, v in param.optimizer.defaults.items() if name in taken}
-        fresh = made([{**hyperparameters(mine), "params": [like]}], **built)
+        fresh = _built_again(param.optimizer, mine, like)
     except Exception:  # a class with other arguments: it starts with nothing
         return None
     return dict(fresh.state[like]) if like in fresh.state else None
+
+
+def _built_again(optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
+    """Return a new optimizer of the same class, of one parameter with the settings of a group."""
+    kind: Any = type(optimizer)
+    taken = inspect.signature(kind).parameters
+    built = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    return kind([{**hyperparameters(group), "params": [parameter]}], **built)

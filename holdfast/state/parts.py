@@ -281,7 +281,7 @@ def _check_part_name(name: object) -> None:
     if not isinstance(name, str) or not name or is_like_a_tag(name) or name != name.strip():
         raise ConfigError(
             f"state part name {name!r}: a part's name must be a non-empty string that does not "
-            f"start with '$'"
+            f"start with '$', nor start or end with a space"
         )
     if not name.isascii() and not is_unicode(name):
         raise ConfigError(f"state part name {name!r}: it has a lone surrogate, which is not text")

@@ -3,11 +3,11 @@
 A schedule has values for parameter groups by position, and an optimizer's groups are found by their
 parameters. If a program makes the groups in another order, the values follow them.
 
-torch stores the constants of most schedules. Of `LambdaLR` it stores the attributes of a callable
-object, and nothing of a function, a method or a partial: their constants are in the program. A run
-that resumes with others (another number of warm-up steps, another total) continues by another
-schedule. That may be intended, so it is not refused. It is noticed, because the rates of the last
-step are stored, too.
+torch stores the constants of most schedules. Of `LambdaLR` and of the `scale_fn` of `CyclicLR` it
+stores the attributes of a callable object, and nothing of a function, a method or a partial: their
+constants are in the program. A run that resumes with others (another number of warm-up steps,
+another total) continues by another schedule. That may be intended, so it is not refused. It is
+noticed, because the rates of the last step are stored, too.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, NoneType
 from typing import Any
 
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler
 
 from holdfast.errors import MismatchError
 from holdfast.state.optimizer_state import GroupLoaded
@@ -31,6 +31,8 @@ _BY_GROUP = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "base_momentums", "ma
 """Attributes of torch's schedules that have a value for each parameter group, by position."""
 _OF_ALL = ("_schedule_phases",)
 """Lists of torch's schedules that are the same for all groups."""
+_FUNCTIONS = (FunctionType, MethodType, partial)
+"""What torch stores nothing of."""
 _PARTS = "_schedulers"
 """Attribute with the schedules that one is made of."""
 _FIX = (
@@ -52,13 +54,15 @@ def other_rates(schedule: object, path: str) -> dict[str, str]:
 
     Cost: one call of each function.
     """
-    return {
-        where: f"{where}: {computed:.6g} for epoch {each.last_epoch}, stored is {stored:.6g}"
-        for where, each in _schedules(schedule, path)
-        if type(each) is LambdaLR
-        for stored, computed in [_first_difference(each)]
-        if not math.isclose(stored, computed, rel_tol=_TOLERANCE)
-    }
+    named: dict[str, str] = {}
+    for where, each in _schedules(schedule, path):
+        for stored, computed in _rates(each):
+            if not math.isclose(stored, computed, rel_tol=_TOLERANCE):
+                text = (
+                    f"{where}: {computed:.6g} for epoch {each.last_epoch}, stored is {stored:.6g}"
+                )
+                named.setdefault(where, text)
+    return named
 
 
 def values_by_group(schedule: object, path: str) -> dict[str, list[object]]:
@@ -167,23 +171,29 @@ def _schedules(schedule: object, path: str) -> Iterator[tuple[str, Any]]:
                 yield from _schedules(each, below)
 
 
-def _first_difference(schedule: Any) -> tuple[float, float]:
-    """Return the stored and the computed rate of the first group that differs; zeros if none does.
+def _rates(schedule: Any) -> Iterator[tuple[float, float]]:
+    """Yield each stored rate that follows from a function, and what the function gives now.
 
     A schedule that has not begun has no rate. A callable object is left alone, since what it keeps
     is stored.
     """
-    if schedule.last_epoch >= 0:
+    if type(schedule) not in (LambdaLR, CyclicLR) or schedule.last_epoch < 0:
+        return
+    if type(schedule) is LambdaLR:
         rules = zip(schedule.lr_lambdas, schedule.base_lrs, schedule._last_lr, strict=False)
         for rule, base, last in rules:
-            if isinstance(rule, FunctionType | MethodType | partial):
-                stored, computed = float(last), float(base * _factor(rule, schedule.last_epoch))
-                if not math.isclose(stored, computed, rel_tol=_TOLERANCE):
-                    return stored, computed
-    return 0.0, 0.0
+            if isinstance(rule, _FUNCTIONS):
+                yield float(last), float(base * _factor(rule, schedule.last_epoch))
+    elif isinstance(schedule._scale_fn_custom, (*_FUNCTIONS, NoneType)):
+        probe = copy.copy(schedule)
+        probe.cycle_momentum = False  # with it a question sets the optimizer's momentum
+        probe._get_lr_called_within_step = True
+        if probe._scale_fn_custom is not None:
+            probe._scale_fn_custom = partial(_factor, probe._scale_fn_custom)
+        yield from zip(map(float, schedule._last_lr), map(float, probe.get_lr()), strict=False)
 
 
-def _factor(rule: Callable[[int], float], epoch: int) -> float:
+def _factor(rule: Callable[[float], float], epoch: float) -> float:
     """Return what a function computes; an object that it is a method of stays as it is."""
     owner: object = rule
     while isinstance(owner, partial):

@@ -89,7 +89,6 @@ class Traits:
         self._others: list[object] = []
         if len(self._plain) + len(self._forms) < len(kinds):
             self._others = self._of_others(objects)
-        self._num = len(kinds)
 
     def _of_others(self, objects: Sequence[Any]) -> list[object]:
         """Return the traits of all objects that are neither plain tensors nor DTensors."""
@@ -131,11 +130,11 @@ class Traits:
         Returns:
             As `held_tensors`, and `addresses_of` that. None may mean either.
         """
-        if self.forms is None or len(objects) != self._num:
+        if self.forms is None or len(objects) != len(self._kinds):
             return None
         held: list[torch.Tensor] = []
         addresses: list[int] = []
-        for run, where in zip(self._runs, runs(self._num), strict=True):
+        for run, where in zip(self._runs, runs(len(self._kinds)), strict=True):
             some = objects[where]
             kinds = list(map(type, some))
             if kinds != run.kinds:
@@ -162,7 +161,7 @@ class Traits:
         objects do not change, and both passes keep them.
         """
         return (
-            self._num == last._num
+            len(self._kinds) == len(last._kinds)
             and self._is_plain == last._is_plain
             and self._is_dtensor == last._is_dtensor
             and self._plain == last._plain
@@ -183,9 +182,9 @@ class Traits:
                     self._forms, self._meshes, self._placements, self._local_kinds, strict=True
                 )
             )
-            flags = range(self._num)
-            is_plain = _flags(self._is_plain, flags)
-            is_dtensor = _flags(self._is_dtensor, flags)
+            is_plain, is_dtensor = (
+                _flags(each, self._kinds) for each in (self._is_plain, self._is_dtensor)
+            )
             self._all = [
                 next(plain) if p else next(dtensors) if d else next(others)
                 for p, d in zip(is_plain, is_dtensor, strict=True)

@@ -73,6 +73,30 @@ def test_any_cutting_loads_into_any_other(
             assert torch.equal(there, whole)
 
 
+class Owner:
+    """Holds a tensor of (4, 3) as two pieces behind `state_dict`, and may forget the second one."""
+
+    def __init__(self, fill: float, *, num_taken: int = 2) -> None:
+        self.held, self.num_taken = [torch.full((2, 3), fill), torch.full((2, 3), -fill)], num_taken
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": Pieces(tuple(map(torch.clone, self.held)), ((0, 0), (2, 0)), (4, 3))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held[: self.num_taken] = state["w"][: self.num_taken]
+
+
+def test_an_owner_is_asked_for_each_of_its_pieces(tmp_path: Any) -> None:
+    """R1."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"o": Owner(2.0)})
+        there = Owner(0.0)
+        checkpointer.load({"o": there})
+        assert [each.unique().tolist() for each in there.held] == [[2.0], [-2.0]]
+        with pytest.raises(MismatchError, match=r"o\.w\.1: the Owner has other values"):
+            checkpointer.load({"o": Owner(0.0, num_taken=1)})
+
+
 def test_one_piece_of_each_of_many(tmp_path: Any) -> None:
     """They are matched together, and each has its own place."""
     wholes = {f"w{i}": torch.randn(4, 3) for i in range(24)}

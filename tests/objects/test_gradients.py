@@ -124,6 +124,22 @@ def test_a_save_between_two_microbatches_keeps_gradients(tmp_path: Path) -> None
         assert "dp=1" in told[0]
 
 
+@pytest.mark.parametrize("options", [{}, {"unreduced": "dp"}])
+def test_no_gradient_is_loaded_for_a_parameter_that_is_gone(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """O2: it would be called loaded, and have no owner."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"g": Gradients(model, **options)})
+    state = {"g": Gradients(model[:1], **options)}
+    with pytest.raises(MismatchError, match=r"does not ask for: .*1\.weight"):
+        checkpointer.load(state)
+    report = checkpointer.load(state, ignore_unexpected=True)
+    assert [path.partition(".")[2] for path in report.loaded] == ["0.weight", "0.bias"]
+
+
 def unreduced(context: RankContext, root: str) -> None:
     """Gradients that FSDP2 keeps whole until a later backward are in no `.grad`."""
     with ProcessGroups.create(Layout(dp=2)) as groups:

@@ -265,15 +265,16 @@ def test_a_tensor_shown_in_part_is_refused_at_save(tmp_path: Path) -> None:
         Checkpointer(tmp_path).save(1, {"model": nn.Sequential(HalfShown())})
 
 
-def test_a_module_that_loads_twice_is_not_suspected(tmp_path: Path) -> None:
-    module = ODD["filled"]()
+@pytest.mark.parametrize("name", ["filled", "inner", "inner itself"])
+def test_a_module_that_loads_twice_is_not_suspected(name: str, tmp_path: Path) -> None:
+    module = ODD["inner"]()[0] if name == "inner itself" else ODD[name]()
     randomise(module, 1)
-    expected = module.w.detach().clone()
+    expected = copy.deepcopy(list(module.parameters()))
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, {"model": module})
     checkpointer.load({"model": module})
     checkpointer.load({"model": module})
-    assert torch.equal(module.w, expected)
+    assert all(map(torch.equal, module.parameters(), expected))
 
 
 def test_a_form_that_may_be_missing_stays_as_it_is(tmp_path: Path) -> None:

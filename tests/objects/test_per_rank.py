@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from holdfast import (
     PlacementError,
     ProcessGroups,
     Stored,
+    Union,
 )
 from holdfast.checkpoint.load.requests import find_dropped, taken_of
 from holdfast.format.values import Codecs
 from holdfast.state.flatten import flatten_state
 from holdfast.state.matcher import Matcher
+from holdfast.state.tensor_elements import tensors_of
 from tests.drawn import drawn
 from tests.harness import RankContext, run_ranks
 
@@ -255,6 +258,13 @@ def test_open_requests_drop_nothing_silently(four: Path) -> None:
     assert report.dropped == ("loader.workers.0[dp=1]", "whole[dp=1]")
 
 
+@dataclass
+class Sums:
+    """A record of the user's."""
+
+    x: torch.Tensor
+
+
 def test_merge_makes_one_of_all(four: Path) -> None:
     seen: list[Any] = []
 
@@ -277,12 +287,35 @@ def test_merge_makes_one_of_all(four: Path) -> None:
     assert target.tolist() == [1, 1, 1]
     assert report.values["plain"]["n"]["dp"] == -1
 
+    # In sequences, too, of whatever length, and in what is a union elsewhere.
+    for tree, made in (
+        ((target, 1), lambda each: (each, 2)),
+        ([target], lambda each: [each, each]),
+        ([target, 1, 2], lambda each: [each]),
+        ([[target]], lambda each: [[each], "more"]),
+        (Union({"y": target}), lambda each: {"y": each}),
+    ):
+        target.zero_()
+        merge = lambda trees, made=made: made(sum(tree["x"] for tree in trees.values()))  # noqa: E731
+        report = one(four, {"plain": {"n": PerRank(tree, axes=("dp",), merge=merge)}})
+        assert target.tolist() == [1, 1, 1]
+        value = report.values["plain"]["n"]
+        assert len(value) == len(made(target))
+        assert next(tensors_of(value))[1] is target
+    target.zero_()
+    merge = lambda trees: [Sums(sum(tree["x"] for tree in trees.values()))]  # noqa: E731
+    with Checkpointer(four, codecs=Codecs(dataclasses=[Sums])) as checkpointer:
+        asked = {"plain": {"n": PerRank([Sums(target)], axes=("dp",), merge=merge)}}
+        assert checkpointer.load(asked).values["plain"]["n"][0].x is target
+    assert target.tolist() == [1, 1, 1]
+
     for bad, said in (
         (lambda trees: trees["dp=7"], "merge of 2 stored values failed: KeyError"),
         (lambda trees: {"x": torch.zeros(4)}, "shape"),
         (lambda trees: {"x": 1}, "merge returned 1"),
         (lambda trees: {"dp": 1}, r"n\.x: merge returned nothing for this tensor"),
         (lambda trees: None, r"n\.x: merge returned nothing for this tensor"),
+        (lambda trees: {"x": (target,)}, "merge returned "),
         (lambda trees: {"x": torch.full((3,), 0.1).double()}, None),
         (lambda trees: {"x": torch.full((3,), 0.1, dtype=torch.float64)}, "cannot hold"),
         (lambda trees: {"x": torch.full((3,), 1j)}, "cannot hold"),

@@ -15,7 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import Checkpointer, ModuleState, OptimizerState
+from holdfast import (
+    Checkpointer,
+    ModuleState,
+    OptimizerState,
+    PlacementError,
+    declare_padding,
+)
 
 
 @dataclass
@@ -42,6 +48,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
+        self.dropout = nn.Dropout(0)
         self.norm = nn.utils.weight_norm(nn.Linear(2, 2))
         self.register_buffer("cache", torch.zeros(2), persistent=False)
         self.width, self.rate, self.name = 2, 0.5, "net"
@@ -120,6 +127,10 @@ def pairs(net: Net) -> None:
     net.pair.tensor.add_(1)
 
 
+def anneals(net: Net) -> None:
+    net.dropout.p += 0.125
+
+
 def only_trains(net: Net) -> None:
     with torch.no_grad():
         net.linear.weight += 1
@@ -136,7 +147,7 @@ def step(net: Net, changes: Callable[[Net], None]) -> None:
         (counts, ["calls"]), (is_initialised, ["is_ready"]), (queues, ["queue"]),
         (sends, ["messages"]), (writes, ["table"]), (replaces, ["table"]),
         (records, ["history"]), (fills, ["tables"]), (tallies, ["calls_of"]), (notes, ["stats"]),
-        (spaces, ["space"]), (pairs, ["pair"]), (only_trains, []),
+        (spaces, ["space"]), (pairs, ["pair"]), (anneals, ["dropout.p"]), (only_trains, []),
     ],
 )  # fmt: skip
 def test_what_changes_and_is_not_stored_is_named_once(
@@ -145,7 +156,10 @@ def test_what_changes_and_is_not_stored_is_named_once(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Settings, aliases, computed tensors, declared caches and extra state are not (O14)."""
+    """Settings, aliases, computed tensors, declared caches and extra state are not (O14).
+
+    A save that is refused in between names nothing, and takes no name from the next one.
+    """
     net = Net()
     state = {"model": nn.Sequential(net), "part": ModuleState(nn.Linear(1, 1))}
     reports = []
@@ -153,6 +167,10 @@ def test_what_changes_and_is_not_stored_is_named_once(
         for number in range(4):
             reports.append(checkpointer.save(number, state))
             step(net, changes)
+            if number == 0:
+                declare_padding(net, "cache", (1,))
+                with pytest.raises(PlacementError, match="meta device"):
+                    checkpointer.save(9, {**state, "bad": torch.zeros(1, device="meta")})
     paths = [f"model.0.{name}" for name in names]
     assert [list(report.unstored) for report in reports] == [[], paths, [], []]
     messages = [record.message for record in caplog.records if "no state dict" in record.message]

@@ -203,9 +203,17 @@ def test_ties_that_come_and_go_are_noticed() -> None:
     assert passes.flat({"a": y, "b": nn.Parameter(y)}).structure is tied.structure
     again = passes.flat({"a": y, "b": x})
     assert list(again.leaves) == ["p.a", "p.b"]
+    # a pass that fails after it has met a tie leaves nothing of it to the next one
+    with pytest.raises(PlacementError, match=r"p\.c: a tensor on the meta device"):
+        passes.flat({"a": y, "b": y, "c": torch.zeros(1, device="meta")})
+    assert passes.flat({"a": y, "b": x}).structure is again.structure
     # the same memory in another order of elements is another tensor
     assert list(passes.flat({"a": torch.ones(3, 3), "b": strided()}).leaves) == ["p.a", "p.b"]
     square = torch.arange(9.0).reshape(3, 3)
+    # elements that have become one, at the same address, are no state that a load could fill
+    passes.flat({"a": square})
+    with pytest.raises(PlacementError, match=r"p\.a: several elements of the state's tensor share"):
+        passes.flat({"a": square.as_strided((3, 3), (0, 1))})
     with pytest.raises(PlacementError, match=r"p\.a and p\.b: the state's tensors share memory"):
         passes.flat({"a": square, "b": square.t()})
 

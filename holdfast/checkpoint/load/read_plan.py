@@ -180,7 +180,7 @@ def plan_reads(
     requests, numbers = gather_requests(tables)
     # Copies of a chunk have the same bytes: which one to read is up to the reader.
     primary = np.flatnonzero((index.copy == 0) & (index.nbytes > 0))
-    request, chunk = meeting_pairs(requests.boxes, index.take(primary).padded(1))
+    request, chunk = meeting_pairs(requests.boxes, index.take(primary))
     overlaps = find_overlaps(index, requests.boxes, itemsize, request=request, row=primary[chunk])
     nbytes = index.nbytes[overlaps.row]
     needed = requested_ranges(overlaps, nbytes, grain=grain, max_gap=max_gap or grain)
