@@ -570,8 +570,15 @@ def requested_boxes(requests: Sequence[TensorRequest], forms: TensorForms) -> Bo
 
 
 def first_error(reads: Sequence[Future[None]]) -> Exception | None:
-    """Wait for all reads; the error of the first one that failed."""
+    """Wait for all reads; return the error of the first one that failed.
+
+    What is not an `Exception`, as a client's CancelledError, is raised: it has stopped the other
+    reads, too.
+    """
     errors = [read.exception() for read in reads]
+    for error in errors:
+        if not isinstance(error, Exception | None):
+            raise error
     return next((error for error in errors if isinstance(error, Exception)), None)
 
 
