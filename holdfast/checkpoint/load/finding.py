@@ -200,25 +200,33 @@ class Finder:
         Returns:
             The newest step that has not failed; None if every step has, or if too many have failed;
             and the failed steps that are still there. A step that retention has removed meanwhile
-            was not damaged, and there is a newer one.
+            was not damaged, and there is a newer one. Within `one_version` the step that an earlier
+            load has open, and no other one.
 
         Cost: one collective.
         """
-        candidate: Candidate = (None, [])
         control = self._groups.control
+        candidate: Candidate = (None, [])
         if control.is_coordinator:
-            # The first time, as any load: an empty directory has its own error.
-            if not failed:
-                self._choose(None)
-            steps = list_steps(self._storage)
-            present = [step for step in failed if step in steps]
-            left = [step for step in steps if step not in failed]
-            too_many = max_fallbacks is not None and len(present) > max_fallbacks
-            candidate = (None if too_many else max(left, default=None), present)
+            candidate = self._next_step(failed, max_fallbacks)
         proposal = msgspec.msgpack.encode((dict(settings), self._host, candidate))
         # The same call as in `find`, so that ranks with and without fallbacks meet here.
         answers, _ = control.gather_and_broadcast(proposal, None, phase=_FIRST)
         return _read_proposals(answers, control.ranks)[0][2]
+
+    def _next_step(self, failed: Sequence[int], max_fallbacks: int | None) -> Candidate:
+        """Look for what `candidate` returns."""
+        if self._held is not None:
+            held = self._held[0]
+            return (None if held in failed else held), list(failed)
+        # The first time, as any load: an empty directory has its own error.
+        if not failed:
+            self._choose(None)
+        steps = list_steps(self._storage)
+        present = [step for step in failed if step in steps]
+        left = [step for step in steps if step not in failed]
+        too_many = max_fallbacks is not None and len(present) > max_fallbacks
+        return (None if too_many else max(left, default=None)), present
 
     def _open_again(self, step: int | None) -> tuple[int, CheckpointFiles] | None:
         """Return what an earlier load has open; None if nothing is."""
