@@ -162,6 +162,8 @@ class AtDeadline(SavePolicy):
     check_every: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
+        hint = "; it is Unix time in seconds, such as float(os.environ['SLURM_JOB_END_TIME'])"
+        check_number(self.at, name="AtDeadline: at", hint=hint)
         check_number(self.margin_s, name="AtDeadline: margin_s", least=0)
         check_int(self.check_every, name=f"{type(self).__name__}: check_every", least=1)
 

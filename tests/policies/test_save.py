@@ -258,6 +258,8 @@ def test_signals_need_the_main_thread() -> None:
             lambda: EveryMinutes(1, check_every=0),
             "check_every must be an integer",
         ),
+        (lambda: AtDeadline(float("nan")), "at must be a number, got nan; it is Unix time"),
+        (lambda: AtDeadline("1700000000"), "at must be a number, got '17"),  # type: ignore[arg-type]
         (lambda: AtDeadline(1.0, margin_s=-1), "margin_s must be a number of at least 0"),
         (
             lambda: OnFile("x", check_every=1.5),
