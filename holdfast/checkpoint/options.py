@@ -14,10 +14,11 @@ from holdfast.arguments import (
     check_instance,
     check_int,
     check_number,
+    check_patterns,
 )
 from holdfast.errors import ConfigError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
-from holdfast.format.manifest import Envelope, encode_metadata
+from holdfast.format.manifest import MAX_BLOCK_NBYTES, Envelope, encode_metadata
 from holdfast.format.stored_copies import CopyPolicy
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
 from holdfast.policies.keep import KeepPolicy
@@ -81,7 +82,8 @@ class SaverOptions:
     """
 
     block_nbytes: int = DEFAULT_BLOCK_NBYTES
-    """Bytes per digest, at least 4096. A reader of a slice reads and hashes whole blocks."""
+    """Bytes per digest, a power of two from 4 KiB to 64 MiB. A reader of a slice reads and hashes
+    whole blocks."""
     staging_buffers: int = 1
     """Number of staging buffers, 1 or 2, each as large as this rank's share of a save. With 2, a
     save is staged while the one before it is written."""
@@ -113,15 +115,17 @@ class SaverOptions:
     def __post_init__(self) -> None:
         """Refuse what no save could be made with."""
         keep = partial(object.__setattr__, self)
-        keep(
-            "block_nbytes",
-            check_int(
-                self.block_nbytes,
-                name="block_nbytes",
-                least=_MIN_BLOCK_NBYTES,
-                hint="; with smaller blocks, digests would outweigh data",
-            ),
+        block_nbytes = check_int(
+            self.block_nbytes,
+            name="block_nbytes",
+            least=_MIN_BLOCK_NBYTES,
+            hint="; with smaller blocks, digests would outweigh data",
         )
+        if block_nbytes.bit_count() != 1 or block_nbytes > MAX_BLOCK_NBYTES:
+            # No manifest may state it, which a save would find out at its commit.
+            most = f"at most {MAX_BLOCK_NBYTES} (64 MiB)"
+            raise ConfigError(f"block_nbytes={block_nbytes} must be a power of two, {most}")
+        keep("block_nbytes", block_nbytes)
         check_choice(self.staging_buffers, name="staging_buffers", choices=(1, 2))
         keep("deadline_s", check_number(self.deadline_s, name="deadline_s", above=0))
         if self.retention is not None:
@@ -250,13 +254,13 @@ class LoadOptions:
     def __post_init__(self) -> None:
         """Refuse what a caller cannot have meant."""
         if not isinstance(self.ignore_unexpected, bool):
-            patterns = as_patterns(self.ignore_unexpected, "ignore_unexpected")
+            patterns = check_patterns(self.ignore_unexpected, name="ignore_unexpected")
             object.__setattr__(self, "ignore_unexpected", patterns)
         for name in ("cast", "verify"):
             check_flag(getattr(self, name), name=name)
         check_choice(self.exchange, name="exchange", choices=("auto", True, False))
         for name in ("allow_missing", "allow_dropped"):
-            object.__setattr__(self, name, as_patterns(getattr(self, name), name))
+            object.__setattr__(self, name, check_patterns(getattr(self, name), name=name))
         most = self.max_fallbacks
         if isinstance(most, bool):
             fix = "None for as many as there are" if most else "0 for none"
@@ -291,15 +295,3 @@ def _as_axes(value: object) -> tuple[str, ...]:
             f"replicate_over={value!r}: {unknown} are not axes of a layout: {', '.join(_AXES)}"
         )
     return tuple(axis for axis in _AXES if axis in axes)
-
-
-def as_patterns(value: object, name: str) -> tuple[str, ...]:
-    """Patterns of paths as a tuple; one alone is taken for a list of one. Else ConfigError."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray):
-        raise ConfigError(f"{name}={value!r} must be patterns of paths")
-    patterns = tuple(value)
-    if any(not isinstance(pattern, str) for pattern in patterns):
-        raise ConfigError(f"{name}={patterns!r} must be patterns of paths")
-    return patterns
