@@ -123,8 +123,10 @@ class SaverOptions:
         )
         if block_nbytes.bit_count() != 1 or block_nbytes > MAX_BLOCK_NBYTES:
             # No manifest may state it, which a save would find out at its commit.
-            most = f"at most {MAX_BLOCK_NBYTES} (64 MiB)"
-            raise ConfigError(f"block_nbytes={block_nbytes} must be a power of two, {most}")
+            raise ConfigError(
+                f"block_nbytes={block_nbytes} must be a power of two, at most {MAX_BLOCK_NBYTES} "
+                f"(64 MiB)"
+            )
         keep("block_nbytes", block_nbytes)
         check_choice(self.staging_buffers, name="staging_buffers", choices=(1, 2))
         keep("deadline_s", check_number(self.deadline_s, name="deadline_s", above=0))
@@ -145,18 +147,15 @@ class SaverOptions:
             hint="; it is bytes of copies for each byte without them",
         )
         keep("max_copy_fraction", most)
-        if self.max_copied_nbytes is not None:
-            most = check_int(self.max_copied_nbytes, name="max_copied_nbytes", least=0)
-            keep("max_copied_nbytes", most)
         check_choice(self.on_drift, name="on_drift", choices=get_args(OnDrift))
         check_choice(self.ckpt_format, name="ckpt_format", choices=get_args(CkptFormat))
         keep_s = check_number(
             self.keep_image_s, name="keep_image_s", least=0, hint="; 0 keeps no image"
         )
         keep("keep_image_s", keep_s)
-        if self.max_kept_nbytes is not None:
-            most = check_int(self.max_kept_nbytes, name="max_kept_nbytes", least=0)
-            keep("max_kept_nbytes", most)
+        for name in ("max_copied_nbytes", "max_kept_nbytes"):
+            if getattr(self, name) is not None:
+                keep(name, check_int(getattr(self, name), name=name, least=0))
 
     @property
     def copies(self) -> CopyPolicy:

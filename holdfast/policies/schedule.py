@@ -21,8 +21,6 @@ PHASE = "save when: decide"
 class SaveDecision:
     """The decision about saving at a step, the same on all ranks."""
 
-    step: int
-    """The step just finished."""
     save: bool
     """True to save now."""
     stop: bool
@@ -167,7 +165,6 @@ class SaveSchedule:
             # The run has passed it: if the number comes again (from step 0), the state differs.
             self._saved_step = None
         return SaveDecision(
-            step=step,
             save=save,
             stop=bool(stopping),
             reason="; ".join(self._policies[number].reason(votes[number]) for number in asking),
