@@ -523,7 +523,7 @@ class Checkpointer:
             # Here and not above: it imports all foreign formats, which most runs never read.
             from holdfast.checkpoint.load.sources import open_source
 
-            self._loader.forget()
+            self._loader.finder.version = None  # the next load is another loader's
             with ExitStack() as stack:
                 storage, step = open_source(
                     source,
@@ -574,7 +574,7 @@ class Checkpointer:
         Raises:
             ConfigError: when it is entered within another one.
         """
-        return self._loader.one_version()
+        return self._loader.finder.one_version()
 
     def inspect(self, step: int | None = None) -> CheckpointInfo:
         """Return what checkpoint `step` (by default the newest committed one) says about itself.
@@ -622,7 +622,7 @@ class Checkpointer:
         self._root.check()
         stats = self.stats
         if not (stats.num_saves or stats.num_saves_in_flight):  # its own writers are not leftovers
-            self._loader.wait_for_writers()
+            self._loader.finder.wait_for_writers()
         return max(self.steps(), default=None)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -55,7 +55,8 @@ class Finder:
     """Finds checkpoints for all ranks: the coordinator looks and broadcasts the result.
 
     Attributes:
-        version: Step and save id of what was found last; None before that.
+        version: Step and save id of what was found last; None before that. Set it to None before
+            each load.
     """
 
     def __init__(self, storage: Storage, groups: ProcessGroups, *, settle_s: float) -> None:
@@ -71,7 +72,7 @@ class Finder:
 
     @contextmanager
     def one_version(self) -> Iterator[None]:
-        """Let loads in the body find the version that the first of them has loaded.
+        """Let loads in the body find one version; see `Checkpointer.one_version`.
 
         Raises:
             ConfigError: Within another one.
@@ -242,8 +243,10 @@ class Finder:
 
         Where retention removes it in between, there is a newer one: look again.
         """
-        for left in reversed(range(_NUM_TRIES)):
-            is_first = left == _NUM_TRIES - 1
+        num_tries = 0
+        while True:
+            num_tries += 1
+            is_first = num_tries == 1
             chosen = self._choose(step, may_be_there=is_first)
             directory = step_dir(chosen)
             # Pieces of one version are lost if it is: only a whole load can start again.
@@ -258,14 +261,13 @@ class Finder:
                     files = CheckpointFiles.open(self._storage, directory, prove=False)
                 except StorageError:
                     # Still there: then it is unreadable, and was not removed.
-                    if not left or save_id_of(self._storage, directory) is not None:
+                    if num_tries == _NUM_TRIES or save_id_of(self._storage, directory) is not None:
                         raise
                     continue
                 stack.callback(files.close)
                 lease.set_version(files.manifest.save_id)
                 leases.push(stack.pop_all())
                 return chosen, files
-        raise StorageError(f"{self._storage.describe('')}: no checkpoint there stays long enough")
 
     def _choose(self, step: int | None, *, may_be_there: bool = False) -> int:
         """Return the step to load, None for the newest; StorageError if no checkpoint exists.
