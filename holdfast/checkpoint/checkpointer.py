@@ -71,7 +71,8 @@ class Checkpointer:
             1.5 GB/s a core, in the writer).
         check_replicas_every: every so many saves, compare what several ranks hold as
             `save(check_replicas=True)` does; 0 for never.
-        block_nbytes: bytes per digest, a power of two from 4 KiB to 64 MiB.
+        block_nbytes: bytes per digest, a power of two from 4 KiB to 64 MiB. A load of a slice reads
+            and hashes whole blocks.
         replicate_over: axes of the layout, `("tp",)` for example: of each tensor that ranks with
             several coordinates along them hold, one copy is stored for each of these, by a rank
             that has it, so that on a load every rank reads what is near. Tensors sharded over the

@@ -75,42 +75,28 @@ _AXES = tuple(dict.fromkeys((*DENSE_AXES, *EXPERT_AXES)))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaverOptions:
-    """The options of a `Checkpointer`'s saves; the same on all ranks.
+    """The options of a `Checkpointer`'s saves, which documents them.
+
+    All ranks choose alike what `in_words` has.
 
     Raises:
         ConfigError: a value out of range; the message names the argument.
     """
 
     block_nbytes: int = DEFAULT_BLOCK_NBYTES
-    """Bytes per digest, a power of two from 4 KiB to 64 MiB. A reader of a slice reads and hashes
-    whole blocks."""
     staging_buffers: int = 1
-    """Number of staging buffers, 1 or 2, each as large as this rank's share of a save. With 2, a
-    save is staged while the one before it is written."""
     deadline_s: float = 600.0
-    """Seconds that a save may take from staged to committed; DeadlineError after that."""
     retention: KeepPolicy | None = None
-    """Which checkpoints to keep, applied by the coordinator after each commit; None keeps all."""
     fingerprints: bool = False
-    """True to store a digest of each tensor that does not depend on its sharding."""
     check_replicas_every: int = 0
-    """Every so many saves, compare the bytes of declared replicas, too; 0 for never."""
     replicate_over: Sequence[str] = ()
-    """Axes of the layout: replicated tensors are stored once for each coordinate along these."""
     max_copy_fraction: float = 1.0
-    """The most bytes that these copies may add, as a fraction of the bytes without them."""
     max_copied_nbytes: int | None = None
-    """The largest tensor that is copied, in bytes of the whole; larger ones are stored once."""
     on_drift: OnDrift = "raise"
-    """The reaction to copies of one tensor that differ, at a save and at a load."""
     ckpt_format: CkptFormat = "holdfast"
-    """The form of the data files; any load reads both."""
 
     keep_image_s: float = 0.0
-    """Seconds that this rank's staged image of the newest checkpoint stays in memory after this
-    process has gone; 0 keeps none. Ranks need not choose alike."""
     max_kept_nbytes: int | None = None
-    """The largest image that a rank keeps, in bytes; None for any."""
 
     def __post_init__(self) -> None:
         """Refuse what no save could be made with."""
@@ -225,30 +211,20 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Which checkpoint a load takes, how strict it is, and how it reads.
+    """Which checkpoint a load takes, how strict it is, and how it reads: see `Checkpointer.load`.
 
     Raises:
         ConfigError: a value of a wrong type or out of range; the message names the argument.
     """
 
     step: int | None = None
-    """The step to load; None for the newest."""
     ignore_unexpected: bool | Sequence[str] = False
-    """Leave stored entries that no rank asks for, instead of raising MismatchError: all, or those
-    whose full paths fit one of the `fnmatch` patterns."""
     allow_missing: Sequence[str] = ()
-    """`fnmatch` patterns of full paths that may be absent from the checkpoint."""
     allow_dropped: Sequence[str] = ()
-    """Patterns of per-rank values whose coordinates no rank of this layout has."""
     cast: bool = False
-    """Convert tensors that are stored with another dtype than the target's."""
     verify: bool = True
-    """Check the digest of every block that is read."""
     exchange: bool | Literal["auto"] = "auto"
-    """True if bytes that several ranks ask for are read once and sent between the ranks; "auto":
-    those that ranks of several hosts ask for, if sending is faster."""
     max_fallbacks: int | None = 0
-    """Number of older checkpoints that may be tried instead of a damaged one; None for any."""
 
     def __post_init__(self) -> None:
         """Refuse what a caller cannot have meant."""
