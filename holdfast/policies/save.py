@@ -220,6 +220,11 @@ class OnFile(SavePolicy):
         return f"{os.fspath(self.path)} was there"
 
 
+def _name_of(number: int) -> str:
+    """Return the name of a signal; the number of one that has no name, as most real-time ones."""
+    return signal.Signals(number).name if number in {*signal.Signals} else str(number)
+
+
 def _restore_in_child() -> None:
     """Leave signals to a forked process, such as a worker of a pool, as without a policy.
 
@@ -285,7 +290,7 @@ class OnSignal(SavePolicy):
 
     def __repr__(self) -> str:
         """Return the expression that makes it."""
-        names = ", ".join(signal.Signals(number).name for number in self.signals)
+        names = ", ".join(map(_name_of, self.signals))
         return f"OnSignal({names}, stop={self.stop}, check_every={self.check_every})"
 
     def __enter__(self) -> Self:
@@ -326,7 +331,7 @@ class OnSignal(SavePolicy):
         return received
 
     def reason(self, vote: int) -> str:
-        return signal.Signals(vote).name
+        return _name_of(vote)
 
     def _install(self) -> None:
         """Set the handlers, and start the thread that calls `notice`."""

@@ -156,14 +156,21 @@ def test_signals_are_caught_once_and_the_handlers_come_back() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_signal_may_ask_for_a_save_each_time() -> None:
-    schedule = alone(OnSignal(signal.SIGUSR1, stop=False))
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGRTMIN + 1, "35")]
+)
+def test_a_signal_may_ask_for_a_save_each_time(number: int, name: str) -> None:
+    """One without a name failed at the first step, by a ValueError on all ranks."""
+    policy = OnSignal(number, stop=False)
+    assert repr(policy) == f"OnSignal({name}, stop=False, check_every=1)"
+    schedule = alone(policy)
     found = []
     for step in range(1, 7):
         if step in (2, 5):
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), number)
         decision = schedule.decide(step)
         assert not decision.stop
+        assert decision.reason == (name if decision.save else "")
         found.append(decision.save)
     schedule.close()
     assert found == [False, True, False, False, True, False]
