@@ -340,7 +340,8 @@ class Checkpointer:
         `preempted` says afterwards whether the run is to stop.
 
         Args:
-            step, state, overwrite, metadata, when_busy, stage: as of `save_async`.
+            step, state, overwrite, metadata, when_busy, stage: as of `save_async`. If a save is
+                skipped, a clock, file or signal that has asked for it asks again.
 
         Returns:
             The save; None if no policy asks for one, or the step was saved or loaded already.
@@ -355,7 +356,7 @@ class Checkpointer:
             return None
         if self._preempted:
             when_busy = "wait"  # the last save of the run is never skipped
-        return self.save_async(
+        pending = self.save_async(
             step,
             state,
             overwrite=overwrite,
@@ -363,6 +364,9 @@ class Checkpointer:
             when_busy=when_busy,
             stage=stage,
         )
+        if pending.skipped and self._schedule is not None:
+            self._schedule.skipped()
+        return pending
 
     def should_save(self, step: int) -> bool:
         """Return True if a policy of `save_when` says to save now; the same on all ranks.

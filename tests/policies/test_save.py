@@ -108,6 +108,34 @@ def test_a_file_asks_for_one_save(tmp_path: Path) -> None:
     assert alone(OnFile(tmp_path / "no" / "such")).decide(1).save is False
 
 
+def test_what_asks_once_asks_again_if_its_save_is_skipped(tmp_path: Path) -> None:
+    """The file was gone, the minutes began again, and the step counted as saved."""
+    now = 0.0
+    ask = tmp_path / "save"
+    policy = OnFile(ask, check_every=2) | EveryMinutes(1) | EverySteps(100)
+    schedule = alone(policy, clock=lambda: now)
+
+    def decide(step: int, *, is_skipped: bool) -> str:
+        decision = schedule.decide(step)
+        if is_skipped:
+            schedule.skipped()
+        assert decision.save == bool(decision.reason)
+        return decision.reason
+
+    ask.touch()
+    assert "was there" in decide(2, is_skipped=True)
+    assert "was there" in decide(2, is_skipped=True), "the step is not saved"
+    assert decide(3, is_skipped=False) == "", "it is looked at every second step"
+    assert "was there" in decide(4, is_skipped=False)
+    assert decide(6, is_skipped=False) == ""
+    now = 61.0
+    for step in (7, 8):
+        assert "EveryMinutes" in decide(step, is_skipped=step == 7)
+    assert decide(9, is_skipped=False) == "", "the minutes count from the save"
+    assert "EverySteps" in decide(100, is_skipped=True)
+    assert decide(101, is_skipped=False) == "", "a step's turn is over"
+
+
 def test_a_file_may_stop_the_run(tmp_path: Path) -> None:
     path = tmp_path / "stop"
     schedule = alone(OnFile(path, stop=True) | EverySteps(3))
