@@ -207,7 +207,8 @@ class Connections:
         self._to: dict[int, OutgoingStream] = {}
         self.after_s = math.inf
         """Seconds of one wait after which `when_long` is called."""
-        self.when_long: Callable[[], object] | None = None
+        self.when_long: Callable[[], bool] | None = None
+        """Called again after as long if it returns False: what it did not do, others wait for."""
         # Last: a rank that finds the address can connect.
         port = self._listener.getsockname()[1]
         try:
@@ -287,9 +288,11 @@ class Connections:
                 for each in (self._listener, *self._unnamed):
                     poll.register(each, select.POLLIN)
         left = deadline - time.monotonic()
-        if self.when_long is not None and left > self.after_s:
-            if not poll.poll(math.ceil(self.after_s * 1000)):
-                self.when_long()
+        if self.when_long is not None:
+            while left > self.after_s:
+                if poll.poll(math.ceil(self.after_s * 1000)) or self.when_long():
+                    break
+                left = deadline - time.monotonic()
             left = deadline - time.monotonic()
         # Rounded up: a wait of less than a millisecond would spin.
         if left <= 0 or not poll.poll(math.ceil(left * 1000)):

@@ -473,10 +473,11 @@ class Control:
         text = self._transport and self._transport.noted(rank, self._sequence + 1)
         return msgspec.json.decode(text, type=Note) if text else Note(waits_in="", places={})
 
-    def _leave_note_in(self, phase: str) -> None:
-        """Leave a note in a call that waits."""
-        if self._transport is not None:
-            self._transport.note(self._sequence, self._note(waits_in=phase))
+    def _leave_note_in(self, phase: str) -> bool:
+        """Leave a note in a call that waits; return False if it is to be tried again."""
+        return self._transport is None or self._transport.note(
+            self._sequence, self._note(waits_in=phase)
+        )
 
     def _note(self, *, waits_in: str) -> str:
         places = {key: each for noted in [*self.noted] for key, each in noted.places().items()}

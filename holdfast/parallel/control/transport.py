@@ -74,8 +74,8 @@ class Transport:
         self._connections.after_s = _LONG_S
         self._post("created")
 
-    def call_in_long_waits(self, call: Callable[[str], object]) -> None:
-        """Call this from now on when a wait lasts, with the phase."""
+    def call_in_long_waits(self, call: Callable[[str], bool]) -> None:
+        """Call this from now on when a wait lasts, with the phase; again until it returns True."""
         self._connections.when_long = lambda: call(self._phase)
 
     @property
@@ -183,10 +183,16 @@ class Transport:
             return int(self._store.get(key)) if self._store.check([key]) else None
         return None
 
-    def note(self, sequence: int, text: str) -> None:
-        """Leave a text in the store for ranks that look before they make a call."""
-        with contextlib.suppress(RuntimeError):
+    def note(self, sequence: int, text: str) -> bool:
+        """Leave a text in the store for ranks that look before they make a call.
+
+        Returns False if the store did not take it in time.
+        """
+        try:
             self._store.set(f"note/{self._rank}", f"{sequence}:{text}")
+        except RuntimeError:
+            return False
+        return True
 
     def noted(self, rank: int, sequence: int) -> str | None:
         """Return the text that a rank has left before it makes a call, if it has."""

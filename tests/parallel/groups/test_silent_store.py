@@ -163,3 +163,43 @@ def test_the_collector_does_not_wait_for_a_store(monkeypatch: pytest.MonkeyPatch
     gc.collect()
     assert time.monotonic() - began < 30
     is_open.set()
+
+
+class LosingStore(CountingStore):
+    """Does not take the first note of a rank."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(store)
+        self.num_lost = 0
+
+    def _count(self, *passed: Any) -> None:
+        if passed and str(passed[0]).startswith("note/") and not self.num_lost:
+            self.num_lost += 1
+            raise RuntimeError("the store was busy")
+        super()._count(*passed)
+
+
+def test_a_note_that_the_store_did_not_take_is_left_again() -> None:
+    """I1: by it a rank that looks knows that this one will never launch what it waits for."""
+    shared = dist.HashStore()
+    losing = LosingStore(shared)
+    transports = [
+        Transport(ranks=(0, 1), rank=rank, store=store, name="m")
+        for rank, store in enumerate((shared, losing))
+    ]
+    transports[1].call_in_long_waits(lambda phase: transports[1].note(1, phase))
+
+    def wait(rank: int) -> None:
+        transports[rank].start(1, "save", NEVER_S)
+        transports[rank].all_gather(b"x", 8)
+
+    waiting = threading.Thread(target=wait, args=(1,), daemon=True)
+    waiting.start()
+    until = time.monotonic() + NEVER_S / 2
+    while transports[0].noted(1, 1) is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert (transports[0].noted(1, 1), losing.num_lost) == ("save", 1)
+    wait(0)
+    waiting.join(NEVER_S)
+    assert not waiting.is_alive()
