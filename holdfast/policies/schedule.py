@@ -68,7 +68,7 @@ class SaveSchedule:
         self._fired: set[int] = set()
         # The votes for a save that was skipped, and what was known before it was decided.
         self._owed = bytes(len(self._policies))
-        self._before = (self._saved_step, self._began, self._owed)
+        self._before: tuple[int | None, float, bytes] = (None, self._began, self._owed)
         self._is_first = True
         # The guard needs no call at the end: if `decide` makes one, it has all ranks in step.
         self._guard: Guard[SaveDecision] = Guard(
