@@ -7,7 +7,7 @@ cannot be encoded. A bool is never a number, and only a bool is a flag.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import TypeVar
 
@@ -155,6 +155,22 @@ def check_callable(value: object, *, name: str) -> None:
     """
     if value is not None and not callable(value):
         raise ConfigError(f"{name} must be a function, got {_shown(value)}")
+
+
+def check_patterns(value: object, *, name: str) -> tuple[str, ...]:
+    """Return patterns of names as a tuple; one alone is taken for a list of one.
+
+    Raises:
+        ConfigError: `value` is anything else.
+    """
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray):
+        patterns = tuple(value)
+        if all(isinstance(pattern, str) for pattern in patterns):
+            return patterns
+        value = patterns
+    raise ConfigError(f"{name} must be a pattern or several, got {_shown(value)}")
 
 
 def _shown(value: object) -> str:

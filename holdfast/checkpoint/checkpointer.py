@@ -71,7 +71,8 @@ class Checkpointer:
             1.5 GB/s a core, in the writer).
         check_replicas_every: every so many saves, compare what several ranks hold as
             `save(check_replicas=True)` does; 0 for never.
-        block_nbytes: bytes per digest.
+        block_nbytes: bytes per digest, a power of two from 4 KiB to 64 MiB. A load of a slice reads
+            and hashes whole blocks.
         replicate_over: axes of the layout, `("tp",)` for example: of each tensor that ranks with
             several coordinates along them hold, one copy is stored for each of these, by a rank
             that has it, so that on a load every rank reads what is near. Tensors sharded over the
@@ -339,7 +340,8 @@ class Checkpointer:
         `preempted` says afterwards whether the run is to stop.
 
         Args:
-            step, state, overwrite, metadata, when_busy, stage: as of `save_async`.
+            step, state, overwrite, metadata, when_busy, stage: as of `save_async`. If a save is
+                skipped, a clock, file or signal that has asked for it asks again.
 
         Returns:
             The save; None if no policy asks for one, or the step was saved or loaded already.
@@ -354,7 +356,7 @@ class Checkpointer:
             return None
         if self._preempted:
             when_busy = "wait"  # the last save of the run is never skipped
-        return self.save_async(
+        pending = self.save_async(
             step,
             state,
             overwrite=overwrite,
@@ -362,6 +364,9 @@ class Checkpointer:
             when_busy=when_busy,
             stage=stage,
         )
+        if pending.skipped and self._schedule is not None:
+            self._schedule.skipped()
+        return pending
 
     def should_save(self, step: int) -> bool:
         """Return True if a policy of `save_when` says to save now; the same on all ranks.
@@ -523,7 +528,7 @@ class Checkpointer:
             # Here and not above: it imports all foreign formats, which most runs never read.
             from holdfast.checkpoint.load.sources import open_source
 
-            self._loader.forget()
+            self._loader.finder.version = None  # the next load is another loader's
             with ExitStack() as stack:
                 storage, step = open_source(
                     source,
@@ -574,7 +579,7 @@ class Checkpointer:
         Raises:
             ConfigError: when it is entered within another one.
         """
-        return self._loader.one_version()
+        return self._loader.finder.one_version()
 
     def inspect(self, step: int | None = None) -> CheckpointInfo:
         """Return what checkpoint `step` (by default the newest committed one) says about itself.
@@ -622,7 +627,7 @@ class Checkpointer:
         self._root.check()
         stats = self.stats
         if not (stats.num_saves or stats.num_saves_in_flight):  # its own writers are not leftovers
-            self._loader.wait_for_writers()
+            self._loader.finder.wait_for_writers()
         return max(self.steps(), default=None)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -14,10 +14,11 @@ from holdfast.arguments import (
     check_instance,
     check_int,
     check_number,
+    check_patterns,
 )
 from holdfast.errors import ConfigError
 from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
-from holdfast.format.manifest import Envelope, encode_metadata
+from holdfast.format.manifest import MAX_BLOCK_NBYTES, Envelope, encode_metadata
 from holdfast.format.stored_copies import CopyPolicy
 from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES
 from holdfast.policies.keep import KeepPolicy
@@ -74,54 +75,45 @@ _AXES = tuple(dict.fromkeys((*DENSE_AXES, *EXPERT_AXES)))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaverOptions:
-    """The options of a `Checkpointer`'s saves; the same on all ranks.
+    """The options of a `Checkpointer`'s saves, which documents them.
+
+    All ranks choose alike what `in_words` has.
 
     Raises:
         ConfigError: a value out of range; the message names the argument.
     """
 
     block_nbytes: int = DEFAULT_BLOCK_NBYTES
-    """Bytes per digest, at least 4096. A reader of a slice reads and hashes whole blocks."""
     staging_buffers: int = 1
-    """Number of staging buffers, 1 or 2, each as large as this rank's share of a save. With 2, a
-    save is staged while the one before it is written."""
     deadline_s: float = 600.0
-    """Seconds that a save may take from staged to committed; DeadlineError after that."""
     retention: KeepPolicy | None = None
-    """Which checkpoints to keep, applied by the coordinator after each commit; None keeps all."""
     fingerprints: bool = False
-    """True to store a digest of each tensor that does not depend on its sharding."""
     check_replicas_every: int = 0
-    """Every so many saves, compare the bytes of declared replicas, too; 0 for never."""
     replicate_over: Sequence[str] = ()
-    """Axes of the layout: replicated tensors are stored once for each coordinate along these."""
     max_copy_fraction: float = 1.0
-    """The most bytes that these copies may add, as a fraction of the bytes without them."""
     max_copied_nbytes: int | None = None
-    """The largest tensor that is copied, in bytes of the whole; larger ones are stored once."""
     on_drift: OnDrift = "raise"
-    """The reaction to copies of one tensor that differ, at a save and at a load."""
     ckpt_format: CkptFormat = "holdfast"
-    """The form of the data files; any load reads both."""
 
     keep_image_s: float = 0.0
-    """Seconds that this rank's staged image of the newest checkpoint stays in memory after this
-    process has gone; 0 keeps none. Ranks need not choose alike."""
     max_kept_nbytes: int | None = None
-    """The largest image that a rank keeps, in bytes; None for any."""
 
     def __post_init__(self) -> None:
         """Refuse what no save could be made with."""
         keep = partial(object.__setattr__, self)
-        keep(
-            "block_nbytes",
-            check_int(
-                self.block_nbytes,
-                name="block_nbytes",
-                least=_MIN_BLOCK_NBYTES,
-                hint="; with smaller blocks, digests would outweigh data",
-            ),
+        block_nbytes = check_int(
+            self.block_nbytes,
+            name="block_nbytes",
+            least=_MIN_BLOCK_NBYTES,
+            hint="; with smaller blocks, digests would outweigh data",
         )
+        if block_nbytes.bit_count() != 1 or block_nbytes > MAX_BLOCK_NBYTES:
+            # No manifest may state it, which a save would find out at its commit.
+            raise ConfigError(
+                f"block_nbytes={block_nbytes} must be a power of two, at most {MAX_BLOCK_NBYTES} "
+                f"(64 MiB)"
+            )
+        keep("block_nbytes", block_nbytes)
         check_choice(self.staging_buffers, name="staging_buffers", choices=(1, 2))
         keep("deadline_s", check_number(self.deadline_s, name="deadline_s", above=0))
         if self.retention is not None:
@@ -141,18 +133,15 @@ class SaverOptions:
             hint="; it is bytes of copies for each byte without them",
         )
         keep("max_copy_fraction", most)
-        if self.max_copied_nbytes is not None:
-            most = check_int(self.max_copied_nbytes, name="max_copied_nbytes", least=0)
-            keep("max_copied_nbytes", most)
         check_choice(self.on_drift, name="on_drift", choices=get_args(OnDrift))
         check_choice(self.ckpt_format, name="ckpt_format", choices=get_args(CkptFormat))
         keep_s = check_number(
             self.keep_image_s, name="keep_image_s", least=0, hint="; 0 keeps no image"
         )
         keep("keep_image_s", keep_s)
-        if self.max_kept_nbytes is not None:
-            most = check_int(self.max_kept_nbytes, name="max_kept_nbytes", least=0)
-            keep("max_kept_nbytes", most)
+        for name in ("max_copied_nbytes", "max_kept_nbytes"):
+            if getattr(self, name) is not None:
+                keep(name, check_int(getattr(self, name), name=name, least=0))
 
     @property
     def copies(self) -> CopyPolicy:
@@ -222,41 +211,31 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Which checkpoint a load takes, how strict it is, and how it reads.
+    """Which checkpoint a load takes, how strict it is, and how it reads: see `Checkpointer.load`.
 
     Raises:
         ConfigError: a value of a wrong type or out of range; the message names the argument.
     """
 
     step: int | None = None
-    """The step to load; None for the newest."""
     ignore_unexpected: bool | Sequence[str] = False
-    """Leave stored entries that no rank asks for, instead of raising MismatchError: all, or those
-    whose full paths fit one of the `fnmatch` patterns."""
     allow_missing: Sequence[str] = ()
-    """`fnmatch` patterns of full paths that may be absent from the checkpoint."""
     allow_dropped: Sequence[str] = ()
-    """Patterns of per-rank values whose coordinates no rank of this layout has."""
     cast: bool = False
-    """Convert tensors that are stored with another dtype than the target's."""
     verify: bool = True
-    """Check the digest of every block that is read."""
     exchange: bool | Literal["auto"] = "auto"
-    """True if bytes that several ranks ask for are read once and sent between the ranks; "auto":
-    those that ranks of several hosts ask for, if sending is faster."""
     max_fallbacks: int | None = 0
-    """Number of older checkpoints that may be tried instead of a damaged one; None for any."""
 
     def __post_init__(self) -> None:
         """Refuse what a caller cannot have meant."""
         if not isinstance(self.ignore_unexpected, bool):
-            patterns = as_patterns(self.ignore_unexpected, "ignore_unexpected")
+            patterns = check_patterns(self.ignore_unexpected, name="ignore_unexpected")
             object.__setattr__(self, "ignore_unexpected", patterns)
         for name in ("cast", "verify"):
             check_flag(getattr(self, name), name=name)
         check_choice(self.exchange, name="exchange", choices=("auto", True, False))
         for name in ("allow_missing", "allow_dropped"):
-            object.__setattr__(self, name, as_patterns(getattr(self, name), name))
+            object.__setattr__(self, name, check_patterns(getattr(self, name), name=name))
         most = self.max_fallbacks
         if isinstance(most, bool):
             fix = "None for as many as there are" if most else "0 for none"
@@ -291,15 +270,3 @@ def _as_axes(value: object) -> tuple[str, ...]:
             f"replicate_over={value!r}: {unknown} are not axes of a layout: {', '.join(_AXES)}"
         )
     return tuple(axis for axis in _AXES if axis in axes)
-
-
-def as_patterns(value: object, name: str) -> tuple[str, ...]:
-    """Patterns of paths as a tuple; one alone is taken for a list of one. Else ConfigError."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray):
-        raise ConfigError(f"{name}={value!r} must be patterns of paths")
-    patterns = tuple(value)
-    if any(not isinstance(pattern, str) for pattern in patterns):
-        raise ConfigError(f"{name}={patterns!r} must be patterns of paths")
-    return patterns

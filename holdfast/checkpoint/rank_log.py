@@ -91,12 +91,12 @@ class RankLog:
         )
 
     def _append(self, event: SaveEvent | LoadEvent) -> None:
-        """One line, in one write."""
+        """One line, in one write; a disk that takes only a part of it raises an OSError."""
         if self._path is None:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab", buffering=0) as file:
+            with self._path.open("ab") as file:
                 file.write(encode_event(event))
         except OSError as error:
             logging.getLogger("holdfast").warning(

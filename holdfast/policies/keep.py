@@ -11,7 +11,13 @@ from typing import Literal
 
 import numpy as np
 
-from holdfast.arguments import check_choice, check_int, check_number
+from holdfast.arguments import (
+    check_choice,
+    check_instance,
+    check_int,
+    check_number,
+    check_patterns,
+)
 from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.format.values import SETS, Node, decode_tree, is_per_rank, members, tag_of
 from holdfast.retention.removal import Candidate
@@ -112,6 +118,7 @@ class KeepBest(KeepPolicy):
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
+        check_instance(self.metric, name="KeepBest: metric", kind=str)
         check_int(self.n, name="KeepBest: n", least=1)
         check_choice(self.mode, name="KeepBest: mode", choices=("min", "max"))
 
@@ -134,9 +141,17 @@ class KeepBest(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepTagged(KeepPolicy):
-    """Keep tagged steps; with `names`, only those with a tag that matches one (`*`, `?`)."""
+    """Keep tagged steps; with `names`, one or several, only those with a tag that matches one.
 
-    names: tuple[str, ...] = ()
+    `*` and `?` stand for any characters, and for one.
+    """
+
+    names: str | Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        # One name alone would be taken for its letters, which match no tag, so nothing would stay.
+        names = check_patterns(self.names, name="KeepTagged: names")
+        object.__setattr__(self, "names", names)
 
     def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
         kept = {}

@@ -162,6 +162,8 @@ class AtDeadline(SavePolicy):
     check_every: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
+        hint = "; it is Unix time in seconds, such as float(os.environ['SLURM_JOB_END_TIME'])"
+        check_number(self.at, name="AtDeadline: at", hint=hint)
         check_number(self.margin_s, name="AtDeadline: margin_s", least=0)
         check_int(self.check_every, name=f"{type(self).__name__}: check_every", least=1)
 
@@ -216,6 +218,11 @@ class OnFile(SavePolicy):
 
     def reason(self, vote: int) -> str:
         return f"{os.fspath(self.path)} was there"
+
+
+def _name_of(number: int) -> str:
+    """Return the name of a signal; the number of one that has no name, as most real-time ones."""
+    return signal.Signals(number).name if number in {*signal.Signals} else str(number)
 
 
 def _restore_in_child() -> None:
@@ -283,7 +290,7 @@ class OnSignal(SavePolicy):
 
     def __repr__(self) -> str:
         """Return the expression that makes it."""
-        names = ", ".join(signal.Signals(number).name for number in self.signals)
+        names = ", ".join(map(_name_of, self.signals))
         return f"OnSignal({names}, stop={self.stop}, check_every={self.check_every})"
 
     def __enter__(self) -> Self:
@@ -324,7 +331,7 @@ class OnSignal(SavePolicy):
         return received
 
     def reason(self, vote: int) -> str:
-        return signal.Signals(vote).name
+        return _name_of(vote)
 
     def _install(self) -> None:
         """Set the handlers, and start the thread that calls `notice`."""

@@ -21,8 +21,6 @@ PHASE = "save when: decide"
 class SaveDecision:
     """The decision about saving at a step, the same on all ranks."""
 
-    step: int
-    """The step just finished."""
     save: bool
     """True to save now."""
     stop: bool
@@ -68,6 +66,9 @@ class SaveSchedule:
         self._began = clock()
         self._saved_step: int | None = None
         self._fired: set[int] = set()
+        # The votes for a save that was skipped, and what was known before it was decided.
+        self._owed = bytes(len(self._policies))
+        self._before: tuple[int | None, float, bytes] = (None, self._began, self._owed)
         self._is_first = True
         # The guard needs no call at the end: if `decide` makes one, it has all ranks in step.
         self._guard: Guard[SaveDecision] = Guard(
@@ -103,6 +104,14 @@ class SaveSchedule:
         """Record that a save of this step started or that it was loaded."""
         self._saved_step, self._began = step, self._clock()
 
+    def skipped(self) -> None:
+        """Take back the save that was decided last: it was skipped, on all ranks.
+
+        What has asked for it by a clock, a file or a signal asks again at its next look; a policy
+        of steps at its next step.
+        """
+        self._saved_step, self._began, self._owed = self._before
+
     def close(self) -> None:
         """Let the policies stop watching."""
         for policy in self._policies:
@@ -133,12 +142,14 @@ class SaveSchedule:
     def _votes(self, step: int, looks: Sequence[bool]) -> bytes:
         """Return this rank's vote for each policy; 0 if another rank's counts."""
         moment = Moment(step=step, seconds_since_save=self._clock() - self._began)
-        return bytes(
+        own = bytes(
             policy.vote(moment)
             if looks_now and (policy.decided_by != "coordinator" or self._control.is_coordinator)
             else 0
             for looks_now, policy in zip(looks, self._policies, strict=True)
         )
+        owed = zip(looks, self._owed, own, strict=True)
+        return bytes(max(vote, before * looks_now) for looks_now, before, vote in owed)
 
     def _count(self, error: Exception | None, step: int, votes: bytes) -> bytes:
         """Join the votes of all ranks; all raise if one cannot vote or is at another step."""
@@ -162,12 +173,15 @@ class SaveSchedule:
         self._fired.update(stopping)
         save = bool(asking) and step != self._saved_step
         if save:
+            of_steps = [policy.decided_by == "step" for policy in self._policies]
+            owed = bytes(0 if each else vote for each, vote in zip(of_steps, votes, strict=True))
+            self._before = (self._saved_step, self._began, owed)
+            self._owed = bytes(len(owed))
             self.saved(step)
         elif step != self._saved_step:
             # The run has passed it: if the number comes again (from step 0), the state differs.
             self._saved_step = None
         return SaveDecision(
-            step=step,
             save=save,
             stop=bool(stopping),
             reason="; ".join(self._policies[number].reason(votes[number]) for number in asking),

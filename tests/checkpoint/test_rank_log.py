@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from pathlib import Path
 
 import pytest
 
-from holdfast import Checkpointer, Layout, ProcessGroups, RankLog
+from holdfast import Checkpointer, Layout, LoadReport, ProcessGroups, RankLog
 from holdfast.cli.page.run_events import read_run_log
 from tests.checkpoint.common import make_state
 from tests.harness import RankContext, run_ranks
@@ -81,6 +82,27 @@ def test_a_log_that_is_not_written_ends_no_run(tmp_path: Path, log_in: str | Non
     for output in outcome.outputs:
         assert output.count("no longer logged") == (0 if log_in is None else 1)
     assert not (tmp_path / "run/events").exists()
+
+
+def test_a_line_that_a_full_disk_cuts_is_the_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that takes only a part of a line took the rest of it silently, and spoiled the next.
+
+    The limit of the size of files stands in for the disk: both let a write end early.
+    """
+    log = RankLog(tmp_path, groups=ProcessGroups.single())
+    log.load(LoadReport(step=1, path="p"), began=1.0)
+    (path,) = (tmp_path / "events").iterdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+    try:
+        log.load(LoadReport(step=2, path="p"), began=2.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.load(LoadReport(step=3, path="p"), began=3.0)
+    assert [len(each) > 20 for each in path.read_bytes().split(b"\n")] == [True, False]
+    assert caplog.text.count("no longer logged") == 1
 
 
 def _log_without_experts(context: RankContext, directory: str) -> None:

@@ -478,12 +478,17 @@ def test_what_is_no_place_is_refused_at_once(root: Any, words: str) -> None:
         ("save_when", EverySteps, "save_when=.* is not a save policy"),
         ("groups", Layout(tp=1), "groups must be a ProcessGroups, got Layout"),
         ("codecs", [int], r"codecs must be a Codecs, got \[<class 'int'>\]"),
+        ("block_nbytes", 5000, "block_nbytes=5000 must be a power of two"),
+        ("block_nbytes", 1 << 27, r"must be a power of two, at most 67108864 \(64 MiB\)"),
     ],
 )
 def test_an_argument_of_another_kind_is_refused_at_once(
     tmp_path: Path, argument: str, value: Any, words: str
 ) -> None:
-    """A wrong `retention` failed after the commit: a save that is committed was called failed."""
+    """A wrong `retention` failed after the commit: a save that is committed was called failed.
+
+    A block that no manifest may state failed every save at its commit.
+    """
     with pytest.raises(ConfigError, match=words):
         Checkpointer(tmp_path, **{argument: value})
 

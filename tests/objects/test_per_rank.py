@@ -18,6 +18,7 @@ from holdfast import (
     RNG,
     AppliesLater,
     Checkpointer,
+    FromPart,
     Layout,
     LayoutError,
     MismatchError,
@@ -118,7 +119,7 @@ def test_who_gets_what_is_what_brute_force_says(
             assert "a value per" in result.mismatched[0]
             problems += 1
             continue
-        taken += taken_of(result.per_rank_uses, {"p": node})
+        taken += taken_of(result.per_rank_uses, {"p": ("q", node)})
         if not is_merged and mine[rank] not in by_place:
             assert (len(result.kept), len(result.missing)) == (
                 (1, 0) if missing == "keep" else (0, 1)
@@ -147,10 +148,10 @@ def test_who_gets_what_is_what_brute_force_says(
     allow = ["p"] if consent else []
     if lost and surplus == "error" and not consent:
         with pytest.raises(MismatchError, match="no rank of this layout takes") as caught:
-            find_dropped({"p": node}, taken, allow=allow)
+            find_dropped({"q": node}, taken, allow=allow)
         assert all(name[2:-1] in str(caught.value) for name in names[:3])
     else:
-        assert sorted(find_dropped({"p": node}, taken, allow=allow)) == names
+        assert sorted(find_dropped({"q": node}, taken, allow=allow)) == names
 
 
 # Real saves and loads.
@@ -210,6 +211,27 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one(root: Path, state: dict[str, object], **options: Any) -> Any:
     with Checkpointer(root) as checkpointer:
         return checkpointer.load(state, **options)
+
+
+def test_a_part_under_another_name_loses_no_value_either(four: Path) -> None:
+    """What is loaded from a part of another name, or from a branch, is looked up there.
+
+    It was looked up under the name in the state: an error by a number, or the coordinates of
+    another part of that name.
+    """
+    lost = PerRank(Stored(), axes=("dp",))
+    dropped = PerRank(Stored(), axes=("dp",), surplus="drop")
+    for name in ("new", "tpwise"):  # the second is a part of other coordinates
+        for source, asked in (("plain", {"n": lost}), ("plain.n", lost)):
+            with pytest.raises(MismatchError, match=r"no rank of this layout takes.*dp=1"):
+                one(four, {name: FromPart(source, asked)})
+        report = one(four, {name: FromPart("plain", {"n": dropped}), "plain": {"n": dropped}})
+        assert report.dropped == (f"{name}.n[dp=1]",)
+        assert report.values[name]["n"]["dp"] == report.values["plain"]["n"]["dp"] == 0
+    # What one of two takes is not lost.
+    merged = PerRank(Stored(), axes=("dp",), merge=lambda trees: len(trees))
+    report = one(four, {"a": FromPart("plain.n", merged), "plain": {"n": lost}})
+    assert (report.dropped, report.values["a"]) == ((), 2)
 
 
 def test_a_smaller_layout_loses_no_value_without_consent(four: Path) -> None:

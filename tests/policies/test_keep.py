@@ -95,7 +95,8 @@ def test_tagged_steps_stay(tmp_path: Path) -> None:
     set_tag(storage, "release-1.0", step=1)
     set_tag(storage, "best", step=2)
     assert set(plan_retention(storage, KeepTagged()).keep) == {1, 2, 4}
-    assert set(plan_retention(storage, KeepTagged(("release-*",))).keep) == {1, 4}
+    for names in (("release-*",), "release-*", "release-1.0", ["release-?.0"]):
+        assert set(plan_retention(storage, KeepTagged(names)).keep) == {1, 4}
     assert plan_retention(storage, KeepTagged()).keep[1] == "tagged release-1.0"
 
 
@@ -103,7 +104,7 @@ def test_tagged_steps_stay(tmp_path: Path) -> None:
     "make",
     [lambda: KeepLast(0), lambda: KeepEvery(0), lambda: KeepWithin(0), lambda: KeepWithin(
         float("nan")), lambda: KeepBest("x", 0), lambda: KeepBest("x", 1, "least"),  # type: ignore[arg-type]
-     lambda: KeepLast(True)],
+     lambda: KeepLast(True), lambda: KeepBest(5), lambda: KeepTagged(5), lambda: KeepTagged([5])],  # type: ignore[arg-type, list-item]
 )  # fmt: skip
 def test_policies_that_make_no_sense_are_refused(make: object) -> None:
     with pytest.raises(ValueError):

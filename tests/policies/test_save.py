@@ -108,6 +108,34 @@ def test_a_file_asks_for_one_save(tmp_path: Path) -> None:
     assert alone(OnFile(tmp_path / "no" / "such")).decide(1).save is False
 
 
+def test_what_asks_once_asks_again_if_its_save_is_skipped(tmp_path: Path) -> None:
+    """The file was gone, the minutes began again, and the step counted as saved."""
+    now = 0.0
+    ask = tmp_path / "save"
+    policy = OnFile(ask, check_every=2) | EveryMinutes(1) | EverySteps(100)
+    schedule = alone(policy, clock=lambda: now)
+
+    def decide(step: int, *, is_skipped: bool) -> str:
+        decision = schedule.decide(step)
+        if is_skipped:
+            schedule.skipped()
+        assert decision.save == bool(decision.reason)
+        return decision.reason
+
+    ask.touch()
+    assert "was there" in decide(2, is_skipped=True)
+    assert "was there" in decide(2, is_skipped=True), "the step is not saved"
+    assert decide(3, is_skipped=False) == "", "it is looked at every second step"
+    assert "was there" in decide(4, is_skipped=False)
+    assert decide(6, is_skipped=False) == ""
+    now = 61.0
+    for step in (7, 8):
+        assert "EveryMinutes" in decide(step, is_skipped=step == 7)
+    assert decide(9, is_skipped=False) == "", "the minutes count from the save"
+    assert "EverySteps" in decide(100, is_skipped=True)
+    assert decide(101, is_skipped=False) == "", "a step's turn is over"
+
+
 def test_a_file_may_stop_the_run(tmp_path: Path) -> None:
     path = tmp_path / "stop"
     schedule = alone(OnFile(path, stop=True) | EverySteps(3))
@@ -156,14 +184,21 @@ def test_signals_are_caught_once_and_the_handlers_come_back() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_signal_may_ask_for_a_save_each_time() -> None:
-    schedule = alone(OnSignal(signal.SIGUSR1, stop=False))
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGRTMIN + 1, "35")]
+)
+def test_a_signal_may_ask_for_a_save_each_time(number: int, name: str) -> None:
+    """One without a name failed at the first step, by a ValueError on all ranks."""
+    policy = OnSignal(number, stop=False)
+    assert repr(policy) == f"OnSignal({name}, stop=False, check_every=1)"
+    schedule = alone(policy)
     found = []
     for step in range(1, 7):
         if step in (2, 5):
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), number)
         decision = schedule.decide(step)
         assert not decision.stop
+        assert decision.reason == (name if decision.save else "")
         found.append(decision.save)
     schedule.close()
     assert found == [False, True, False, False, True, False]
@@ -258,6 +293,8 @@ def test_signals_need_the_main_thread() -> None:
             lambda: EveryMinutes(1, check_every=0),
             "check_every must be an integer",
         ),
+        (lambda: AtDeadline(float("nan")), "at must be a number, got nan; it is Unix time"),
+        (lambda: AtDeadline("1700000000"), "at must be a number, got '17"),  # type: ignore[arg-type]
         (lambda: AtDeadline(1.0, margin_s=-1), "margin_s must be a number of at least 0"),
         (
             lambda: OnFile("x", check_every=1.5),

@@ -8,6 +8,8 @@ import json
 import shutil
 import tempfile
 import threading
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from holdfast.policies.keep import (
     KeepTagged,
 )
 from holdfast.retention.removal import (
+    Candidate,
     Removal,
     RetentionPlan,
     RetentionResult,
@@ -188,6 +191,26 @@ def test_an_older_step_that_was_saved_just_now_stays(tmp_path: Path, in_backgrou
                 checkpointer.save(step, {"values": {"step": step}})
             remain.append(checkpointer.steps())
     assert remain == [[7], [7, 8], [8, 9], [3, 8, 9], [4, 8, 9]]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_policy_that_fails_fails_no_save_that_is_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, in_background: bool
+) -> None:
+    """E14: a policy that raised made `save` raise on all ranks, after its commit."""
+
+    class Broken(KeepPolicy):
+        def keep(self, candidates: Sequence[Candidate], *, now: datetime) -> dict[int, str]:
+            return {candidates[-2].step: "the last but one"}
+
+    with Checkpointer(tmp_path, retention=Broken()) as checkpointer:
+        if in_background:
+            checkpointer.save_async(1, {"values": {"step": 1}}).result()
+        else:
+            checkpointer.save(1, {"values": {"step": 1}})
+    assert "after the commit of step 1" in caplog.text
+    assert "list index out of range" in caplog.text
+    assert checkpointer.steps() == [1]
 
 
 def test_a_late_retention_leaves_what_was_saved_since(

@@ -55,7 +55,8 @@ class Finder:
     """Finds checkpoints for all ranks: the coordinator looks and broadcasts the result.
 
     Attributes:
-        version: Step and save id of what was found last; None before that.
+        version: Step and save id of what was found last; None before that. Set it to None before
+            each load.
     """
 
     def __init__(self, storage: Storage, groups: ProcessGroups, *, settle_s: float) -> None:
@@ -71,7 +72,7 @@ class Finder:
 
     @contextmanager
     def one_version(self) -> Iterator[None]:
-        """Let loads in the body find the version that the first of them has loaded.
+        """Let loads in the body find one version; see `Checkpointer.one_version`.
 
         Raises:
             ConfigError: Within another one.
@@ -200,25 +201,33 @@ class Finder:
         Returns:
             The newest step that has not failed; None if every step has, or if too many have failed;
             and the failed steps that are still there. A step that retention has removed meanwhile
-            was not damaged, and there is a newer one.
+            was not damaged, and there is a newer one. Within `one_version` the step that an earlier
+            load has open, and no other one.
 
         Cost: one collective.
         """
-        candidate: Candidate = (None, [])
         control = self._groups.control
+        candidate: Candidate = (None, [])
         if control.is_coordinator:
-            # The first time, as any load: an empty directory has its own error.
-            if not failed:
-                self._choose(None)
-            steps = list_steps(self._storage)
-            present = [step for step in failed if step in steps]
-            left = [step for step in steps if step not in failed]
-            too_many = max_fallbacks is not None and len(present) > max_fallbacks
-            candidate = (None if too_many else max(left, default=None), present)
+            candidate = self._next_step(failed, max_fallbacks)
         proposal = msgspec.msgpack.encode((dict(settings), self._host, candidate))
         # The same call as in `find`, so that ranks with and without fallbacks meet here.
         answers, _ = control.gather_and_broadcast(proposal, None, phase=_FIRST)
         return _read_proposals(answers, control.ranks)[0][2]
+
+    def _next_step(self, failed: Sequence[int], max_fallbacks: int | None) -> Candidate:
+        """Look for what `candidate` returns."""
+        if self._held is not None:
+            held = self._held[0]
+            return (None if held in failed else held), list(failed)
+        # The first time, as any load: an empty directory has its own error.
+        if not failed:
+            self._choose(None)
+        steps = list_steps(self._storage)
+        present = [step for step in failed if step in steps]
+        left = [step for step in steps if step not in failed]
+        too_many = max_fallbacks is not None and len(present) > max_fallbacks
+        return (None if too_many else max(left, default=None)), present
 
     def _open_again(self, step: int | None) -> tuple[int, CheckpointFiles] | None:
         """Return what an earlier load has open; None if nothing is."""
@@ -234,8 +243,10 @@ class Finder:
 
         Where retention removes it in between, there is a newer one: look again.
         """
-        for left in reversed(range(_NUM_TRIES)):
-            is_first = left == _NUM_TRIES - 1
+        num_tries = 0
+        while True:
+            num_tries += 1
+            is_first = num_tries == 1
             chosen = self._choose(step, may_be_there=is_first)
             directory = step_dir(chosen)
             # Pieces of one version are lost if it is: only a whole load can start again.
@@ -250,14 +261,13 @@ class Finder:
                     files = CheckpointFiles.open(self._storage, directory, prove=False)
                 except StorageError:
                     # Still there: then it is unreadable, and was not removed.
-                    if not left or save_id_of(self._storage, directory) is not None:
+                    if num_tries == _NUM_TRIES or save_id_of(self._storage, directory) is not None:
                         raise
                     continue
                 stack.callback(files.close)
                 lease.set_version(files.manifest.save_id)
                 leases.push(stack.pop_all())
                 return chosen, files
-        raise StorageError(f"{self._storage.describe('')}: no checkpoint there stays long enough")
 
     def _choose(self, step: int | None, *, may_be_there: bool = False) -> int:
         """Return the step to load, None for the newest; StorageError if no checkpoint exists.

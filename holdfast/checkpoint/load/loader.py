@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -14,13 +13,8 @@ from operator import attrgetter
 import msgspec
 import torch
 
-from holdfast.checkpoint.load.choose_exchange import (
-    ReplicaSets,
-    choose_exchange,
-    measure_rates,
-)
 from holdfast.checkpoint.load.finding import Finder
-from holdfast.checkpoint.load.read_executor import LoadExecutor, num_reading_threads
+from holdfast.checkpoint.load.read_executor import LoadExecutor
 from holdfast.checkpoint.load.requests import (
     MAX_NAMED,
     LoadRequest,
@@ -74,7 +68,7 @@ from holdfast.state.shared_memory import are_of_no_file, missing_memory, shared_
 from holdfast.state.stored import StoredPart
 from holdfast.state.unfinished import refuse_unfinished
 from holdfast.storage import Storage
-from holdfast.storage.reading import is_cached_on_host, is_unknown, requests_of
+from holdfast.storage.reading import is_unknown, requests_of
 from holdfast.writer.kept_images import KeptImages
 
 _MAX_CANDIDATES = 10_000
@@ -85,6 +79,9 @@ class Loader:
 
     Args:
         is_source: The storage is not the checkpointer's own: ranks compare which one it is.
+
+    Attributes:
+        finder: Finds the checkpoint of each load.
     """
 
     def __init__(
@@ -104,12 +101,11 @@ class Loader:
         self._codecs = codecs
         self._on_drift = on_drift
         self._label = storage.describe("") if is_source else ""
-        self._is_cached = is_cached_on_host(storage)
-        self._finder = Finder(storage, groups, settle_s=settle_s)
+        self.finder = Finder(storage, groups, settle_s=settle_s)
 
     def load(self, state: Mapping[str, object] | None, options: LoadOptions) -> LoadReport:
         """One load; see `Checkpointer.load`. None for the state: all of what is stored."""
-        self.forget()
+        self.finder.version = None
         # A load makes many objects that stay: each pass of the garbage collector would visit them.
         # Made in inference mode, they would stay inference tensors, which no step can update.
         with collector_paused(), torch.inference_mode(False):
@@ -117,18 +113,6 @@ class Loader:
                 return self._load_newest_good(state, options)
             with ExitStack() as stack:
                 return self._load(state, options.step, options, stack, set())
-
-    def one_version(self) -> AbstractContextManager[None]:
-        """Let loads in the body read one version; see `Checkpointer.one_version`."""
-        return self._finder.one_version()
-
-    def wait_for_writers(self) -> None:
-        """Wait for writers that have outlived an earlier run; see `Finder.wait_for_writers`."""
-        self._finder.wait_for_writers()
-
-    def forget(self) -> None:
-        """Forget which checkpoint was loaded last: the next load is another loader's."""
-        self._finder.version = None
 
     def was_replaced(self, error: BaseException) -> bool:
         """After a failure of all ranks: whether the checkpoint has been replaced meanwhile.
@@ -138,7 +122,7 @@ class Loader:
 
         Cost: one collective if a checkpoint had been found.
         """
-        return isinstance(error, CorruptionError | StorageError) and self._finder.was_replaced()
+        return isinstance(error, CorruptionError | StorageError) and self.finder.was_replaced()
 
     def _load_newest_good(
         self, state: Mapping[str, object] | None, options: LoadOptions
@@ -159,7 +143,7 @@ class Loader:
         # Bounded, because another process may write checkpoints all the time.
         for _ in range(_MAX_CANDIDATES):
             failed_steps = [each.step for each in failed]
-            step, present = self._finder.candidate(
+            step, present = self.finder.candidate(
                 failed_steps, options.max_fallbacks, self._settings(options)
             )
             failed = [each for each in failed if each.step in present]
@@ -213,13 +197,12 @@ class Loader:
             written: Paths of the caller's targets that damaged checkpoints wrote to on this rank;
                 this one's are added if it is damaged.
         """
-        start = time.perf_counter()
         control, before = self._groups.control, requests_of(self._storage)
-        chosen, files, hosts = self._finder.find(step, stack, self._settings(options))
+        chosen, files, hosts = self.finder.find(step, stack, self._settings(options))
         if self._takes_images:
             kept = KeptImages(files.records.manifest)
             files.take_image = lambda info: kept.take(info.name, nbytes=info.nbytes)
-        if control.is_coordinator and not self._finder.is_held(files):
+        if control.is_coordinator and not self.finder.is_held(files):
             # One rank proves the chunk table for all, while the others match.
             validate_index(files.index, files.manifest)
         if state is None:
@@ -236,7 +219,7 @@ class Loader:
         warn_of_kept(result, control.rank)
         if control.is_coordinator:
             warn_of_unversioned(parts)
-        self._finder.keep(chosen, files, stack)
+        self.finder.keep(chosen, files, stack)
         others = _schedules_of_other_rates(parts, control.rank)
         later = tuple(path for part in parts for path in applied_later(part.name, part.part))
         paths = map(attrgetter("path"), result.tensors)
@@ -270,7 +253,6 @@ class Loader:
             job=job,
             replaced=tuple(files.stats.fallbacks),
             requests=dict(requests_of(self._storage) - before),
-            seconds=time.perf_counter() - start,
         )
 
     def _settings(self, options: LoadOptions) -> dict[str, object]:
@@ -305,9 +287,6 @@ class Loader:
             The reads; what no rank requests; and what no rank takes of the values per coordinate.
         """
         control = self._groups.control
-        num_threads = num_reading_threads(
-            hosts.count(hosts[control.index]), is_remote=not self._is_cached
-        )
         executor = LoadExecutor(
             files,
             control,
@@ -316,10 +295,9 @@ class Loader:
             hosts=hosts,
             on_drift=self._on_drift,
             verify=options.verify,
-            num_threads=num_threads,
             requests_before=requests_before,
         )
-        is_shared = control.size > 1 and self._may_share(hosts, options)
+        is_shared = executor.may_share(options.exchange)
         if not is_shared and result.fits:
             executor.plan()
         known = paths_of_sources(parts, self._codecs)
@@ -342,30 +320,8 @@ class Loader:
             # Ranks that request the same boxes send equal bytes, which are decoded once.
             tables = {data: decode_boxes(data) for data in {each.boxes for each in requests}}
             boxes = [tables[each.boxes] for each in requests]
-            if options.exchange == "auto":
-                choose = partial(self._choose, files, hosts)
-                executor.plan(boxes, hosts=hosts if self._is_cached else None, choose=choose)
-            else:
-                executor.plan(boxes)
+            executor.plan(boxes, is_chosen=options.exchange == "auto")
         return executor, unexpected, dropped
-
-    def _may_share(self, hosts: Sequence[str], options: LoadOptions) -> bool:
-        """Return True if ranks may send each other what they read, so must know all requests."""
-        if options.exchange == "auto":
-            # Ranks of one host share its page cache: none needs what another one has read.
-            return len(set(hosts)) > 1 or not self._is_cached
-        return options.exchange
-
-    def _choose(
-        self, files: CheckpointFiles, hosts: Sequence[str], sets: ReplicaSets
-    ) -> list[bool]:
-        """Which of what is shared is read once and sent on; see `choose_exchange`."""
-        return choose_exchange(
-            sets,
-            hosts=hosts,
-            is_cached=self._is_cached,
-            measure=partial(measure_rates, files, self._groups.control, hosts),
-        )
 
     def _match(
         self, files: CheckpointFiles, state: Mapping[str, object], options: LoadOptions

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,7 +22,12 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable, enumerate_ranges, pad_shapes, union_nbytes
 from holdfast.arrays.memory import copy_ranges, join_ranges, memory_at
 from holdfast.arrays.types import BoolArray, IntArray
-from holdfast.checkpoint.load.choose_exchange import Choose, host_numbers
+from holdfast.checkpoint.load.choose_exchange import (
+    Choose,
+    choose_exchange,
+    host_numbers,
+    measure_rates,
+)
 from holdfast.checkpoint.load.read_plan import ReadPlan, plan_reads
 from holdfast.checkpoint.load.target_memory import make_targets, takes_as_it_is
 from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory
@@ -94,7 +100,6 @@ class LoadExecutor:
         hosts: Of each rank, by position.
         on_drift: "raise" or "warn", if copies of a box that is read differ.
         verify: Check the digests of what is read.
-        num_threads: How many threads read and hash.
         requests_before: The storage's requests before the load, by kind, which are not the load's.
 
     Attributes:
@@ -111,7 +116,6 @@ class LoadExecutor:
         hosts: Sequence[str],
         on_drift: OnDrift,
         verify: bool,
-        num_threads: int,
         requests_before: Counter[str],
     ) -> None:
         self._hosts = hosts
@@ -121,8 +125,11 @@ class LoadExecutor:
         self._requests = requests
         self._memory = memory
         self._verify = verify and files.has_digests
-        self._num_threads = num_threads
         self._is_cached = is_cached_on_host(files.storage)
+        self._num_threads = _MAX_THREADS
+        # Of a remote storage each thread waits for answers, most of the time; others need a core.
+        if self._is_cached:
+            self._num_threads = num_reading_threads(hosts.count(hosts[control.index]))
         self._requests_before = requests_before
         self._has_failed = threading.Event()
         self._local = threading.local()
@@ -134,26 +141,38 @@ class LoadExecutor:
         self.nbytes_needed = int(self.boxes.extent.prod(axis=1) @ self._itemsize[self.boxes.tensor])
         self.nbytes_received = 0
 
-    def plan(
-        self,
-        boxes: Sequence[BoxTable] | None = None,
-        *,
-        hosts: Sequence[str] | None = None,
-        choose: Choose | None = None,
-    ) -> None:
-        """Plan the reads, without communication but for that of `choose`.
+    def may_share(self, exchange: bool | Literal["auto"]) -> bool:
+        """Return True if ranks may send each other what they read, so must know all requests."""
+        if exchange == "auto":
+            # Ranks of one host share its page cache: none needs what another one has read.
+            exchange = len(set(self._hosts)) > 1 or not self._is_cached
+        return exchange and self._control.size > 1
+
+    def plan(self, boxes: Sequence[BoxTable] | None = None, *, is_chosen: bool = False) -> None:
+        """Plan the reads, without communication but for that of `measure_rates`.
 
         Args:
             boxes: What each rank requests, by position; None if each rank reads for itself.
-            hosts: Of each rank; what only ranks of one host request, each of them reads for itself.
-                None: what several ranks request is read once, wherever they are.
-            choose: Which of what is shared is sent; None: all of it.
+            is_chosen: Send what several hosts request if that is faster, and nothing within a host
+                that has a page cache. Otherwise all that several ranks request is read once.
 
         Cost: see `plan_reads`.
         """
-        manifest, ranks = self._files.manifest, self._control.ranks
-        position = 0 if boxes is None else self._control.index
+        files, control = self._files, self._control
+        manifest, ranks = files.manifest, control.ranks
         tables = [self.boxes] if boxes is None else boxes
+        choose: Choose | None = None
+        hosts = np.arange(len(tables))  # as if each rank had its own
+        if is_chosen:
+            if self._is_cached:
+                hosts = host_numbers(self._hosts)
+            choose = partial(
+                choose_exchange,
+                hosts=self._hosts,
+                is_cached=self._is_cached,
+                measure=partial(measure_rates, files, control, self._hosts),
+            )
+        position = 0 if boxes is None else self._control.index
         # Files of ranks that are not here (another layout wrote them) have no preferred reader.
         positions = {rank: i for i, rank in enumerate(ranks)} if boxes is not None else {}
         writer = [positions.get(info.writer, -1) for info in manifest.files]
@@ -163,7 +182,7 @@ class LoadExecutor:
             tables,
             itemsize=self._itemsize,
             writer=np.array(writer, dtype=np.int64),
-            hosts=host_numbers(hosts if hosts else list(map(str, range(len(tables))))),
+            hosts=hosts,
             grain=block if self._verify else min(block or _PAGE_NBYTES, _PAGE_NBYTES),
             max_gap=None if self._verify else _PIECE_GAP_NBYTES,
             range_nbytes=range_nbytes(self._files.storage),
@@ -239,12 +258,14 @@ class LoadExecutor:
         )
 
     def touched(self) -> list[str]:
-        """Paths of the targets that something was written to."""
+        """Paths of the targets that something was written to, each once."""
         kept, rows = self._kept, [i for first, last in self._written for i in range(first, last)]
         boxes = np.array([kept.box[i] for i in rows if kept.address[i] >= 0], dtype=np.int64)
         requests = np.unique(self._request_of[boxes])
         paths = [self._requests[number].path for number in requests.tolist()]
-        return paths + [t.path for each in self._targets.values() for t in each if t.is_touched]
+        # A request may have a target for each of its boxes.
+        paths += [t.path for each in self._targets.values() for t in each if t.is_touched]
+        return list(dict.fromkeys(paths))
 
     def _order_reads(
         self, plan: ReadPlan, position: int, kept: IntArray
@@ -323,7 +344,7 @@ class LoadExecutor:
     def _find_places(
         self, plan: ReadPlan, numbers: IntArray, kept: IntArray, begin: IntArray, *, is_alone: bool
     ) -> None:
-        """Return where the kept bytes go: by address into plain memory, else through a `Target`.
+        """Work out where the kept bytes go: to addresses of plain memory, else to a `Target`.
 
         Args:
             plan: Of the load.
@@ -570,18 +591,20 @@ def requested_boxes(requests: Sequence[TensorRequest], forms: TensorForms) -> Bo
 
 
 def first_error(reads: Sequence[Future[None]]) -> Exception | None:
-    """Wait for all reads; the error of the first one that failed."""
+    """Wait for all reads; return the error of the first one that failed.
+
+    What is not an `Exception`, as a client's CancelledError, is raised: it has stopped the other
+    reads, too.
+    """
     errors = [read.exception() for read in reads]
+    for error in errors:
+        if not isinstance(error, Exception | None):
+            raise error
     return next((error for error in errors if isinstance(error, Exception)), None)
 
 
-def num_reading_threads(num_local_ranks: int, *, is_remote: bool = False) -> int:
-    """Threads that read and hash on each of so many ranks of this machine: its cores divided.
-
-    Of a remote storage each waits for answers, most of the time: then as many as there may be.
-    """
-    if is_remote:
-        return _MAX_THREADS
+def num_reading_threads(num_local_ranks: int) -> int:
+    """Threads that read and hash on each of so many ranks of this machine: its cores divided."""
     # The cores that this process may use, not those of the machine: containers have fewer.
     cores = len(os.sched_getaffinity(0))
     return max(1, min(_MAX_THREADS, cores // max(num_local_ranks, 1)))

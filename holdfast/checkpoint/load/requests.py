@@ -32,14 +32,14 @@ class TakenLabels(NamedTuple):
     """The part that one rank loads of one stored value per coordinate.
 
     Args:
-        part: The part it is stored in.
-        number: Which of the part's values per coordinate it is, in stored order.
+        source: The stored part, or the branch of one (`FromPart`), that it is loaded from.
+        number: Which of the values per coordinate there it is, in stored order.
         path: Its path in the state.
         labels: Labels of the coordinates whose values are loaded.
         may_drop: Whether the values of other coordinates may be left out.
     """
 
-    part: str
+    source: str
     number: int
     path: str
     labels: tuple[str, ...]
@@ -99,7 +99,7 @@ def decode_boxes(data: bytes) -> BoxTable:
     """Inverse of `encode_boxes`; CorruptionError for anything else."""
     try:
         return unpack_boxes(msgspec.msgpack.decode(unsqueeze(data), type=PackedBoxes))
-    except (ValueError, msgspec.DecodeError) as error:
+    except ValueError as error:
         raise CorruptionError("the request of another rank arrived damaged") from error
 
 
@@ -151,7 +151,9 @@ def encode_request(
         LoadRequest(
             used=used,
             boxes=b"" if boxes is None else encode_boxes(boxes),
-            taken=taken_of(result.per_rank_uses, {each.name: each.node for each in parts}),
+            taken=taken_of(
+                result.per_rank_uses, {each.name: (each.source, each.node) for each in parts}
+            ),
             checks=result.checks,
             fits=result.fits,
         )
@@ -226,21 +228,23 @@ def refuse_needed(
                 )
 
 
-def taken_of(uses: Sequence[PerRankUse], nodes: Mapping[str, Node]) -> list[TakenLabels]:
+def taken_of(
+    uses: Sequence[PerRankUse], nodes: Mapping[str, tuple[str, Node]]
+) -> list[TakenLabels]:
     """The uses of one rank in a form that other ranks understand.
 
     Args:
         uses: What the matcher met.
-        nodes: The stored trees of the parts it requests, by name.
+        nodes: Of the parts it requests, by name: the source and the tree that is stored there.
     """
     # Other ranks do not know the names of nodes: they are numbered in stored order, which is equal
     # on all ranks because they decode the same manifest.
     if not uses:
         return []
     numbers = {
-        id(node): (part, number)
-        for part, tree in nodes.items()
-        if any(use.path.startswith(part) for use in uses)  # other parts may be large
+        id(node): (source, number)
+        for name, (source, tree) in nodes.items()
+        if any(use.path.startswith(name) for use in uses)  # other parts may be large
         for number, node in enumerate(_per_rank_nodes(tree))
     }
     return [TakenLabels(*numbers[id(use.node)], use.path, use.labels, use.may_drop) for use in uses]
@@ -250,18 +254,21 @@ def find_dropped(
     parts: Mapping[str, Node], taken: Sequence[TakenLabels], *, allow: Sequence[str]
 ) -> list[str]:
     """Return the paths of stored coordinates that no rank loads; MismatchError if not allowed."""
-    # A value counts as lost only if it is lost on all ranks together.
-    by_node: dict[tuple[str, int], list[TakenLabels]] = {}
+    stored = StoredPart(parts, {})
+    sources = dict.fromkeys(each.source for each in taken)
+    nodes = {source: _per_rank_nodes(stored.part_or_below(source)) for source in sources}
+    # A value counts as lost only if it is lost on all ranks together, and by the node: a part and
+    # a branch of it may both be sources.
+    by_node: dict[int, list[TakenLabels]] = {}
     for each in taken:
-        by_node.setdefault((each.part, each.number), []).append(each)
-    nodes = {part: _per_rank_nodes(parts[part]) for part in {part for part, _ in by_node}}
+        by_node.setdefault(id(nodes[each.source][each.number]), []).append(each)
     dropped: list[str] = []
     refused: dict[str, list[str]] = {}
-    for (part, number), uses in by_node.items():
+    for uses in by_node.values():
         claimed = {label for use in uses for label in use.labels}
         may_drop = all(use.may_drop for use in uses)
         path = uses[0].path
-        for label in nodes[part][number]["v"]:
+        for label in nodes[uses[0].source][uses[0].number]["v"]:
             if label in claimed:
                 continue
             whole = f"{path}[{label}]"

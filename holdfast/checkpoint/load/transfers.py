@@ -60,7 +60,7 @@ class Transfers:
         return Transfers(**{name: getattr(self, name)[chosen] for name in self.__slots__})
 
     def by_peer(self) -> list[tuple[int, range]]:
-        """Yield (peer, numbers of its transfers); the transfers are sorted by peer."""
+        """(peer, numbers of its transfers) of each peer; the transfers are sorted by peer."""
         if not len(self):
             return []
         heads = np.flatnonzero(np.concatenate([[True], self.peer[1:] != self.peer[:-1]]))

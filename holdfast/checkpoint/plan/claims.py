@@ -211,7 +211,7 @@ def decode_claims(data: bytes, *, rank: int, names: Mapping[str, bytes]) -> Rank
             replica_set=unpack_ints(replica_set),
             replica_sets=tuple(ReplicaSet(*each) for each in replica_sets),
         )
-    except (msgspec.DecodeError, LookupError, ValueError) as error:
+    except (LookupError, ValueError) as error:
         raise PlanError(f"rank {rank} sent claims that cannot be read: {error!r}") from error
 
 
@@ -240,7 +240,7 @@ def read_claims_messages(
         try:
             plain = unsqueeze(data, max_nbytes=max_nbytes)
             own, own_names = msgspec.msgpack.decode(plain, type=tuple[bytes, bytes])
-        except (msgspec.DecodeError, ValueError) as error:
+        except ValueError as error:
             raise PlanError(f"rank {rank} sent claims that cannot be read: {error}") from error
         claims.append(own)
         max_nbytes = max(max_nbytes - len(plain), 1)  # 0 would mean no limit

@@ -99,14 +99,16 @@ class Planner:
         self._choices = [groups.layout.digest(), str(block_nbytes)]
         if copies is not None and copies.axes:
             self._choices += [*copies.axes, f"{copies.max_fraction:g}"]
+            if copies.max_nbytes is not None:
+                self._choices.append(f"{copies.max_nbytes} bytes")
         if envelope != "safetensors":
             self._choices.append(envelope)
         self._leaves = LeafCache()
         self._last: LocalState | None = None
         self._plans: dict[bool, RankPlan] = {}
         self._looked: set[bool] = set()
-        self.not_kept: dict[str, PlanNotes] = {}
-        """Of the plans that this run has made and no file holds, by the plan's digest."""
+        # Of the plans that this run has made and no file holds, by the plan's digest.
+        self._not_kept: dict[str, PlanNotes] = {}
         self._kept: dict[bool, str] = {}
 
     def flatten(self, state: Mapping[str, object]) -> LocalState:
@@ -217,11 +219,11 @@ class Planner:
         self._plans = same | {plan.compare_all: plan}
         # What an earlier run has kept already need not be written again.
         if notes is not None and self._kept.get(plan.compare_all) != plan.plan_digest:
-            self.not_kept[plan.plan_digest] = notes
+            self._not_kept[plan.plan_digest] = notes
 
     def clear(self) -> None:
         """Forget all plans: after a failure they are made again."""
-        self._plans, self.not_kept = {}, {}
+        self._plans, self._not_kept = {}, {}
 
     def forget(self) -> None:
         """Forget all plans, and let go of the state that was saved last."""
@@ -229,8 +231,13 @@ class Planner:
         self._last, self._leaves = None, LeafCache()
 
     def keep(self, plan: RankPlan) -> None:
-        """Leave a plan of `not_kept` for later runs; called when a checkpoint is committed."""
-        notes = self.not_kept.pop(plan.plan_digest)
+        """Leave a plan for later runs, unless that is done; called when a checkpoint is committed.
+
+        Another thread may have forgotten the plan since.
+        """
+        notes = self._not_kept.pop(plan.plan_digest, None)
+        if notes is None:
+            return
         self._kept[plan.compare_all] = plan.plan_digest
         write_plan(self._storage, self.path(compare_all=plan.compare_all), notes.encode()[0])
 

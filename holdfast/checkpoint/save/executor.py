@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
@@ -86,22 +86,37 @@ class SaveExecutor:
         plan, local = agreed.plan_or_raise(), agreed.local
         sources = plan.sources(local)
         staging = self._lay_out(buffer, plan, sources, phases)
-        rows = LateRows({}, {}, [])
+        rows, others = LateRows({}, {}, []), _others(plan)
         with phases.timed("stage"):
             if request.stage == "lazily":
                 # Watched first: what is written from here on is noticed.
                 check_sources(staging, sources, plan.names)
-                others = _others(plan)
                 rows = lazy.choose(state, plan, local, sources.tensors, others, self._copiers)
             stage(staging, sources, plan.names, self._copiers, but_for=rows.all_copied)
-        ticket = self._ticket(agreed, plan, request, after=after)
-        digests = self._digests_of_others(plan, local, phases, but_for=rows.all_compared)
+        commits = plan.commit is not None
+        ticket = Ticket(
+            self._job(agreed, plan, request),
+            commits=commits,
+            nbytes=plan.image.nbytes,
+            after=after if commits else None,
+        )
+        now = [row for row in others if row not in rows.all_compared]
+        digests = self._digests_of_others(now, local, phases)
 
         def submit(phases: Phases) -> None:
             checks = self._checks(staging, plan, digests, phases)
             ticket.job = msgspec.structs.replace(ticket.job, checks=checks)
             with phases.timed("submit"):
-                self._submit(writer, ticket, buffer, staging, agreed, request)
+                # Before the job, which is submitted last of all.
+                self.keep_image(writer, buffer, agreed, request)
+                number = self._buffers.index(buffer)
+                writer.submit(
+                    ticket,
+                    buffer=number,
+                    memory=buffer.memory,
+                    image=staging.view,
+                    plan=plan.commit,
+                )
 
         if not rows:
             submit(phases)
@@ -123,41 +138,6 @@ class SaveExecutor:
 
         with phases.timed("stage"):
             return ticket, lazy.copy_later(rows, staging, buffer.memory.fd, then)
-
-    def _ticket(
-        self,
-        agreed: AgreedSave,
-        plan: RankPlan,
-        request: SaveRequest,
-        *,
-        after: Callable[[SaveOutcome], None],
-    ) -> Ticket:
-        commits = plan.commit is not None
-        return Ticket(
-            self._job(agreed, plan, request),
-            commits=commits,
-            nbytes=plan.image.nbytes,
-            after=after if commits else None,
-        )
-
-    def _submit(
-        self,
-        writer: Writer,
-        ticket: Ticket,
-        buffer: StagingBuffer,
-        staging: Staging,
-        agreed: AgreedSave,
-        request: SaveRequest,
-    ) -> None:
-        # Before the job, which is submitted last of all.
-        self.keep_image(writer, buffer, agreed, request)
-        writer.submit(
-            ticket,
-            buffer=self._buffers.index(buffer),
-            memory=buffer.memory,
-            image=staging.view,
-            plan=agreed.plan_or_raise().commit,
-        )
 
     def write(self, agreed: AgreedSave, request: SaveRequest, phases: Phases) -> None:
         """Stage and write this rank's share, and commit; all ranks raise if one cannot.
@@ -182,7 +162,7 @@ class SaveExecutor:
                         gate.open_to(end)
                         hasher.advance(end)
                     digests = hasher.finish()
-                others = self._digests_of_others(plan, local, phases)
+                others = self._digests_of_others(_others(plan), local, phases)
                 checks = self._checks(staging, plan, others, phases, digests)
                 gate.finish_staging(checks, digests)
                 record = thread.wait_written()
@@ -303,13 +283,12 @@ class SaveExecutor:
 
     @staticmethod
     def _digests_of_others(
-        plan: RankPlan, local: LocalState, phases: Phases, *, but_for: Collection[int] = ()
+        rows: Sequence[int], local: LocalState, phases: Phases
     ) -> dict[int, int]:
         """Return digests of the boxes this rank vouches for and others write, as they are now."""
-        if not plan.checks:
+        if not rows:
             return {}
         with phases.timed("compare"):
-            rows = [row for row in _others(plan) if row not in but_for]
             return {row: content_digest(local.source(row)) for row in rows}
 
 
@@ -321,7 +300,5 @@ def _staged_rows(plan: RankPlan) -> dict[int, int]:
 
 def _others(plan: RankPlan) -> list[int]:
     """Return the rows that this rank vouches for and does not write whole."""
-    if not plan.checks:
-        return []
-    staged = _staged_rows(plan)
+    staged = _staged_rows(plan) if plan.checks else {}
     return [row for row in plan.checks if row not in staged]

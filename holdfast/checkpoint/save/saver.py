@@ -299,21 +299,21 @@ class Saver:
 
     def _after_outcome(self, outcome: SaveOutcome, *, plan: RankPlan, step: int) -> None:
         """`_after_commit` in the thread that receives outcomes."""
-        if outcome.error is not None:
-            return
-        try:
+        if outcome.error is None:
             self._after_commit(plan, step)
-        except Exception:
-            # The thread that receives outcomes must continue, and the save is committed.
-            logging.getLogger("holdfast").exception("after the commit of %s", outcome.directory)
 
     def _after_commit(self, plan: RankPlan, step: int) -> None:
-        """On the coordinator, keep the plan of a committed checkpoint and apply the retention."""
+        """On the coordinator, keep the plan of a committed checkpoint and apply the retention.
+
+        What goes wrong, in a policy of the caller's too, is logged: the save has succeeded.
+        """
         if plan.commit is None:
             return
-        if plan.plan_digest in self._handshake.planner.not_kept:
+        try:
             self._handshake.planner.keep(plan)
-        self._retain(step)
+            self._retain(step)
+        except Exception:
+            logging.getLogger("holdfast").exception("after the commit of step %s", step)
 
     def _saved_since(self, step: int) -> set[int]:
         """The step and those of later saves.

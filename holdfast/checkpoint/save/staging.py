@@ -319,14 +319,11 @@ def stage(
     copiers: Copiers,
     *,
     but_for: Collection[int] = (),
-) -> int:
+) -> None:
     """Copy the sources into the image, all rows but some; they are in place when it returns.
 
     Sources may be on any devices. Shapes and dtypes are checked against the plan's first.
     Cost: one `torch._foreach_copy_` per device, no allocation for contiguous sources.
-
-    Returns:
-        The bytes of the image's rows.
     """
     check_sources(staging, sources, names)
     rows, end = staging.whole
@@ -337,7 +334,6 @@ def stage(
         devices = list(dict.fromkeys(sources.tensors[row].device for row in rows))
     for _ in _copied(staging, sources, [(rows, end)], devices, copiers):
         pass
-    return int(staging.row_nbytes.sum())
 
 
 def stage_by_slices(staging: Staging, sources: TensorMemory, copiers: Copiers) -> Iterator[int]:

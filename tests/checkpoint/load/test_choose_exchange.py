@@ -22,7 +22,7 @@ from holdfast import (
     Replicated,
     Sharded,
 )
-from holdfast.checkpoint.load import choose_exchange, loader
+from holdfast.checkpoint.load import choose_exchange, read_executor
 from holdfast.checkpoint.load.choose_exchange import Rates
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
@@ -83,7 +83,7 @@ def test_the_cost_is_that_of_the_busiest_host(
 def use(rates: Rates) -> None:
     """Let loads of this process find these rates, however little is shared."""
     choose_exchange._WORTH_MEASURING = 0
-    loader.measure_rates = lambda *_: rates
+    read_executor.measure_rates = lambda *_: rates
 
 
 def _with_rates(
@@ -145,13 +145,13 @@ def _measured(context: RankContext, root: str, nbytes: int) -> tuple[str, int, i
     os.environ["HOLDFAST_HOST_ID"] = "aabb"[context.rank]
     choose_exchange._WORTH_MEASURING = 16 * MIB
     measured: list[Rates] = []
-    measure = loader.measure_rates
+    measure = read_executor.measure_rates
 
     def record(*args: Any) -> Rates:
         measured.append(measure(*args))
         return measured[-1]
 
-    loader.measure_rates = record
+    read_executor.measure_rates = record
     with ProcessGroups.create(Layout(dp=4)) as groups:
         target = torch.zeros(nbytes // 4)
         report = Checkpointer(root, groups=groups).load({"t": {"w": Replicated(target)}})
@@ -206,8 +206,8 @@ def _with_copies(context: RankContext, root: str, hurt: str) -> tuple[int, list[
         groups.control.barrier(phase="hurt")
         target = torch.zeros_like(whole)
         measured: list[object] = []
-        measure = loader.measure_rates
-        loader.measure_rates = lambda *args: measured.append(args) or measure(*args)
+        measure = read_executor.measure_rates
+        read_executor.measure_rates = lambda *args: measured.append(args) or measure(*args)
         report = Checkpointer(root, groups=groups).load({"t": {"w": Replicated(target)}})
         assert torch.equal(target, whole)
         assert len(measured) == 1

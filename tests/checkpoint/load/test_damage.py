@@ -29,6 +29,7 @@ from holdfast import (
     Union,
 )
 from holdfast.checkpoint.plan.kept_plans import PLANS_DIR
+from holdfast.state.markers import Pieces
 from tests.checkpoint.common import assert_equal, files_of, make_state
 from tests.harness import RankContext, run_ranks
 
@@ -79,7 +80,9 @@ def test_damaged_files_are_named_on_all_ranks(tmp_path: Path) -> None:
 
 def test_targets_that_were_read_with_a_damaged_one_are_named(tmp_path: Path) -> None:
     """Small tensors are read together, each into its own memory, before a digest is looked at."""
-    stored = {f"t{i}": torch.full((8,), i + 1.0) for i in range(20)}
+    num = 1 << 14
+    stored = {"big": torch.ones(2 * num)}  # read alone, before
+    stored |= {f"t{i}": torch.full((8,), i + 1.0) for i in range(20)}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"p": stored})
         (file,) = tmp_path.glob("*/data/*")
@@ -87,11 +90,15 @@ def test_targets_that_were_read_with_a_damaged_one_are_named(tmp_path: Path) -> 
         data[data.index(stored["t2"].numpy().tobytes())] ^= 1
         file.write_bytes(data)
         target = {name: torch.zeros(8) for name in stored}
+        halves = [torch.zeros(num, dtype=torch.float64) for _ in range(2)]
+        big = Pieces(tuple(halves), offsets=((0,), (num,)), shape=(2 * num,))
         with pytest.raises(CorruptionError, match=r"p\.t2") as caught:
-            checkpointer.load({"p": target})
+            checkpointer.load({"p": {**target, "big": big}}, cast=True)
     written = str(caught.value).partition("Targets already written on this rank:")[2]
     assert torch.equal(target["t0"], stored["t0"])
     assert "p.t0" in written
+    assert torch.equal(torch.cat(halves), stored["big"].double())
+    assert " and 11 more; " in written  # each name once, also of a tensor in two places
 
 
 @pytest.mark.parametrize("apart", [7, pytest.param(1, marks=pytest.mark.slow)])

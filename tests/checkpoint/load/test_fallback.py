@@ -241,6 +241,27 @@ def test_how_many_may_be_tried_and_what_is_said_when_none_is_good(tmp_path: Path
         Checkpointer(tmp_path / "empty").load(_blank(), max_fallbacks=None)
 
 
+def test_a_state_in_pieces_falls_back_once(tmp_path: Path) -> None:
+    """O9: later loads of one version take the step that the first one has fallen back to.
+
+    They took the newest, damaged or saved since, which `one_version` then refused.
+    """
+    checkpointer = _alone(tmp_path, 10, 20)
+    harm(tmp_path, 20, "flip")
+    model, values = _blank(), {"values": {"step": 0}}
+    with checkpointer.one_version():
+        report = checkpointer.load({"model": model["model"]}, max_fallbacks=1)
+        assert (report.step, [each.step for each in report.fell_back]) == (10, [20])
+        _alone(tmp_path, 30)
+        report = checkpointer.load(values, max_fallbacks=1)
+        assert (report.step, report.fell_back, report.values["values"]) == (10, (), {"step": 10})
+        # Of the one version there is no older one.
+        harm(tmp_path, 10, "flip")
+        with pytest.raises(CorruptionError, match=r"no checkpoint .*: step 10 is damaged"):
+            checkpointer.load({"model": model["model"]}, max_fallbacks=None)
+    assert checkpointer.load(values, max_fallbacks=1).step == 30
+
+
 def test_a_request_that_does_not_fit_is_no_reason_to_fall_back(tmp_path: Path) -> None:
     checkpointer = _alone(tmp_path, 10)
     checkpointer.save(20, {"model": {"w": torch.zeros(3)}, "values": {}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from pathlib import Path
@@ -150,6 +151,28 @@ def test_strips_of_a_file_and_of_a_store_that_cannot_skip(tmp_path: Path) -> Non
     with pytest.raises(StorageError, match="it is truncated"):
         read_strips(source, memoryview(bytearray(30_000)), start=10_001, strips=strips)
     source.close()
+
+
+def test_a_client_that_is_cancelled_in_a_thread_leaves_no_load_that_looks_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E4: what a storage raises is an error of the load, whatever its class.
+
+    A load whose threads met an exception that is not an `Exception` reported success, and had
+    filled nothing.
+    """
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+
+    def observe(operation: str, path: str, start: int, nbytes: int) -> None:
+        if operation == "read" and "/data/" in path:
+            raise asyncio.CancelledError("the client was cancelled")
+
+    numel = 256 << 10
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {name: torch.ones(numel) for name in "abcd"})
+    reader = Checkpointer(PosixStorage(tmp_path, observer=observe))
+    with pytest.raises(asyncio.CancelledError, match="was cancelled"):
+        reader.load({name: torch.zeros(numel) for name in "ac"})
 
 
 @pytest.mark.parametrize(("numel", "has_threads"), [(256, False), (256 << 10, True)])

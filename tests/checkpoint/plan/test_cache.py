@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,7 @@ from holdfast.checkpoint.plan.kept_plans import PLANS_DIR, VERSION, PlanNotes
 from holdfast.checkpoint.plan.planner import Planner, Rejected
 from holdfast.checkpoint.plan.rank_plan import RankPlan
 from holdfast.errors import PlanError
+from holdfast.format.stored_copies import CopyPolicy
 from holdfast.format.values import Codecs
 from holdfast.format.verifier import verify_snapshot
 from holdfast.writer.records import seal
@@ -393,10 +395,10 @@ def test_a_rejected_plan_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_lookup_gives_a_plan_or_the_reason(tmp_path: Path) -> None:
-    def new_planner() -> Planner:
-        return Planner(
-            PosixStorage(tmp_path), ProcessGroups.single(), codecs=Codecs(), block_nbytes=4096
-        )
+    def new_planner(copies: CopyPolicy | None = None) -> Planner:
+        groups = ProcessGroups.single()
+        storage = PosixStorage(tmp_path)
+        return Planner(storage, groups, codecs=Codecs(), block_nbytes=4096, copies=copies)
 
     planner = new_planner()
     local = planner.flatten({"t": {"x": torch.ones(3)}})
@@ -418,6 +420,11 @@ def test_lookup_gives_a_plan_or_the_reason(tmp_path: Path) -> None:
     assert again.commit.data == plan.commit.data
     planner.clear()
     assert isinstance(planner.lookup(local, compare_all=False), Rejected)
+    # One file for each policy of copies: runs of different ones leave each other's alone.
+    dp = partial(CopyPolicy, axes=("dp",))
+    policies = [None, dp(), dp(max_fraction=0.5), dp(max_nbytes=4096), dp(max_nbytes=0)]
+    paths = {new_planner(each).path(compare_all=False) for each in policies}
+    assert len(paths) == len(policies)
 
 
 def test_few_plans_are_kept_and_no_unnamed_files(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from holdfast import (
     KeepEvery,
     KeepLast,
     Layout,
+    OnFile,
     PlanError,
     PosixStorage,
     ProcessGroups,
@@ -79,7 +80,9 @@ def test_a_change_of_structure_while_a_save_is_under_way(tmp_path: Path) -> None
 
 
 def test_a_busy_writer_skips_or_waits_by_policy(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path)
+    """E12. A file that asks for a save which is skipped asks again."""
+    ask = tmp_path.parent / f"{tmp_path.name}-ask"
+    checkpointer = Checkpointer(tmp_path, save_when=OnFile(ask))
     checkpointer.save_async(0, _filled(0.0)).result(30)
     os.kill(checkpointer.stats.writer_pid or 0, signal.SIGSTOP)
     try:
@@ -88,11 +91,18 @@ def test_a_busy_writer_skips_or_waits_by_policy(tmp_path: Path) -> None:
         assert skipped.skipped
         assert skipped.phase == "skipped"
         assert skipped.result().skipped
+        ask.touch()
+        asked = checkpointer.maybe_save(2, _filled(2.0), when_busy="skip")
+        assert asked is not None
+        assert asked.skipped
         with pytest.raises(DeadlineError, match="step 1"):
             slow.result(0.05)
     finally:
         os.kill(checkpointer.stats.writer_pid or 0, signal.SIGCONT)
-    checkpointer.save_async(3, _filled(3.0)).result(30)
+    asked = checkpointer.maybe_save(3, _filled(3.0))
+    assert asked is not None
+    asked.result(30)
+    assert checkpointer.maybe_save(4, _filled(4.0)) is None
     checkpointer.close()
     assert checkpointer.steps() == [0, 1, 3]
     with pytest.raises(ConfigError, match="when_busy"):

@@ -91,9 +91,7 @@ def test_every_kind_of_tensor_is_staged_bitwise() -> None:
             assert ends == [end for _, end in staging.pieces]
             assert len(ends) > 3
         else:
-            assert stage(staging, TensorMemory(sources), names, {}) == sum(
-                s.nbytes for s in sources
-            )
+            stage(staging, TensorMemory(sources), names, {})
         assert_staged(staging, sources)
 
 
