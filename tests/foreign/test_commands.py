@@ -55,11 +55,16 @@ def test_a_directory_of_them_is_listed(
     detect = ls.detect_format
 
     def denied(location: Location) -> Any:
+        if Path(location.label).name == "gone":
+            Path(location.label).rmdir()
+            raise StorageError("No such file or directory")
         if Path(location.label).name in ("all", "bad"):
             raise StorageError("Permission denied", details={"is_unknown": True})
         return detect(location)
 
-    # P27: a folder that may not be read hides no other one, and is not damaged.
+    # P27: a folder that may not be read hides no other one, and is not damaged; nor is one that
+    # is removed meanwhile.
+    (place / "all/gone").mkdir()
     monkeypatch.setattr(ls, "detect_format", denied)
     result = holdfast("ls", place / "all", "--json")
     lines = [(Path(each["path"]).name, each["problem"]) for each in result.json["foreign"]]

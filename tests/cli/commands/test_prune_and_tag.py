@@ -276,12 +276,14 @@ def test_a_step_removed_during_a_list_is_no_damage(
     holdfast: Holdfast, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P27: a removal at the same time looks like one, and no program is told of damage."""
-    steps_at_first = list_steps(PosixStorage(root))
+    steps_at_first, names = list_steps(PosixStorage(root)), PosixStorage(root).list("")
+    monkeypatch.setattr(PosixStorage, "list", lambda self, path: names)
     for module in (ls, history):
         monkeypatch.setattr(module, "list_steps", lambda _: steps_at_first)
     PosixStorage(root).remove_tree("iter_0000010")
     result = holdfast("ls", root, "--json")
     assert (result.code, [each["step"] for each in result.json["steps"]]) == (0, [20, 30, 40])
+    assert "iter_0000010" not in [each["name"] for each in result.json["uncommitted"]]
     steps = {each.step: each.state for each in read_history(PosixStorage(root), RunLog()).steps}
     assert (steps[10], steps[20]) == ("removed", "kept")
 
