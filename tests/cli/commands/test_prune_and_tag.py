@@ -131,10 +131,13 @@ def test_prune_by_metric_time_and_tag(holdfast: Holdfast, tmp_path: Path) -> Non
 
 
 def test_what_is_read_or_damaged_is_left_and_said(holdfast: Holdfast, root: Path) -> None:
+    """O10: that a step is damaged is the exit code, also if all that was to go has gone."""
     damage(root, 40, "index")
+    assert holdfast("prune", root, "--keep-last", "9", "--dry-run").code == 1
+    assert holdfast("prune", root, "--after", "30", "--dry-run").code == 0  # the damaged one goes
     with read_lease(PosixStorage(root), "iter_0000010"):
         result = holdfast("prune", root, "--keep-last", "1", "--yes")
-    assert result.code == 0
+    assert result.code == 1
     assert "left alone" in result.out
     assert "damaged" in result.out
     assert "step 10 was left: being read by process" in result.out
