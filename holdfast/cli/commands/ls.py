@@ -116,12 +116,12 @@ def run(args: Args) -> int:
     steps, runs, foreign = contents.steps, contents.runs, contents.foreign
     if args.json:
         print_json(asdict(contents))
-    elif runs:
-        _print_runs(contents.root, runs)
     else:
+        if runs:
+            _print_runs(contents.root, runs)
         if foreign:
             _print_foreign(foreign)
-        if contents.uncommitted or not foreign:
+        if contents.uncommitted or not (runs or foreign):
             _print(contents)
     lines: list[Step | Run | Foreign] = [*steps, *runs, *foreign]
     return exit_code(
@@ -145,7 +145,7 @@ def _of_root(path: Path) -> Contents:
     if foreign:
         paths = {each.path for each in foreign}
         leftovers = [each for each in leftovers if str(path / each.name) not in paths]
-    has_any = steps or leftovers or foreign
+    has_any = steps or leftovers or any(each.format and each.path == str(path) for each in foreign)
     return Contents(
         root=root,
         latest=steps[-1].step if steps else None,
