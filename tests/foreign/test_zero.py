@@ -323,6 +323,21 @@ LIES: dict[str, tuple[int, Edit, str]] = {
         ),
         "step of w, v: it differs between the files of the ranks",
     ),
+    "another step of a rank's settings": (
+        2,
+        lambda f: [
+            f[OPTIM.format(rank)]["optimizer_state_dict"]["base_optimizer_state"].update(
+                state={0: {}}, param_groups=[{"params": [0], "step": 9 - rank}]
+            )
+            for rank in range(3)
+        ],
+        "step of w, v: it differs between the files of the ranks",
+    ),
+    "another step of a rank's model state": (
+        3,
+        in_model(lambda m: m.update(global_steps=4)),
+        r"of the steps \[4, 9\], so of several saves",
+    ),
     "groups of others": (
         2,
         in_optimizer(0, lambda s: s["base_optimizer_state"]["param_groups"][0].update(params=[4])),
