@@ -415,6 +415,28 @@ def require_tilings(catalog: Catalog) -> None:
         )
 
 
+def each_once(chunks: Iterable[Chunk], *, place: str) -> tuple[Chunk, ...]:
+    """Return chunks without those that are stated again.
+
+    Args:
+        chunks: Of a tensor, by a format that has no copies.
+        place: The tensor, for messages.
+
+    Raises:
+        CorruptionError: A box is in two places. Which of them is right is not known, and ranks
+            would read one or the other.
+    """
+    seen: dict[Box, Payload] = {}
+    for chunk in (once := dict.fromkeys(chunks)):
+        other = seen.setdefault(chunk.box, chunk.payload)
+        if other != chunk.payload and chunk.box.numel:
+            raise CorruptionError(
+                f"{place}: the elements at {list(chunk.box.offset)} are in two places "
+                f"({some_of(sorted({other.file, chunk.payload.file}))}): one is of another save"
+            )
+    return tuple(once)
+
+
 _STRIDED_NBYTES = 8 << 20
 """Span in a file of a chunk with strides: reading a piece of it reads at most the whole."""
 

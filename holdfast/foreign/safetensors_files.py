@@ -22,7 +22,7 @@ import msgspec
 
 from holdfast.arrays.boxes import Box
 from holdfast.errors import ConfigError, CorruptionError, PlacementError, some_of
-from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes
+from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes, each_once
 from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.other_formats import STATE_SUFFIXES
 from holdfast.foreign.output import Extent, Output, OutputFile
@@ -283,13 +283,14 @@ def _tensor(location: Location, name: str, pieces: list[_Piece]) -> CatalogTenso
             f"read it alone"
         )
     try:
-        chunks = [
+        stated = (
             Chunk(
                 Box(piece.offset or (0,) * len(piece.entry.shape), piece.entry.shape),
                 FileBytes(piece.file, piece.entry.start),
             )
             for piece in pieces
-        ]
+        )
+        chunks = each_once(stated, place=f"{location.label}: {name!r}")
         ends = [chunk.box.stop for chunk in chunks]
         shape = tuple(map(max, zip(*ends, strict=True)))
     except (PlacementError, ValueError) as error:
@@ -299,7 +300,7 @@ def _tensor(location: Location, name: str, pieces: list[_Piece]) -> CatalogTenso
         raise CorruptionError(
             f"{location.label}: pieces of {name!r} are {first.entry.dtype} and {odd.pop()}"
         )
-    return CatalogTensor(key=_key(name), dtype=first.entry.dtype, shape=shape, chunks=tuple(chunks))
+    return CatalogTensor(key=_key(name), dtype=first.entry.dtype, shape=shape, chunks=chunks)
 
 
 def layout(

@@ -31,6 +31,7 @@ from holdfast.foreign.catalog import (
     FileBytes,
     chunks_of_view,
     describing,
+    each_once,
 )
 from holdfast.foreign.draft import Draft
 from holdfast.foreign.location import Location
@@ -219,7 +220,9 @@ class _Snapshot:
             if _sizes(each["tensor"]["shape"]) != box.shape:
                 raise ValueError(f"a box at {path!r} with a tensor of another shape")
             chunks += self._chunks_of(path, box, each["tensor"])
-        return self._stand_in(path, dtypes.pop(), shape, tuple(chunks))
+        # Ranks state the same place of what several of them held.
+        whole = each_once(chunks, place=f"{self.location.label}: {unquote(path)!r}")
+        return self._stand_in(path, dtypes.pop(), shape, whole)
 
     def _chunks_of(self, path: str, box: Box, entry: _Entry) -> tuple[Chunk, ...]:
         """Return where the elements of a box lie; none for a type that has no stored form."""

@@ -72,6 +72,13 @@ def dots(manifest: dict[str, Any]) -> None:
         manifest[f"0/{part}/{key}"] = manifest[f"0/model/{other}"]
 
 
+def again(manifest: dict[str, Any]) -> None:
+    """One box in two places, the first of which every reader took."""
+    box = manifest["0/extra/table"]["shards"][0]
+    other = {**box["tensor"], "byte_range": [0, 96]}
+    manifest["1/extra/table"]["shards"] += [box, {**box, "tensor": other}]
+
+
 @pytest.mark.parametrize(
     ("edit", "error", "message"),
     [
@@ -88,6 +95,7 @@ def dots(manifest: dict[str, Any]) -> None:
         (lambda m: m["0/model/w"]["chunks"].pop(), CorruptionError, "model.w"),
         (lambda m: m.update({"x/model": {}}), CorruptionError, "an entry at 'x/model'"),
         (lambda m: m["0/extra/table"]["shards"].clear(), CorruptionError, "table"),
+        (again, CorruptionError, r"'extra/table': the elements at \[0, 0\] are in two places"),
         (dots, CorruptionError, r"'a\.b\.c' is there twice"),
     ],
 )
