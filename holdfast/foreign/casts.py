@@ -11,9 +11,9 @@ from holdfast.errors import ConfigError
 from holdfast.foreign.catalog import Catalog, CatalogTensor
 from holdfast.foreign.computed_chunks import chunks_of
 from holdfast.foreign.tensor_expressions import Cast, SourceTensor
-from holdfast.foreign.weights import weights_of
+from holdfast.foreign.weights import choose_part, weights_of
 from holdfast.format.elements import FLOATS
-from holdfast.format.values import tag_of, tensor_node, walk
+from holdfast.format.values import tag_of, tensor_keys, tensor_node, walk
 
 _ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -36,8 +36,8 @@ def cast_weights(catalog: Catalog, dtype: str, *, part: str | None) -> Catalog:
     """Return the catalog in which the floats of one part have another type.
 
     Integers, booleans and complex numbers stay. Values are rounded to nearest, to even. An array of
-    NumPy, which lacks most of these types, becomes a tensor; one that another part has, too, is the
-    same tensor there.
+    NumPy, which lacks most of these types, becomes a tensor. One that another part has, too, is the
+    same tensor there, which `left_out` says.
 
     Args:
         catalog: Any.
@@ -64,5 +64,17 @@ def cast_weights(catalog: Catalog, dtype: str, *, part: str | None) -> Catalog:
             key = node["k"]
             node.clear()
             node |= tensor_node(key)
+    here = choose_part(catalog, part)
+    shared = {
+        name: sum(key in made for key in set(tensor_keys(node)))
+        for name, node in parts.items()
+        if name != here
+    }
+    notes = [
+        f"{name}: {count} of its tensors are those of {here!r}, and are cast to {dtype} with them"
+        for name, count in shared.items()
+        if count
+    ]
     identity = catalog.identity + f"{part} as {dtype}".encode()
-    return replace(catalog, tensors=tensors, parts=parts, identity=identity)
+    left_out = [*catalog.left_out, *notes]
+    return replace(catalog, tensors=tensors, parts=parts, identity=identity, left_out=left_out)

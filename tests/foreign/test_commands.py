@@ -177,9 +177,14 @@ def test_show_states_nothing_that_the_format_does_not(holdfast: Holdfast, place:
 
 def test_a_cast_array_is_a_tensor(holdfast: Holdfast, place: Path) -> None:
     """NumPy lacks the type, and its node stated a byte order: the result could not be loaded."""
-    torch.save({"model": {"a": np.array([1.0, 2.0], dtype=">f4"), "n": np.arange(2)}}, place / "a")
+    tied = torch.ones(2)
+    model = {"a": np.array([1.0, 2.0], dtype=">f4"), "n": np.arange(2), "w": tied}
+    torch.save({"model": model, "ema": {"w": tied, "n": torch.ones(2)}}, place / "a")
     words = (place / "a", place / "own", "--to", "holdfast", "--dtype", "bf16")
-    assert holdfast("convert", *words).code == 0
+    result = holdfast("convert", *words)
+    assert result.code == 0
+    # X4: nobody has asked for a cast of this part.
+    assert "ema: 1 of its tensors are those of 'model', and are cast to BF16" in result.out
     values = Checkpointer(place / "own").load_all().values["model"]
     assert torch.equal(values["a"], torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
     assert isinstance(values["n"], np.ndarray)
