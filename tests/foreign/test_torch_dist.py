@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -146,6 +147,11 @@ def test_megatron_copies_that_differ(written: Path, tmp_path: Path, caplog: Any)
     assert main(["convert", str(path), str(tmp_path / "own"), "--to", "holdfast"]) != 0
     assert not (tmp_path / "own").exists()
     assert main(["verify", str(path)]) == 1
+    both = {f"w.__tp_replica_{number}": torch.ones(2) for number in ("1", "01")}
+    dcp.save(both, checkpoint_id=tmp_path / "both", no_dist=True)
+    (tmp_path / "both" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(CorruptionError, match=r"copy 1 of 'w' is there twice"):
+        open_catalog(tmp_path / "both")
 
 
 @pytest.mark.parametrize("has_record", [True, False])
