@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from holdfast.foreign.draft import Draft
 from holdfast.foreign.formats import open_catalog
 from holdfast.foreign.location import Location
 from holdfast.foreign.torch_dist_optimizer import add_optimizer
+from holdfast.format.values import tensor_node
 from holdfast.optim import ShardedOptimizer
 from tests.foreign.contract import check_format, raw
 from tests.foreign.megatron_writing import (
@@ -199,12 +201,21 @@ def test_flipped_bytes_of_megatron_are_an_error_with_a_name(written: Path, tmp_p
 def test_groups_that_settings_do_not_tell_apart_have_no_members(written: Path) -> None:
     """Two groups that differ in their learning rate alone: who is in which is not guessed."""
     weight = open_catalog(written / "run").tensors["model.grid"]
-    common = {"param_groups": [{"lr": 0.1, "wd_mult": 1.0}, {"lr": 0.2, "wd_mult": 1.0}]}
-    others: Any = {"shapes": {"grid": weight.shape}, "common_tensors": {}, "file": "common.pt"}
+    rate = {"optimizer_common.lr": replace(weight, key="optimizer_common.lr")}
+    common = {
+        "param_groups": [
+            {"lr": tensor_node("optimizer_common.lr"), "wd_mult": 1.0, "step": 3},
+            {"lr": 0.2, "wd_mult": 1.0, "step": 4},
+        ]
+    }
+    others: Any = {"shapes": {"grid": weight.shape}, "common_tensors": rate, "file": "common.pt"}
     made = Draft(Location.of(written), "Megatron")
     add_optimizer(made, {"optimizer.state.exp_avg.grid": weight}, {}, common, **others)
     assert made.parts["optimizer"]["membership"] == {}
-    assert any("the group of 1 parameters" in each and "grid" in each for each in made.left_out)
+    for what in ("the group of 1 parameters", "the number of steps of grid, which differs"):
+        assert any(what in each and "grid" in each for each in made.left_out)
+    # A setting that is a tensor was a node without one, and nothing of the optimizer loaded.
+    assert {*rate} <= {*made.tensors}
     both = {f"chained_{i}.optimizer.state.exp_avg.grid": weight for i in range(2)}
     with pytest.raises(CorruptionError, match=r"'optimizer\.state\.grid\.exp_avg' is there twice"):
         add_optimizer(Draft(Location.of(written), "Megatron"), both, {}, None, **others)
