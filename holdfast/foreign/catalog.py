@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -413,6 +413,18 @@ def require_tilings(catalog: Catalog) -> None:
             f"{catalog.label}: the chunks of tensor {tensor.key!r} do not tile its shape "
             f"{list(tensor.shape)}: {flaw}" + (f" ({files})" if files else "")
         )
+
+
+def free_key(path: str, taken: Container[str]) -> str:
+    """Return the key of a tensor at a path: another one if it is taken.
+
+    Two paths may be one when they are joined with dots; two parts may have had one tensor.
+    """
+    key, number = path, 1
+    while key in taken:
+        number += 1
+        key = f"{path}#{number}"
+    return key
 
 
 def each_once(chunks: Iterable[Chunk], *, place: str) -> tuple[Chunk, ...]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from holdfast import Checkpointer
 from holdfast.cli.commands import ls
 from holdfast.errors import StorageError
+from holdfast.foreign import NameMap, cast
 from holdfast.foreign.location import Location
 from tests.cli.conftest import Holdfast, holdfast
 from tests.foreign.contract import sample_tensors
@@ -181,10 +182,16 @@ def test_a_cast_array_is_a_tensor(holdfast: Holdfast, place: Path) -> None:
     model = {"a": np.array([1.0, 2.0], dtype=">f4"), "n": np.arange(2), "w": tied}
     torch.save({"model": model, "ema": {"w": tied, "n": torch.ones(2)}}, place / "a")
     words = (place / "a", place / "own", "--to", "holdfast", "--dtype", "bf16")
-    result = holdfast("convert", *words)
-    assert result.code == 0
-    # X4: nobody has asked for a cast of this part.
-    assert "ema: 1 of its tensors are those of 'model', and are cast to BF16" in result.out
-    values = Checkpointer(place / "own").load_all().values["model"]
+    assert holdfast("convert", *words).code == 0
+    parts = Checkpointer(place / "own").load_all().values
+    # Another part was cast, too; by a map it was refused.
+    names = NameMap([cast("{name}", dtype="BF16", optional=True)])
+    torch.save({"model": {"w": tied}, "ema": {"w": tied}}, place / "b")
+    for found in (
+        parts,
+        Checkpointer(place / "no").load_all(source=place / "b", names=names).values,
+    ):
+        assert (found["model"]["w"].dtype, found["ema"]["w"].dtype) == (torch.bfloat16, tied.dtype)
+    values = parts["model"]
     assert torch.equal(values["a"], torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
     assert isinstance(values["n"], np.ndarray)
