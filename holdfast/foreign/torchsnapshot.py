@@ -48,7 +48,7 @@ from holdfast.storage.storage_protocol import split_path
 FORMAT = "torchsnapshot"
 METADATA = ".snapshot_metadata"
 _SHARDED = ("ShardedTensor", "DTensor")
-_CONTAINERS = ("dict", "OrderedDict", "list")
+_DICTS = ("dict", "OrderedDict")
 _BYTES, _PICKLED = "buffer_protocol", "torch_save"
 
 _Entry = dict[str, Any]
@@ -145,10 +145,10 @@ class _Snapshot:
         kind = entry["type"]
         if kind == "list":
             return list(self._items(path))
-        if kind in _CONTAINERS:
+        if kind in _DICTS:
             return self._dict(path)
         if kind in _SHARDED:
-            shards = [each for _, one in self.entries[path] for each in one["shards"]]
+            shards = [each for one in self._of_ranks(path, _SHARDED) for each in one["shards"]]
             return self._boxes(path, shards)
         if kind == "ChunkedTensor":
             return self._boxes(path, entry["chunks"], _sizes(entry["shape"]))
@@ -171,16 +171,21 @@ class _Snapshot:
         return CatalogTensor(key=leaf.key, dtype=value.dtype, shape=value.shape, chunks=chunks)
 
     def _first(self, path: str) -> _Entry:
-        """Return the entry of the lowest rank; note others that differ, but for boxes and dicts."""
+        """Return the entry of the lowest rank; note others that are not one with it."""
         (_, first), *others = self.entries[path]
-        if first["type"] not in (*_CONTAINERS, *_SHARDED):
-            ranks = [rank for rank, entry in others if entry != first]
-            if ranks:
-                self.left_out.append(
-                    f"{unquote(path)}: rank {ranks[0]} has its own"
-                    + (f", and {len(ranks) - 1} more" if len(ranks) > 1 else "")
-                )
+        # What ranks have of a dict, a list or a sharded tensor is joined.
+        joined = next((each for each in (_DICTS, _SHARDED, ("list",)) if first["type"] in each), ())
+        ranks = [rank for rank, entry in others if entry != first and entry["type"] not in joined]
+        if ranks:
+            self.left_out.append(
+                f"{unquote(path)}: rank {ranks[0]} has its own"
+                + (f", and {len(ranks) - 1} more" if len(ranks) > 1 else "")
+            )
         return first
+
+    def _of_ranks(self, path: str, kinds: tuple[str, ...]) -> list[_Entry]:
+        """Return the entries of all ranks that are of some kinds."""
+        return [entry for _, entry in self.entries[path] if entry["type"] in kinds]
 
     def _items(self, path: str) -> Iterable[Any]:
         number = 0
@@ -191,7 +196,7 @@ class _Snapshot:
     def _dict(self, path: str) -> dict[Any, Any]:
         values: dict[Any, Any] = {}
         seen: set[Any] = set()
-        for _, entry in self.entries[path]:
+        for entry in self._of_ranks(path, _DICTS):
             for key in entry["keys"]:
                 if type(key) not in (str, int):
                     raise ValueError(f"a key {key!r} at {path!r}")

@@ -145,11 +145,14 @@ def test_a_value_that_asks_for_code_is_left_out_by_name(tmp_path: Path) -> None:
     metadata = json.loads((folder / ".snapshot_metadata").read_bytes())
     for rank in range(2):
         metadata["manifest"][f"{rank}/model"]["keys"].remove("n")
+    # As of a value that only rank 0 has, next to None: the whole snapshot was not read.
+    metadata["manifest"]["1/extra/odd"] = metadata["manifest"]["1/extra/epoch"]
     (folder / ".snapshot_metadata").write_text(json.dumps(metadata))
     report = Checkpointer(tmp_path / "none").load_all(source=folder)
     assert not ran.exists()
     assert "none" not in report.values["extra"]
     assert "model/n: in no dict or list of the snapshot" in report.left_out
+    assert "extra/odd: rank 1 has its own" in report.left_out
     assert any(each.startswith("extra/none: ") and "mkdir" in each for each in report.left_out)
     os.truncate(folder / "0/extra/none", 90)  # a damaged one is an error
     with pytest.raises(CorruptionError, match="0/extra/none"):
