@@ -27,6 +27,7 @@ from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.other_formats import STATE_SUFFIXES
 from holdfast.foreign.output import Extent, Output, OutputFile
 from holdfast.foreign.shard_index import (
+    decode_json,
     note_on_siblings,
     read_index,
     refuse_missing_shards,
@@ -267,8 +268,8 @@ class _Saved(msgspec.Struct):
 def _offsets(text: str, place: str) -> dict[str, tuple[int, ...]]:
     """Return by tensor where the piece of this file lies in it."""
     try:
-        table = msgspec.json.decode(text, type=dict[str, _Saved])
-    except (msgspec.DecodeError, RecursionError) as error:
+        table = msgspec.convert(decode_json(text), dict[str, _Saved])
+    except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{place}: {_SHARDED} cannot be decoded: {error}") from None
     return {name: tuple(each.saved_offsets) for name, each in table.items()}
 

@@ -37,6 +37,7 @@ from holdfast.foreign.draft import Draft
 from holdfast.foreign.location import Location
 from holdfast.foreign.pickle_nodes import to_node
 from holdfast.foreign.pickled_values import PickledStorage, PickledTensor
+from holdfast.foreign.shard_index import decode_json
 from holdfast.foreign.torch_files import tensor_of
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
 from holdfast.format.digest import digest128
@@ -96,8 +97,8 @@ def open_catalog(location: Location) -> Catalog:
 def _by_path(data: bytes) -> dict[str, list[tuple[int, _Entry]]]:
     """Return the entries of all ranks by their path without the rank, in the order of ranks."""
     try:
-        entries = msgspec.json.decode(data, type=_Metadata).manifest
-    except (msgspec.DecodeError, RecursionError) as error:
+        entries = msgspec.convert(decode_json(data), _Metadata).manifest
+    except (msgspec.ValidationError, RecursionError) as error:
         raise ValueError(str(error)) from None
     table: dict[str, list[tuple[int, _Entry]]] = {}
     for path, entry in entries.items():

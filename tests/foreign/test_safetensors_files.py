@@ -147,6 +147,12 @@ HEADERS: dict[str, dict[str, object]] = {
     "a type of four bits": {"a": {"dtype": "F4"}},
     "no object": {"a": "text"},
     "offsets of other tensors": {"__metadata__": {"DCP_SHARDING_INFO": '{"c": 1}'}},
+    "offsets of a tensor twice": {
+        "__metadata__": {
+            "DCP_SHARDING_INFO": '{"a": {"saved_offsets": [9]}, "a": {"saved_offsets": [0]}, '
+            '"b": {"saved_offsets": [0]}}'
+        }
+    },
     "offsets that overflow": {
         "__metadata__": {
             "DCP_SHARDING_INFO": json.dumps(

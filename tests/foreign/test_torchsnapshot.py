@@ -122,6 +122,10 @@ def test_older_metadata_and_damaged_bytes(tmp_path: Path) -> None:
     metadata.write_text("manifest:\n  0/model: {type: dict, keys: []}\nversion: 0.0.3\n")
     with pytest.raises(CorruptionError, match=r"before 0\.1 wrote YAML"):
         open_catalog(folder)
+    # Two entries of one name, of which the last one was all.
+    metadata.write_bytes(data.replace(b'"0/model/n"', b'"0/model/w"'))
+    with pytest.raises(CorruptionError, match="'0/model/w' is there twice"):
+        open_catalog(folder)
     draw = np.random.default_rng(3)
     for _ in range(100):
         damaged = bytearray(data)
