@@ -8,12 +8,12 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from holdfast.errors import ConfigError
-from holdfast.foreign.catalog import Catalog, CatalogTensor
+from holdfast.foreign.catalog import Catalog, CatalogTensor, free_key
 from holdfast.foreign.computed_chunks import chunks_of
 from holdfast.foreign.tensor_expressions import Cast, SourceTensor
-from holdfast.foreign.weights import weights_of
+from holdfast.foreign.weights import choose_part, weights_of
 from holdfast.format.elements import FLOATS
-from holdfast.format.values import tag_of, tensor_node, walk
+from holdfast.format.values import is_tensor, join_path, tensor_keys, tensor_node, walk
 
 _ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -36,8 +36,8 @@ def cast_weights(catalog: Catalog, dtype: str, *, part: str | None) -> Catalog:
     """Return the catalog in which the floats of one part have another type.
 
     Integers, booleans and complex numbers stay. Values are rounded to nearest, to even. An array of
-    NumPy, which lacks most of these types, becomes a tensor; one that another part has, too, is the
-    same tensor there.
+    NumPy, which lacks most of these types, becomes a tensor. What another part has, too, keeps its
+    type there, as after a name map.
 
     Args:
         catalog: Any.
@@ -49,20 +49,23 @@ def cast_weights(catalog: Catalog, dtype: str, *, part: str | None) -> Catalog:
 
     Cost: nothing is read; a value that does not fit the type is a PlacementError when it is.
     """
-    tensors, made = dict(catalog.tensors), set()
-    for key in set(weights_of(catalog, part).keys.values()):
-        tensor = tensors[key]
-        if tensor.dtype in FLOATS and tensor.dtype != dtype:
-            cast = Cast(SourceTensor(tensor), dtype=dtype, saturate=False, name=key)
-            tensors[key] = CatalogTensor(
-                key=key, dtype=dtype, shape=tensor.shape, chunks=chunks_of(cast)
-            )
-            made.add(key)
+    here = choose_part(catalog, part)
     parts = copy.deepcopy(dict(catalog.parts))
-    for node in walk(parts):
-        if tag_of(node) == "array" and node["k"] in made:
+    elsewhere = {key for name in parts if name != here for key in tensor_keys(parts[name])}
+    tensors, made = dict(catalog.tensors), {}
+    for name, key in weights_of(catalog, part).keys.items():
+        tensor = catalog.tensors[key]
+        if tensor.dtype in FLOATS and tensor.dtype != dtype and key not in made:
+            cast = Cast(SourceTensor(tensor), dtype=dtype, saturate=False, name=key)
+            new = free_key(join_path(here, name), tensors) if key in elsewhere else key
+            tensors[new] = CatalogTensor(
+                key=new, dtype=dtype, shape=tensor.shape, chunks=chunks_of(cast)
+            )
+            made[key] = new
+    for node in walk(parts[here]):
+        if is_tensor(node) and node["k"] in made:
             key = node["k"]
             node.clear()
-            node |= tensor_node(key)
+            node |= tensor_node(made[key])
     identity = catalog.identity + f"{part} as {dtype}".encode()
     return replace(catalog, tensors=tensors, parts=parts, identity=identity)

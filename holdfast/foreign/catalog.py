@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -413,6 +413,40 @@ def require_tilings(catalog: Catalog) -> None:
             f"{catalog.label}: the chunks of tensor {tensor.key!r} do not tile its shape "
             f"{list(tensor.shape)}: {flaw}" + (f" ({files})" if files else "")
         )
+
+
+def free_key(path: str, taken: Container[str]) -> str:
+    """Return the key of a tensor at a path: another one if it is taken.
+
+    Two paths may be one when they are joined with dots; two parts may have had one tensor.
+    """
+    key, number = path, 1
+    while key in taken:
+        number += 1
+        key = f"{path}#{number}"
+    return key
+
+
+def each_once(chunks: Iterable[Chunk], *, place: str) -> tuple[Chunk, ...]:
+    """Return chunks without those that are stated again.
+
+    Args:
+        chunks: Of a tensor, by a format that has no copies.
+        place: The tensor, for messages.
+
+    Raises:
+        CorruptionError: A box is in two places. Which of them is right is not known, and ranks
+            would read one or the other.
+    """
+    seen: dict[Box, Payload] = {}
+    for chunk in (once := dict.fromkeys(chunks)):
+        other = seen.setdefault(chunk.box, chunk.payload)
+        if other != chunk.payload and chunk.box.numel:
+            raise CorruptionError(
+                f"{place}: the elements at {list(chunk.box.offset)} are in two places "
+                f"({some_of(sorted({other.file, chunk.payload.file}))}): one is of another save"
+            )
+    return tuple(once)
 
 
 _STRIDED_NBYTES = 8 << 20

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.arrays.boxes import Box
-from holdfast.errors import CorruptionError
+from holdfast.errors import CorruptionError, some_of
 from holdfast.foreign.catalog import (
     Catalog,
     CatalogTensor,
@@ -174,6 +174,8 @@ def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
     known = {*names, *empty}
     items = Items(identity=identity, paths=_paths(metadata, known), checksums=ranges.checksums)
     items.left_out += _unused(location, ranges)
+    if lost := sorted(ranges.names().difference(names)):
+        items.left_out.append(f"{some_of(lost)}: stored, and {METADATA} does not say as what")
     mcore_data = _optional(metadata, "mcore_data")
     if isinstance(mcore_data, dict):
         items.mcore_data = mcore_data
@@ -241,6 +243,10 @@ class _Ranges:
                         crc=storage.crc,
                     )
 
+    def names(self) -> set[str]:
+        """Return the names of all items."""
+        return {name for name, _ in self._table}
+
     def ends(self) -> dict[str, int]:
         """Return by file the byte where the last of its items ends."""
         ends: dict[str, int] = {}
@@ -258,8 +264,11 @@ class _Ranges:
     def chunk(self, name: str, offset: tuple[int, ...]) -> _Range:
         """Return where a chunk lies."""
         where = self._table.get((name, offset))
-        if where is None and not any(offset):
-            where = self._table.get((name, None))  # a tensor that was not sharded
+        # A tensor that was not sharded may have no offset.
+        other = None if any(offset) else self._table.get((name, None))
+        if where is not None and other not in (None, where):
+            raise CorruptionError(f"the chunk of {name!r} at {list(offset)} is in two places")
+        where = where or other
         if where is None:
             raise CorruptionError(f"the chunk of {name!r} at {list(offset)} is stored nowhere")
         return where

@@ -56,8 +56,12 @@ class Draft:
         return tensor_node(tensor.key)
 
     def free_name(self, name: str) -> str:
-        """Return the name of a new part, changed if it is taken."""
-        while name in self.parts:
+        """Return the name of a new part, changed if it is taken, or the path of a tensor is in it.
+
+        What a part `model.w` has would get the key of the weight `w` in the part `model`.
+        """
+        taken = {*self.parts, *self.tensors}
+        while name in taken or any(key.startswith(f"{name}.") for key in self.tensors):
             name = f"{name}_common"
         return name
 

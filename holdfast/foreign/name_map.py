@@ -22,7 +22,13 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.errors import ConfigError, MismatchError
-from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles, require_tilings
+from holdfast.foreign.catalog import (
+    Catalog,
+    CatalogTensor,
+    OpenFiles,
+    free_key,
+    require_tilings,
+)
 from holdfast.foreign.computed_chunks import chunks_of
 from holdfast.foreign.matching import RuleUse, not_undone, require_equal, uses_of
 from holdfast.foreign.optimizer_records import OptimizerRecords
@@ -440,19 +446,16 @@ class _Emitter:
     def node(self, item: Item, key: str) -> Any:
         """Return the node of an item; a tensor is added under the key, if it has none yet.
 
-        Raises:
-            ConfigError: The catalog has another tensor of that key.
+        Another part may have the tensor that this one was made of, under the same key.
         """
         if isinstance(item, Held):
             return item.node
         known = self._keys.get(id(item))
         if known is None:
-            if key in self._tensors:
-                raise ConfigError(f"the map makes a tensor {key!r}, which there is already")
-            self._keys[id(item)] = known = key
+            self._keys[id(item)] = known = free_key(key, self._tensors)
             chunks = self._sources.chunks(item)
-            self._tensors[key] = CatalogTensor(
-                key=key,
+            self._tensors[known] = CatalogTensor(
+                key=known,
                 dtype=item.dtype,
                 shape=item.shape,
                 chunks=chunks_of(item) if chunks is None else chunks,

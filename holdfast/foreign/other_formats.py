@@ -215,14 +215,20 @@ def unread_folders(location: Location, known_below: Callable[[Location], str]) -
             notes.append(f"{name}/: a folder with {known}; name it to read it")
         elif other := _title_of(folder):
             notes.append(f"{name}/: a folder with {other}, not read")
+    if more := _folder_names(location)[_MAX_FOLDERS:]:
+        notes.append(f"{len(more)} more folders, such as {more[0]}/: what is in them is not known")
     return notes
 
 
 def _folders(location: Location) -> list[tuple[str, Location]]:
     """Return the folders in a folder that may be checkpoints."""
-    names = [name for name in folders_in(location.storage) if not name.startswith((".", "__"))]
-    inside = [(name, location.inside(name)) for name in names[:_MAX_FOLDERS]]
+    names = _folder_names(location)[:_MAX_FOLDERS]
+    inside = [(name, location.inside(name)) for name in names]
     return [(name, folder) for name, folder in inside if folder is not None]
+
+
+def _folder_names(location: Location) -> list[str]:
+    return [name for name in folders_in(location.storage) if not name.startswith((".", "__"))]
 
 
 def _refused_file(location: Location, name: str) -> str:

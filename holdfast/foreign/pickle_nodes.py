@@ -18,6 +18,7 @@ import numpy as np
 
 from holdfast.arrays.types import AnyArray
 from holdfast.errors import PlacementError, some_of
+from holdfast.foreign.catalog import free_key
 from holdfast.foreign.pickled_values import (
     Constructor,
     EnumValue,
@@ -249,10 +250,7 @@ class _Walk:
         return None
 
     def _key(self, path: str) -> str:
-        key, number = path, 1
-        while key in self._keys:  # a member "a.b" next to a member "a" with a member "b"
-            number += 1
-            key = f"{path}#{number}"
+        key = free_key(path, self._keys)  # a member "a.b" next to a member "a" with a member "b"
         self._keys.add(key)
         return key
 

@@ -22,11 +22,12 @@ import msgspec
 
 from holdfast.arrays.boxes import Box
 from holdfast.errors import ConfigError, CorruptionError, PlacementError, some_of
-from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes
+from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes, each_once
 from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.other_formats import STATE_SUFFIXES
 from holdfast.foreign.output import Extent, Output, OutputFile
 from holdfast.foreign.shard_index import (
+    decode_json,
     note_on_siblings,
     read_index,
     refuse_missing_shards,
@@ -267,8 +268,8 @@ class _Saved(msgspec.Struct):
 def _offsets(text: str, place: str) -> dict[str, tuple[int, ...]]:
     """Return by tensor where the piece of this file lies in it."""
     try:
-        table = msgspec.json.decode(text, type=dict[str, _Saved])
-    except (msgspec.DecodeError, RecursionError) as error:
+        table = msgspec.convert(decode_json(text), dict[str, _Saved])
+    except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{place}: {_SHARDED} cannot be decoded: {error}") from None
     return {name: tuple(each.saved_offsets) for name, each in table.items()}
 
@@ -283,13 +284,14 @@ def _tensor(location: Location, name: str, pieces: list[_Piece]) -> CatalogTenso
             f"read it alone"
         )
     try:
-        chunks = [
+        stated = (
             Chunk(
                 Box(piece.offset or (0,) * len(piece.entry.shape), piece.entry.shape),
                 FileBytes(piece.file, piece.entry.start),
             )
             for piece in pieces
-        ]
+        )
+        chunks = each_once(stated, place=f"{location.label}: {name!r}")
         ends = [chunk.box.stop for chunk in chunks]
         shape = tuple(map(max, zip(*ends, strict=True)))
     except (PlacementError, ValueError) as error:
@@ -299,7 +301,7 @@ def _tensor(location: Location, name: str, pieces: list[_Piece]) -> CatalogTenso
         raise CorruptionError(
             f"{location.label}: pieces of {name!r} are {first.entry.dtype} and {odd.pop()}"
         )
-    return CatalogTensor(key=_key(name), dtype=first.entry.dtype, shape=shape, chunks=tuple(chunks))
+    return CatalogTensor(key=_key(name), dtype=first.entry.dtype, shape=shape, chunks=chunks)
 
 
 def layout(

@@ -66,9 +66,7 @@ def read_index(
         raise CorruptionError(f"{place}: {size} bytes are too many for an index")
     try:
         text = location.storage.read(name).decode()
-        table = msgspec.convert(
-            json.loads(text, object_pairs_hook=_once, parse_constant=str), dict[str, object]
-        )
+        table = msgspec.convert(decode_json(text), dict[str, object])
         placed = msgspec.convert(table["weight_map"], dict[str, str])
         metadata = msgspec.convert(table.get("metadata") or {}, dict[str, Any])
     except (ValueError, KeyError, RecursionError) as error:
@@ -80,6 +78,14 @@ def read_index(
                 f"if the index is left from an earlier save, name one file to read it alone"
             )
     return placed, {key: value for key, value in metadata.items() if key not in _COMPUTED}
+
+
+def decode_json(text: str | bytes) -> Any:
+    """Return a value of JSON; ValueError if a name is in an object twice, or RecursionError.
+
+    What is not a finite number is the text that stands for it.
+    """
+    return json.loads(text, object_pairs_hook=_once, parse_constant=str)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 _MAX_NAMES = 1000
 """So many names that may be folders are looked at."""
-_FILES = (".json", ".txt", ".md", ".py", ".model", ".safetensors", ".bin", ".pt", ".distcp")
+_FILES = (
+    *(".json", ".txt", ".md", ".py", ".model"),
+    *(".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp"),
+)
 
 _Known = dict[bytes, tuple[bool, Any]]
 

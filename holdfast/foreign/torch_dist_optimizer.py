@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.arrays.boxes import Box
+from holdfast.errors import some_of
 from holdfast.foreign.catalog import CatalogTensor, Chunk, HeldBytes
 from holdfast.foreign.draft import Draft
 from holdfast.format.values import is_plain_dict, is_tensor, pairs_of, tensor_keys
@@ -104,8 +105,10 @@ def add_optimizer(
     rest = [each for each in rest if not _is_empty(each)]
     if rest:
         made.parts[COMMON_PART] = rest[0] if len(rest) == 1 else rest
-        keys = {key for each in rest for key in tensor_keys(each)}
-        made.add_tensors(common_tensors[key] for key in sorted(keys))
+    # Settings may be tensors, too: the learning rate of an optimizer that is in a CUDA graph.
+    settings = [group for each in optimizers for group in each.groups] if entries else []
+    keys = {key for each in (*rest, *settings) for key in tensor_keys(each)}
+    made.add_tensors(common_tensors[key] for key in sorted(keys))
     if raw:
         _add_raw(made, raw)
     if objects:
@@ -246,6 +249,7 @@ def _add_tree(
         if (number := _group_of(name, facts[name]["shape"], groups, ranges.get(chain, everything)))
         is not None
     }
+    without = []
     for name, entries_of in state.items():
         if "step" in entries_of:
             continue  # its own, next to the one that its group states
@@ -253,6 +257,13 @@ def _add_tree(
         tensor = step_tensor(f"{PART}.state.{name}.step", step, common_tensors, file)
         if tensor is not None:
             entries_of["step"] = made.add_tensor(tensor)
+        elif any(each is not None for each in steps):
+            without.append(name)
+    if without:
+        made.left_out.append(
+            f"{PART}: the number of steps of {some_of(without, most=_MAX_NAMED)}, which differs "
+            f"between groups"
+        )
     tree = {"state": state, "groups": groups, "membership": membership, "parameters": facts}
     made.parts[PART] = tree | ({"main": main} if main else {})
     _note_groups(made, groups, [name for name in chain_of if name not in membership])

@@ -94,7 +94,7 @@ def join_copies(
         once: Returns the result of a comparison, given its name, from this or another rank.
 
     Raises:
-        CorruptionError: Copies have other types or shapes.
+        CorruptionError: Copies have other types or shapes, or a number is there twice.
         StorageError: A file cannot be read.
 
     Cost: reads every tensor that has copies as often as it has copies.
@@ -103,7 +103,10 @@ def join_copies(
     for name, tensor in tensors.items():
         match = _COPY.fullmatch(name)
         base, number = (name, -1) if match is None else (match[1], int(match[2]))
-        copies.setdefault(base, {})[number] = tensor
+        known = copies.setdefault(base, {})
+        if number in known:
+            raise CorruptionError(f"copy {number} of {base!r} is there twice")
+        known[number] = tensor
     joined: dict[str, CatalogTensor] = {}
     drifts: list[str] = []
     for name, by_number in copies.items():

@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from holdfast.foreign.catalog import Catalog
+from holdfast.foreign.catalog import Catalog, free_key
 from holdfast.foreign.output import Extent, Output, OutputFile
 from holdfast.foreign.weights import choose_part
 from holdfast.format.envelopes.optimizer_trees import to_torch
@@ -129,17 +129,8 @@ def _places(value: Any) -> dict[str, str]:
         for path, key in _tensor_paths(member, part):
             if key not in seen:
                 seen.add(key)
-                places[_unused(path, places)] = key
+                places[free_key(path, places)] = key  # as the reader names it
     return places
-
-
-def _unused(path: str, places: Mapping[str, str]) -> str:
-    """Return a key for a path, as the reader does: two paths may be one when joined with dots."""
-    key, number = path, 1
-    while key in places:
-        number += 1
-        key = f"{path}#{number}"
-    return key
 
 
 def _tensor_paths(value: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -31,11 +31,13 @@ from holdfast.foreign.catalog import (
     FileBytes,
     chunks_of_view,
     describing,
+    each_once,
 )
 from holdfast.foreign.draft import Draft
 from holdfast.foreign.location import Location
 from holdfast.foreign.pickle_nodes import to_node
 from holdfast.foreign.pickled_values import PickledStorage, PickledTensor
+from holdfast.foreign.shard_index import decode_json
 from holdfast.foreign.torch_files import tensor_of
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
 from holdfast.format.digest import digest128
@@ -47,7 +49,7 @@ from holdfast.storage.storage_protocol import split_path
 FORMAT = "torchsnapshot"
 METADATA = ".snapshot_metadata"
 _SHARDED = ("ShardedTensor", "DTensor")
-_CONTAINERS = ("dict", "OrderedDict", "list")
+_DICTS = ("dict", "OrderedDict")
 _BYTES, _PICKLED = "buffer_protocol", "torch_save"
 
 _Entry = dict[str, Any]
@@ -95,8 +97,8 @@ def open_catalog(location: Location) -> Catalog:
 def _by_path(data: bytes) -> dict[str, list[tuple[int, _Entry]]]:
     """Return the entries of all ranks by their path without the rank, in the order of ranks."""
     try:
-        entries = msgspec.json.decode(data, type=_Metadata).manifest
-    except (msgspec.DecodeError, RecursionError) as error:
+        entries = msgspec.convert(decode_json(data), _Metadata).manifest
+    except (msgspec.ValidationError, RecursionError) as error:
         raise ValueError(str(error)) from None
     table: dict[str, list[tuple[int, _Entry]]] = {}
     for path, entry in entries.items():
@@ -144,10 +146,10 @@ class _Snapshot:
         kind = entry["type"]
         if kind == "list":
             return list(self._items(path))
-        if kind in _CONTAINERS:
+        if kind in _DICTS:
             return self._dict(path)
         if kind in _SHARDED:
-            shards = [each for _, one in self.entries[path] for each in one["shards"]]
+            shards = [each for one in self._of_ranks(path, _SHARDED) for each in one["shards"]]
             return self._boxes(path, shards)
         if kind == "ChunkedTensor":
             return self._boxes(path, entry["chunks"], _sizes(entry["shape"]))
@@ -170,16 +172,21 @@ class _Snapshot:
         return CatalogTensor(key=leaf.key, dtype=value.dtype, shape=value.shape, chunks=chunks)
 
     def _first(self, path: str) -> _Entry:
-        """Return the entry of the lowest rank; note others that differ, but for boxes and dicts."""
+        """Return the entry of the lowest rank; note others that are not one with it."""
         (_, first), *others = self.entries[path]
-        if first["type"] not in (*_CONTAINERS, *_SHARDED):
-            ranks = [rank for rank, entry in others if entry != first]
-            if ranks:
-                self.left_out.append(
-                    f"{unquote(path)}: rank {ranks[0]} has its own"
-                    + (f", and {len(ranks) - 1} more" if len(ranks) > 1 else "")
-                )
+        # What ranks have of a dict, a list or a sharded tensor is joined.
+        joined = next((each for each in (_DICTS, _SHARDED, ("list",)) if first["type"] in each), ())
+        ranks = [rank for rank, entry in others if entry != first and entry["type"] not in joined]
+        if ranks:
+            self.left_out.append(
+                f"{unquote(path)}: rank {ranks[0]} has its own"
+                + (f", and {len(ranks) - 1} more" if len(ranks) > 1 else "")
+            )
         return first
+
+    def _of_ranks(self, path: str, kinds: tuple[str, ...]) -> list[_Entry]:
+        """Return the entries of all ranks that are of some kinds."""
+        return [entry for _, entry in self.entries[path] if entry["type"] in kinds]
 
     def _items(self, path: str) -> Iterable[Any]:
         number = 0
@@ -190,7 +197,7 @@ class _Snapshot:
     def _dict(self, path: str) -> dict[Any, Any]:
         values: dict[Any, Any] = {}
         seen: set[Any] = set()
-        for _, entry in self.entries[path]:
+        for entry in self._of_ranks(path, _DICTS):
             for key in entry["keys"]:
                 if type(key) not in (str, int):
                     raise ValueError(f"a key {key!r} at {path!r}")
@@ -219,7 +226,9 @@ class _Snapshot:
             if _sizes(each["tensor"]["shape"]) != box.shape:
                 raise ValueError(f"a box at {path!r} with a tensor of another shape")
             chunks += self._chunks_of(path, box, each["tensor"])
-        return self._stand_in(path, dtypes.pop(), shape, tuple(chunks))
+        # Ranks state the same place of what several of them held.
+        whole = each_once(chunks, place=f"{self.location.label}: {unquote(path)!r}")
+        return self._stand_in(path, dtypes.pop(), shape, whole)
 
     def _chunks_of(self, path: str, box: Box, entry: _Entry) -> tuple[Chunk, ...]:
         """Return where the elements of a box lie; none for a type that has no stored form."""

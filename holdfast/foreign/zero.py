@@ -20,7 +20,7 @@ from typing import Any
 from holdfast.errors import CorruptionError, some_of
 from holdfast.foreign.catalog import Catalog, Checksum, describing
 from holdfast.foreign.draft import Draft
-from holdfast.foreign.location import Location, is_step
+from holdfast.foreign.location import Location
 from holdfast.foreign.other_formats import unread_files
 from holdfast.foreign.pickle_nodes import module_versions
 from holdfast.foreign.pickled_values import PickledTensor, Record
@@ -46,6 +46,7 @@ from holdfast.foreign.zero_files import (
     optimizer_of,
     read_file,
     stage_of,
+    step_of,
 )
 from holdfast.foreign.zero_partitions import FlatTensor, Parameter, tensor_of_runs
 from holdfast.format.values import join_path
@@ -128,7 +129,7 @@ def _open(location: Location) -> Catalog:
     return made.catalog(
         identity=b"".join(each.identity for each in (*optim, *model)),
         files=used,
-        step=made.step,
+        step=step_of(location, model),
         checksums=lambda files: _checksums(made, [*model, *optim]),
     )
 
@@ -141,13 +142,11 @@ class _Made(Draft):
 
     Attributes:
         memory: Of the first file of model state.
-        step: Of training.
     """
 
     def __init__(self, location: Location, title: str) -> None:
         super().__init__(location, title)
         self.memory = FileMemory()
-        self.step = 0
 
     def add(self, path: str, value: object, file: ZeroFile, memory: FileMemory) -> Any:
         """Add the tensors of a value, and return its node."""
@@ -233,28 +232,37 @@ def _add_optimizer(made: _Made, layout: ZeroLayout, optim: Sequence[ZeroFile]) -
         made.left_out.append(f"{_OPTIMIZER}: {key} is not the state of an optimizer of PyTorch")
         return
     tree: dict[str, Any] = {"state": {}, "param_groups": []}
-    groups = list_in(first, "param_groups", optim[0])
-    steps: dict[int, Any] = {}
+    steps = [_steps(state, layout, file) for state, file in zip(states, optim, strict=True)]
     memory = FileMemory()
-    for at, group in enumerate(groups):
-        numbers = [number for number in group["params"] if number in range(len(layout.groups))]
+    for at, group in enumerate(first["param_groups"]):
+        numbers = [number for number in group["params"] if number in steps[0]]
         settings = {name: each for name, each in group.items() if name not in ("params", "step")}
         node = made.add(f"{_OPTIMIZER}.param_groups.{at}", settings, optim[0], memory)
         node["params"] = [name for n in numbers for name in layout.groups[n].parameters]
         tree["param_groups"].append(node)
-        steps |= {number: group.get("step") for number in numbers}
-    if sorted(steps) != list(range(len(layout.groups))):
-        raise CorruptionError(
-            f"{optim[0].file.place}: its param_groups are not those of its partitions"
-        )
     for number, each in enumerate(layout.groups):
         of_ranks = [dict(state["state"].get(number, {})) for state in states]
-        if steps[number] is not None:
-            for entries in of_ranks:
-                entries.setdefault("step", steps[number])
+        for entries, own in zip(of_ranks, steps, strict=True):
+            if own[number] is not None:
+                entries.setdefault("step", own[number])
         for name in {name: None for entries in of_ranks for name in entries}:
             _add_entry(made, tree["state"], each, name, optim, [e.get(name) for e in of_ranks])
     made.parts[_OPTIMIZER] = tree
+
+
+def _steps(state: Mapping[Any, Any], layout: ZeroLayout, file: ZeroFile) -> dict[int, Any]:
+    """Return by partition the step that a rank's settings state; None if they state none.
+
+    Raises CorruptionError if the settings are not those of the partitions.
+    """
+    partitions = range(len(layout.groups))
+    groups = list_in(state, "param_groups", file)
+    steps = {n: group.get("step") for group in groups for n in group["params"] if n in partitions}
+    if len(steps) != len(partitions):
+        raise CorruptionError(
+            f"{file.file.place}: its param_groups are not those of its partitions"
+        )
+    return steps
 
 
 def _add_entry(
@@ -327,8 +335,6 @@ def _add_rest(made: _Made, model: Sequence[ZeroFile], optim: Sequence[ZeroFile])
             # One odd value of the user's does not make the weights unreadable.
             made.left_out.append(str(error))
     made.left_out += made.memory.notes()
-    step = rest.get("global_steps")
-    made.step = step if is_step(step) else made.location.step
     if len(optim) > 1:
         made.left_out.append(
             f"values of ranks 1 to {len(optim) - 1} in their files, besides partitions: those of "

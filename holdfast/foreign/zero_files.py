@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import CorruptionError, shorten_ranks, some_of
-from holdfast.foreign.location import Location
+from holdfast.foreign.location import Location, is_step
 from holdfast.foreign.pickled_values import EnumValue, PickledTensor, dims, index
 from holdfast.foreign.pickles import NOT_READ
 from holdfast.foreign.torch_files import open_file
@@ -165,6 +165,18 @@ def model_files(location: Location, stage: int, num_ranks: int) -> list[str]:
     if missing:
         raise CorruptionError(f"{location.label}: {some_of(missing)} is missing")
     return names
+
+
+def step_of(location: Location, model: Sequence[ZeroFile]) -> int:
+    """Return the step that the files of model state state; CorruptionError if they differ."""
+    stated = [file.value.get("global_steps") for file in model]
+    steps = sorted({step for step in stated if is_step(step)})
+    if len(steps) > 1:
+        raise CorruptionError(
+            f"{location.label}: the ranks' files of model state are of the steps {steps}, so of "
+            f"several saves"
+        )
+    return steps[0] if steps else location.step
 
 
 # ---- where parameters lie ----

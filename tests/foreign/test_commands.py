@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from holdfast import Checkpointer
 from holdfast.cli.commands import ls
 from holdfast.errors import StorageError
+from holdfast.foreign import NameMap, cast
 from holdfast.foreign.location import Location
 from tests.cli.conftest import Holdfast, holdfast
 from tests.foreign.contract import sample_tensors
@@ -208,9 +209,20 @@ def test_show_states_nothing_that_the_format_does_not(holdfast: Holdfast, place:
 
 def test_a_cast_array_is_a_tensor(holdfast: Holdfast, place: Path) -> None:
     """NumPy lacks the type, and its node stated a byte order: the result could not be loaded."""
-    torch.save({"model": {"a": np.array([1.0, 2.0], dtype=">f4"), "n": np.arange(2)}}, place / "a")
+    tied = torch.ones(2)
+    model = {"a": np.array([1.0, 2.0], dtype=">f4"), "n": np.arange(2), "w": tied}
+    torch.save({"model": model, "ema": {"w": tied, "n": torch.ones(2)}}, place / "a")
     words = (place / "a", place / "own", "--to", "holdfast", "--dtype", "bf16")
     assert holdfast("convert", *words).code == 0
-    values = Checkpointer(place / "own").load_all().values["model"]
+    parts = Checkpointer(place / "own").load_all().values
+    # Another part was cast, too; by a map it was refused.
+    names = NameMap([cast("{name}", dtype="BF16", optional=True)])
+    torch.save({"model": {"w": tied}, "ema": {"w": tied}}, place / "b")
+    for found in (
+        parts,
+        Checkpointer(place / "no").load_all(source=place / "b", names=names).values,
+    ):
+        assert (found["model"]["w"].dtype, found["ema"]["w"].dtype) == (torch.bfloat16, tied.dtype)
+    values = parts["model"]
     assert torch.equal(values["a"], torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
     assert isinstance(values["n"], np.ndarray)

@@ -229,7 +229,13 @@ def _paths(a: tuple[Any, ...], b: tuple[Any, ...]) -> Callable[[Any], None]:
     return lambda metadata: metadata.planner_data.update(a=a, b=b)
 
 
+def _two_places(metadata: Any) -> None:
+    place = next(each for index, each in metadata.storage_data.items() if index.fqn == "b")
+    metadata.storage_data[MetadataIndex("a", None)] = place
+
+
 LIES: dict[str, Callable[[Any], None]] = {
+    "a tensor in two places": _two_places,
     "a path before a list": _paths(("x", -1), ("y",)),
     "one path of two in a list": _paths(("x", 0), ("x", 0)),
     "one path of two": _paths(("x",), ("x",)),
@@ -273,9 +279,11 @@ def test_a_gap_as_large_as_an_overlap_is_not_converted(tmp_path: Path) -> None:
     b = next(index for index in metadata.storage_data if index.fqn == "b")
     place = metadata.storage_data.pop(b)
     metadata.storage_data[MetadataIndex("a", torch.Size([1, 0]))] = place
+    metadata.storage_data[MetadataIndex("c")] = place
     del metadata.state_dict_metadata["b"]
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     catalog = open_catalog(path)
+    assert catalog.left_out == ["c: stored, and .metadata does not say as what"]
     flaw = r"'model\.a' do not tile its shape \[4, 3\]: overlap at \[1, 0\], size \[1, 3\]"
     for to in get_args(TargetFormat):
         with pytest.raises(CorruptionError, match=flaw):

@@ -146,6 +146,10 @@ def test_what_is_next_to_a_checkpoint_is_listed(tmp_path: Path, holdfast: Holdfa
         "tf_model.h5: HDF5 or Keras, not read",
         "original/: a folder with torch.save; name it to read it",
     ]
+    for number in range(100):
+        (folder / f"p{number:02}").mkdir()
+    more = "1 more folders, such as p99/: what is in them is not known"
+    assert open_catalog(folder).left_out[-1] == more
     # Next to weights that are read, a pointer to others is listed, too.
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     torch.save({"w": torch.ones(2)}, folder / "pytorch_model.bin")

@@ -147,6 +147,12 @@ HEADERS: dict[str, dict[str, object]] = {
     "a type of four bits": {"a": {"dtype": "F4"}},
     "no object": {"a": "text"},
     "offsets of other tensors": {"__metadata__": {"DCP_SHARDING_INFO": '{"c": 1}'}},
+    "offsets of a tensor twice": {
+        "__metadata__": {
+            "DCP_SHARDING_INFO": '{"a": {"saved_offsets": [9]}, "a": {"saved_offsets": [0]}, '
+            '"b": {"saved_offsets": [0]}}'
+        }
+    },
     "offsets that overflow": {
         "__metadata__": {
             "DCP_SHARDING_INFO": json.dumps(
@@ -203,6 +209,14 @@ def test_one_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         save_file({"a": torch.ones(3)}, tmp_path / f"hf/{name}.safetensors")
     with pytest.raises(CorruptionError, match=r"in several files: one.safetensors, two"):
         open_catalog(tmp_path / "hf")
+    # A shard of DCP's that is left of a save by more ranks was a copy, and either was read.
+    for rank in (1, 3):
+        shard = f"dcp/shard-0000{rank}-model-00001-of-00001.safetensors"
+        words = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [0]}})}
+        (tmp_path / "dcp").mkdir(exist_ok=True)
+        save_file({"a": torch.full((3,), rank)}, tmp_path / shard, metadata=words)
+    with pytest.raises(CorruptionError, match=r"'a': the elements at \[0\] are in two places"):
+        open_catalog(tmp_path / "dcp")
 
 
 def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import pickle
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from holdfast import (
     Checkpointer,
@@ -33,6 +38,7 @@ from holdfast.foreign.draft import Draft
 from holdfast.foreign.formats import open_catalog
 from holdfast.foreign.location import Location
 from holdfast.foreign.torch_dist_optimizer import add_optimizer
+from holdfast.format.values import tensor_node
 from holdfast.optim import ShardedOptimizer
 from tests.foreign.contract import check_format, raw
 from tests.foreign.megatron_writing import (
@@ -146,6 +152,11 @@ def test_megatron_copies_that_differ(written: Path, tmp_path: Path, caplog: Any)
     assert main(["convert", str(path), str(tmp_path / "own"), "--to", "holdfast"]) != 0
     assert not (tmp_path / "own").exists()
     assert main(["verify", str(path)]) == 1
+    both = {f"w.__tp_replica_{number}": torch.ones(2) for number in ("1", "01")}
+    dcp.save(both, checkpoint_id=tmp_path / "both", no_dist=True)
+    (tmp_path / "both" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(CorruptionError, match=r"copy 1 of 'w' is there twice"):
+        open_catalog(tmp_path / "both")
 
 
 @pytest.mark.parametrize("has_record", [True, False])
@@ -193,12 +204,21 @@ def test_flipped_bytes_of_megatron_are_an_error_with_a_name(written: Path, tmp_p
 def test_groups_that_settings_do_not_tell_apart_have_no_members(written: Path) -> None:
     """Two groups that differ in their learning rate alone: who is in which is not guessed."""
     weight = open_catalog(written / "run").tensors["model.grid"]
-    common = {"param_groups": [{"lr": 0.1, "wd_mult": 1.0}, {"lr": 0.2, "wd_mult": 1.0}]}
-    others: Any = {"shapes": {"grid": weight.shape}, "common_tensors": {}, "file": "common.pt"}
+    rate = {"optimizer_common.lr": replace(weight, key="optimizer_common.lr")}
+    common = {
+        "param_groups": [
+            {"lr": tensor_node("optimizer_common.lr"), "wd_mult": 1.0, "step": 3},
+            {"lr": 0.2, "wd_mult": 1.0, "step": 4},
+        ]
+    }
+    others: Any = {"shapes": {"grid": weight.shape}, "common_tensors": rate, "file": "common.pt"}
     made = Draft(Location.of(written), "Megatron")
     add_optimizer(made, {"optimizer.state.exp_avg.grid": weight}, {}, common, **others)
     assert made.parts["optimizer"]["membership"] == {}
-    assert any("the group of 1 parameters" in each and "grid" in each for each in made.left_out)
+    for what in ("the group of 1 parameters", "the number of steps of grid, which differs"):
+        assert any(what in each and "grid" in each for each in made.left_out)
+    # A setting that is a tensor was a node without one, and nothing of the optimizer loaded.
+    assert {*rate} <= {*made.tensors}
     both = {f"chained_{i}.optimizer.state.exp_avg.grid": weight for i in range(2)}
     with pytest.raises(CorruptionError, match=r"'optimizer\.state\.grid\.exp_avg' is there twice"):
         add_optimizer(Draft(Location.of(written), "Megatron"), both, {}, None, **others)
@@ -360,3 +380,70 @@ def test_gathered_buckets_are_kept_as_they_are(written: Path) -> None:
     ]
     assert len(moments) == 4  # one for each rank of the model
     assert all(tensor.nbytes for tensor in moments)
+
+
+# ---- generated ----
+
+NAMES = (
+    "w", "a.b", "decoder.layers.weight", "decoder.layers.0.mlp.experts.linear_fc1.weight",
+    "model.w", "optimizer", "optimizerx.w", "layer_norm.bias", "x.optimizer.state.y",
+)  # fmt: skip
+OBJECTS = (
+    "rng_state/shard_0_1", "rng_state", "rerun/shard_0.0_1.1", "x._extra_state/shard_0_1",
+    "optimizer.foo/shard_0_1", "model_obj/shard_0_1", "objects/shard_0_1", "args/shard_0_1",
+)  # fmt: skip
+COMMON = ("model", "model0", "model.w", "rng_state", "objects", "optimizer_raw", "optimizer.main")
+
+
+def drawn_checkpoint(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the ranks and the common values of a checkpoint have, by name."""
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.tensor([draw.random() for _ in range(math.prod(shape))]).reshape(shape)
+
+    def some(names: Sequence[str], most: int) -> list[str]:
+        return draw.sample(names, draw.randint(0, most))
+
+    ranks: dict[str, Any] = {n: tensor(*draw.choice([(3,), (2, 3), ()])) for n in some(NAMES, 6)}
+    chain = draw.choice(["", "chained_0.", "chained_1."])
+    for name in some(NAMES, 5):
+        for entry in some(("exp_avg", "exp_avg_sq", "fp32_param", "step"), 4):
+            shape = ranks[name].shape if name in ranks and draw.random() < 0.9 else (5,)
+            ranks[f"{chain}optimizer.state.{entry}.{name}"] = tensor(*shape)
+    ranks |= {
+        name: draw.choice([[{"a": tensor(2), "b": 3}], {"t": tensor(1)}, None, 5, [tensor(2)] * 2])
+        for name in some(OBJECTS, 5)
+    }
+    groups = [{"lr": 0.1, "wd_mult": n, "params": [0]} for n in (1.0, 0.0)]
+    if draw.random() < 0.5:
+        groups[0]["lr"] = tensor()
+    optimizer = {"optimizer": {"param_groups": groups, "state": {}}, "scale": tensor(1)}
+    is_chain = draw.random() < 0.4
+    common = {"iteration": 5, "optimizer": {0: optimizer, 1: optimizer} if is_chain else optimizer}
+    common |= {
+        name: draw.choice([{"w": {}}, tensor(2), {"z": tensor(1)}]) for name in some(COMMON, 4)
+    }
+    return ranks, common
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+
+@pytest.mark.slow
+def test_generated_checkpoints_lose_no_tensor(tmp_path: Path) -> None:
+    """X4, X24: whatever names, objects and common values meet, each tensor is read, or is named."""
+    draw = random.Random(1)
+    for number in range(60):
+        path = tmp_path / str(number)
+        ranks, common = drawn_checkpoint(draw)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.save(ranks, checkpoint_id=path, no_dist=True, planner=planner)
+        (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        torch.save(common, path / "common.pt")
+        report = Checkpointer(tmp_path / "none").load_all(source=path)
+        found = {raw(each) for each in tensors_in(report.values)}
+        for name, value in {**ranks, **common}.items():
+            for each in tensors_in(value):
+                is_named = any(name in sentence for sentence in report.left_out)
+                assert raw(each) in found or is_named, (number, name)

@@ -72,6 +72,13 @@ def dots(manifest: dict[str, Any]) -> None:
         manifest[f"0/{part}/{key}"] = manifest[f"0/model/{other}"]
 
 
+def again(manifest: dict[str, Any]) -> None:
+    """One box in two places, the first of which every reader took."""
+    box = manifest["0/extra/table"]["shards"][0]
+    other = {**box["tensor"], "byte_range": [0, 96]}
+    manifest["1/extra/table"]["shards"] += [box, {**box, "tensor": other}]
+
+
 @pytest.mark.parametrize(
     ("edit", "error", "message"),
     [
@@ -88,6 +95,7 @@ def dots(manifest: dict[str, Any]) -> None:
         (lambda m: m["0/model/w"]["chunks"].pop(), CorruptionError, "model.w"),
         (lambda m: m.update({"x/model": {}}), CorruptionError, "an entry at 'x/model'"),
         (lambda m: m["0/extra/table"]["shards"].clear(), CorruptionError, "table"),
+        (again, CorruptionError, r"'extra/table': the elements at \[0, 0\] are in two places"),
         (dots, CorruptionError, r"'a\.b\.c' is there twice"),
     ],
 )
@@ -114,6 +122,10 @@ def test_older_metadata_and_damaged_bytes(tmp_path: Path) -> None:
     metadata.write_text("manifest:\n  0/model: {type: dict, keys: []}\nversion: 0.0.3\n")
     with pytest.raises(CorruptionError, match=r"before 0\.1 wrote YAML"):
         open_catalog(folder)
+    # Two entries of one name, of which the last one was all.
+    metadata.write_bytes(data.replace(b'"0/model/n"', b'"0/model/w"'))
+    with pytest.raises(CorruptionError, match="'0/model/w' is there twice"):
+        open_catalog(folder)
     draw = np.random.default_rng(3)
     for _ in range(100):
         damaged = bytearray(data)
@@ -137,11 +149,14 @@ def test_a_value_that_asks_for_code_is_left_out_by_name(tmp_path: Path) -> None:
     metadata = json.loads((folder / ".snapshot_metadata").read_bytes())
     for rank in range(2):
         metadata["manifest"][f"{rank}/model"]["keys"].remove("n")
+    # As of a value that only rank 0 has, next to None: the whole snapshot was not read.
+    metadata["manifest"]["1/extra/odd"] = metadata["manifest"]["1/extra/epoch"]
     (folder / ".snapshot_metadata").write_text(json.dumps(metadata))
     report = Checkpointer(tmp_path / "none").load_all(source=folder)
     assert not ran.exists()
     assert "none" not in report.values["extra"]
     assert "model/n: in no dict or list of the snapshot" in report.left_out
+    assert "extra/odd: rank 1 has its own" in report.left_out
     assert any(each.startswith("extra/none: ") and "mkdir" in each for each in report.left_out)
     os.truncate(folder / "0/extra/none", 90)  # a damaged one is an error
     with pytest.raises(CorruptionError, match="0/extra/none"):
