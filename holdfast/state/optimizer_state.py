@@ -374,9 +374,9 @@ class OptimizerState:
                 state[name] = entry_targets(
                     name, param, known, padding, have=have, made=made, filled=filled
                 )
-            if known.main.get(name) is not None:
-                dtype = stored.tensors_under("main")[name].dtype
-                main[name] = main_target(param, dtype, padding)
+            wide = stored.tensor(known.main.get(name))
+            if wide is not None:
+                main[name] = main_target(param, wide.dtype, padding)
         template: dict[str, object] = {"state": state, "groups": Stored(), "membership": Stored()}
         if stored.has("main"):
             template["main"] = main
