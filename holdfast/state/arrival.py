@@ -237,7 +237,11 @@ def _digest_of(number: float, shown: _TensorRecord) -> str | None:
     dtype = getattr(torch, shown.dtype.removeprefix("torch."), None)
     if dtype is None:  # of an array of dates
         return None
-    made = torch.tensor(number).to(dtype)
+    wide = torch.float64 if isinstance(number, float) else None
+    try:
+        made = torch.tensor(number, dtype=wide).to(dtype)
+    except (OverflowError, RuntimeError, ValueError):  # an integer beyond 64 bits
+        return None
     is_held = made.item() == number or number != number
     return tensor_digest(made.reshape(shown.shape)) if is_held else None
 

@@ -68,6 +68,14 @@ class Forgetful(Counter):
         self.entries |= {name: value for name, value in state.items() if name != "n"}
 
 
+class InTensors(Counter):
+    """Keeps numbers as tensors."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        made = ((name, float(value)) for name, value in state.items())
+        self.entries = {name: torch.tensor(each, dtype=torch.float64) for name, each in made}
+
+
 class Lazy(Counter):
     """Applies its state when it is started."""
 
@@ -114,6 +122,11 @@ LOSSES: dict[str, tuple[Any, Any, str]] = {
         Forgetful(n=np.zeros(3)),
         r"owner\.n: the Forgetful has other values than the stored ones",
     ),
+    "an integer of more digits": (
+        Counter(n=2**70 + 1),
+        InTensors(),
+        r"owner\.n: stored is 11805916",
+    ),
     "a state applied later": (Counter(n=1), Lazy(n=0), r"AppliesLater\(obj\)"),
 }
 
@@ -126,6 +139,15 @@ def test_what_an_object_does_not_take_is_named(name: str, tmp_path: Path) -> Non
     checkpointer.save(1, {"owner": saved})
     with pytest.raises(MismatchError, match=message):
         checkpointer.load({"owner": other})
+
+
+def test_a_number_is_the_tensor_that_holds_it(tmp_path: Path) -> None:
+    """R1: a float of 64 bits was compared with one of 32, and refused."""
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"owner": Counter(n=0.1, m=2**40 + 1, k=float("inf"))})
+    owner = InTensors()
+    checkpointer.load({"owner": owner})
+    assert [each.item() for each in owner.entries.values()] == [0.1, 2**40 + 1, float("inf")]
 
 
 def test_what_is_applied_later_is_handed_over_and_not_loaded(tmp_path: Path) -> None:
