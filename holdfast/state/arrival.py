@@ -8,6 +8,7 @@ is given.
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -244,6 +245,20 @@ def _digest_of(number: float, shown: _TensorRecord) -> str | None:
         return None
     is_held = made.item() == number or number != number
     return tensor_digest(made.reshape(shown.shape)) if is_held else None
+
+
+def same_containers(tree: Any) -> Any:
+    """Return new dicts, lists and streams of bytes with the same members.
+
+    For an owner that takes entries out of what it is given, and may be given it once more.
+    """
+    if isinstance(tree, io.BytesIO):
+        return io.BytesIO(tree.getvalue())
+    if isinstance(tree, dict | list):
+        tree = copy.copy(tree)  # with torch's versions of modules, if it has any
+        for name in list(tree) if isinstance(tree, dict) else range(len(tree)):
+            tree[name] = same_containers(tree[name])
+    return tree
 
 
 class AskedBack(NamedTuple):
