@@ -223,6 +223,8 @@ def _in_words(record: object) -> str:
 
 def _is_same_value(expected: object, shown: object) -> bool:
     """Return True if an owner shows the value that it was given."""
+    if isinstance(expected, _TensorRecord) and isinstance(shown, int | float):
+        expected, shown = shown, expected
     if isinstance(expected, int | float) and isinstance(shown, _TensorRecord):
         return math.prod(shown.shape) == 1 and shown.digest == _digest_of(expected, shown)
     if isinstance(expected, float) and isinstance(shown, float) and expected == shown == 0.0:

@@ -76,6 +76,13 @@ class InTensors(Counter):
         self.entries = {name: torch.tensor(each, dtype=torch.float64) for name, each in made}
 
 
+class InNumbers(Counter):
+    """Keeps tensors of one element as numbers, and one of them wrongly."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.entries = {name: value.item() for name, value in state.items()} | {"k": 1}
+
+
 class Lazy(Counter):
     """Applies its state when it is started."""
 
@@ -148,6 +155,10 @@ def test_a_number_is_the_tensor_that_holds_it(tmp_path: Path) -> None:
     owner = InTensors()
     checkpointer.load({"owner": owner})
     assert [each.item() for each in owner.entries.values()] == [0.1, 2**40 + 1, float("inf")]
+    tensors = {"n": torch.tensor(0.1), "m": torch.tensor([2**40 + 1]), "k": torch.tensor(2)}
+    checkpointer.save(2, {"owner": Counter(**tensors)})
+    with pytest.raises(MismatchError, match=r"\(1 entry\): owner\.k: stored is a tensor"):
+        checkpointer.load({"owner": InNumbers()})
 
 
 def test_what_is_applied_later_is_handed_over_and_not_loaded(tmp_path: Path) -> None:
