@@ -466,17 +466,18 @@ def same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other) or (isinstance(one, set) and one == other)
 
 
-def test_no_generated_owner_differs_silently(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num", [110, pytest.param(220, marks=pytest.mark.slow)])
+def test_no_generated_owner_differs_silently(num: int, tmp_path: Path) -> None:
     """R1: an owner has what was stored, or the load raises, or the report calls it handed over."""
     rng = random.Random(11)
     checkpointer = Checkpointer(tmp_path)
     saved: list[Owner] = []
-    for number in range(220):
+    for number in range(num):
         entries = {name: value(rng) for name in ("a", "bb", "c", "dd")}
         fault = FAULTS[number % len(FAULTS)]
         saved.append(Owner(entries, fault, rng.sample(list(entries), 2)))
     # Ten owners in a checkpoint: with all in one, each load would read the tree of all.
-    for step in range(0, 220, 10):
+    for step in range(0, num, 10):
         kept = {
             f"o{i}": Owner(saved[i].entries, "none", ["a", "c"]) for i in range(step, step + 10)
         }
@@ -502,8 +503,8 @@ def test_no_generated_owner_differs_silently(tmp_path: Path) -> None:
             twin.start()
         assert same(owner.entries, twin.entries), (name, owner.fault)
         num_right += 1
-    assert num_refused > 50
-    assert num_right > 80
+    assert num_refused > num // 4
+    assert num_right > num // 3
 
 
 def test_a_second_thread_is_refused_as_one(tmp_path: Path) -> None:
