@@ -8,6 +8,7 @@ is given.
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -222,6 +223,8 @@ def _in_words(record: object) -> str:
 
 def _is_same_value(expected: object, shown: object) -> bool:
     """Return True if an owner shows the value that it was given."""
+    if isinstance(expected, _TensorRecord) and isinstance(shown, int | float):
+        expected, shown = shown, expected
     if isinstance(expected, int | float) and isinstance(shown, _TensorRecord):
         return math.prod(shown.shape) == 1 and shown.digest == _digest_of(expected, shown)
     if isinstance(expected, float) and isinstance(shown, float) and expected == shown == 0.0:
@@ -237,9 +240,27 @@ def _digest_of(number: float, shown: _TensorRecord) -> str | None:
     dtype = getattr(torch, shown.dtype.removeprefix("torch."), None)
     if dtype is None:  # of an array of dates
         return None
-    made = torch.tensor(number).to(dtype)
+    wide = torch.float64 if isinstance(number, float) else None
+    try:
+        made = torch.tensor(number, dtype=wide).to(dtype)
+    except (OverflowError, RuntimeError, ValueError):  # an integer beyond 64 bits
+        return None
     is_held = made.item() == number or number != number
     return tensor_digest(made.reshape(shown.shape)) if is_held else None
+
+
+def same_containers(tree: Any) -> Any:
+    """Return new dicts, lists and streams of bytes with the same members.
+
+    For an owner that takes entries out of what it is given, and may be given it once more.
+    """
+    if isinstance(tree, io.BytesIO):
+        return io.BytesIO(tree.getvalue())
+    if isinstance(tree, dict | list):
+        tree = copy.copy(tree)  # with torch's versions of modules, if it has any
+        for name in list(tree) if isinstance(tree, dict) else range(len(tree)):
+            tree[name] = same_containers(tree[name])
+    return tree
 
 
 class AskedBack(NamedTuple):

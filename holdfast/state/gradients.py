@@ -90,9 +90,10 @@ class Gradients:
         if self._axes:
             return SomePerRank(Stored(), axes=self._axes, names=frozenset(names.values()))
         padded = declared_padding(self._module)
+        tensors = stored.tensors_under()
         targets: dict[str, object] = {}
         for parameter, name in names.items():
-            info = stored.tensors_under().get(name)
+            info = tensors.get(name)
             if info is not None:
                 shape = padded.find(parameter, name)
                 like = parameter.detach() if shape is None else Padded(parameter.detach(), shape)

@@ -7,7 +7,6 @@ module's state dict is read again afterwards: it must show what was loaded.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import io
 import logging
@@ -25,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from holdfast._torch import buffer_table, parameter_table, write_counter
 from holdfast.arguments import check_choice
 from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlacementError, some_of
-from holdfast.state.arrival import ask_back, differences, recorded
+from holdfast.state.arrival import ask_back, differences, recorded, same_containers
 from holdfast.state.markers import Marked, Padded, Stored
 from holdfast.state.module_tree import (
     ModuleStateDict,
@@ -471,8 +470,8 @@ class ModuleLoad:
             # A model that was made in inference mode can be written in it alone.
             is_inference = any(held.tensor.is_inference() for held in self._before.registered)
             with torch.inference_mode(is_inference), torch.no_grad():
-                # A copy, with torch's versions: it may take entries out, and be called again.
-                outcome: object = module.load_state_dict(copy.copy(given), **options)
+                # It may take entries out, and be called again.
+                outcome: object = module.load_state_dict(same_containers(given), **options)
         except HoldfastError:
             raise
         except Exception as error:

@@ -395,9 +395,10 @@ def declared_padding(module: nn.Module) -> ModulePaddings:
     by_name: dict[str, tuple[int, ...]] = {}
     for logical, _, inner in walk(module):
         kept: Mapping[str, tuple[int, ...]] = inner.__dict__.get(_PADDING, {})
+        registered = registered_in(inner) if kept else {}
         for name, shape in kept.items():
             where = f"{logical}{name}"
-            tensor = registered_in(inner).get(name)
+            tensor = registered.get(name)
             if tensor is None:
                 if name in parameter_table(inner) or name in buffer_table(inner):
                     continue  # registered as None: there is nothing to store

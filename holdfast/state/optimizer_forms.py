@@ -238,21 +238,28 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in NOT_STORED}
 
 
-def set_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Give a group exactly these settings; it stays the same object, and so do tensors in it.
+def set_groups(settings: Iterable[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
+    """Give groups exactly these settings; they stay the same objects, and so do tensors in them.
 
     Schedulers, captured graphs and views refer to the tensors of a group (a learning rate, a shared
     buffer); those that fit take the new value in place.
+
+    Args:
+        settings: Of each group of an optimizer, together: two groups may share a tensor, as
+            torch's do if the learning rate that they are built with is one.
     """
-    held = hyperparameters(group)
-    for name in held:
-        del group[name]
-    for name, value in values.items():
-        group[name] = _filled_in_place(held.get(name), value)
-    for name, value in values.items():
+    filled = []
+    for group, values in settings:
+        held = hyperparameters(group)
+        for name in held:
+            del group[name]
+        for name, value in values.items():
+            group[name] = _filled_in_place(held.get(name), value)
+            filled.append((group, name, held.get(name), value))
+    for group, name, before, value in filled:
         # Two names may share memory; then what came first was overwritten by what came next.
         if not equal_trees(group[name], value):
-            group[name] = value
+            group[name] = _on_device_of(before, value)
 
 
 def _filled_in_place(held: object, value: object) -> object:
@@ -263,7 +270,7 @@ def _filled_in_place(held: object, value: object) -> object:
         if held is value:
             return held
         if held.shape != value.shape or held.dtype != value.dtype:
-            return value if isinstance(held, DTensor) else value.to(held.device)
+            return _on_device_of(held, value)
         with torch.no_grad():
             if isinstance(held, DTensor) and not isinstance(value, DTensor):
                 value = distribute_tensor(
@@ -278,6 +285,14 @@ def _filled_in_place(held: object, value: object) -> object:
     if type(value) is dict and type(held) is dict:
         return {name: _filled_in_place(held.get(name), child) for name, child in value.items()}
     return value
+
+
+def _on_device_of(held: object, value: object) -> object:
+    """Return a tensor on the device of the one in whose place it comes; anything else as it is."""
+    if not isinstance(held, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return value
+    is_placed = isinstance(held, DTensor) or isinstance(value, DTensor)
+    return value if is_placed else value.to(held.device)
 
 
 def homes_of(names: Iterable[str], membership: Mapping[str, int]) -> list[int]:
@@ -360,13 +375,10 @@ def same_groups(optimizer: Any) -> Iterator[None]:
             now = owner.param_groups
             if len(now) != len(groups) or any(type(group) is not dict for group in groups):
                 continue  # the load made other groups, which only the optimizer understands
-            values = [dict(group) for group in now]
-            for group, new, loaded in zip(groups, now, values, strict=True):
-                if group is not new:
-                    set_group(group, hyperparameters(loaded))
-                    for name in NOT_STORED:
-                        if name in loaded:
-                            group[name] = loaded[name]
+            other = [(g, dict(new)) for g, new in zip(groups, now, strict=True) if g is not new]
+            set_groups((group, hyperparameters(loaded)) for group, loaded in other)
+            for group, loaded in other:
+                group |= {name: loaded[name] for name in NOT_STORED if name in loaded}
             if now is not listed:
                 listed[:] = groups
                 owner.param_groups = listed

@@ -23,7 +23,7 @@ from holdfast.state.optimizer_forms import (
     homes_of,
     load_form,
     read_form,
-    set_group,
+    set_groups,
     shows,
     stored_settings,
 )
@@ -374,9 +374,9 @@ class OptimizerState:
                 state[name] = entry_targets(
                     name, param, known, padding, have=have, made=made, filled=filled
                 )
-            if known.main.get(name) is not None:
-                dtype = stored.tensors_under("main")[name].dtype
-                main[name] = main_target(param, dtype, padding)
+            wide = stored.tensor(known.main.get(name))
+            if wide is not None:
+                main[name] = main_target(param, wide.dtype, padding)
         template: dict[str, object] = {"state": state, "groups": Stored(), "membership": Stored()}
         if stored.has("main"):
             template["main"] = main
@@ -517,9 +517,8 @@ class OptimizerState:
             for key in form.others:
                 del self._own.state[key]
             self._own.state.update(tree.get("others", {}))
-        for group, values in zip(self._optimizer.param_groups, settings, strict=True):
-            if values is not None:
-                set_group(group, values)
+        groups = zip(self._optimizer.param_groups, settings, strict=True)
+        set_groups((group, values) for group, values in groups if values is not None)
         for optimizer in optimizers:
             # As torch's own load does: a class fills in what older checkpoints lack.
             try:

@@ -32,6 +32,9 @@ from holdfast.state.stored import (
 )
 from holdfast.state.tensor_elements import equal_trees, local_of, local_part
 
+_ON_DEVICE = frozenset(("capturable", "foreach", "fused"))
+"""Settings with which a step wants its parameters on a device."""
+
 
 class StoredParameters:
     """What a checkpoint has of each of an optimizer's parameters, by name.
@@ -310,27 +313,26 @@ def absent_groups(
     """Return groups and settings of groups of which the checkpoint knows nothing, by path."""
     result: dict[str, object] = {}
     stored = known_parameters.part
-    members: list[list[str]] = [[] for _ in groups]
-    optimizers: dict[int, Any] = {}
+    by_group: list[dict[str, OptimizerParameter]] = [{} for _ in groups]
     for name, param in named:
-        members[param.group].append(name)
-        optimizers[param.group] = param.optimizer
-    for i, names in enumerate(members):
-        known = [home for name in names if (home := known_parameters.home(name)) is not None]
-        _refuse_joined(i, len(members), sorted(set(known)), stored)
-        if names and not known:
-            listed = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+        by_group[param.group][name] = param
+    for i, (group, members) in enumerate(zip(groups, by_group, strict=True)):
+        known = [home for name in members if (home := known_parameters.home(name)) is not None]
+        _refuse_joined(i, len(groups), sorted(set(known)), stored)
+        if members and not known:
+            listed = f"{', '.join([*members][:3])}{', …' if len(members) > 3 else ''}"
             result[f"groups.{i}"] = Fresh(f"the checkpoint knows none of its parameters: {listed}")
             continue
         keys = stored.keys_under("groups", min(known, default=i))
-        if keys and i in optimizers:
-            for key, is_required in _absent_settings(optimizers[i], groups[i], keys):
+        if keys and members:
+            optimizer = next(iter(members.values())).optimizer
+            for key, is_required in _absent_settings(optimizer, group, keys):
                 result[f"groups.{i}.{key}"] = Fresh("a setting it lacks", is_required)
-            for key, why in _settings_not_taken(optimizers[i], groups[i], stored, known[0]):
+            for key, why in _settings_not_taken(optimizer, group, stored, known[0]):
                 result[f"groups.{i}.{key}"] = Fresh(why)
-            if set(keys) != hyperparameters(groups[i]).keys():
-                saved = _plain_settings(groups[i], stored, known[0])
-                _refuse_other_kind(optimizers[i], {**groups[i], **saved}, names, known_parameters)
+            if set(keys) != hyperparameters(group).keys():
+                saved = _plain_settings(group, stored, known[0])
+                _refuse_other_kind(group, saved, members, known_parameters)
     return result
 
 
@@ -341,34 +343,64 @@ def _plain_settings(group: Mapping[str, Any], stored: StoredPart, home: int) -> 
 
 
 def _refuse_other_kind(
-    optimizer: Any, group: Mapping[str, Any], names: Iterable[str], stored: StoredParameters
+    group: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    members: Mapping[str, OptimizerParameter],
+    stored: StoredParameters,
 ) -> None:
-    """Raise MismatchError if a class of torch's has no use for the state that is stored.
+    """Raise MismatchError if a class of torch's needs state that is not stored of any parameter.
 
-    What it needs is what a step leaves with a parameter of one element. Only torch's code is tried.
+    Factored state depends on how many dims a parameter has, so those of as many are taken together.
+
+    Args:
+        group: The settings now.
+        saved: Those that are stored; one of another type than now is of another kind of optimizer.
+        members: The parameters of the group, by name.
+        stored: What the checkpoint has of them.
     """
-    entries = {name: stored.state.get(name) for name in names}
-    known = dict.fromkeys(
-        entry for each in entries.values() if is_plain_dict(each) for entry in each
+    known: dict[int, dict[str, None]] = {}
+    for name, param in members.items():
+        entries = stored.state.get(name)
+        if param.updated is not None and is_plain_dict(entries):
+            known.setdefault(param.updated.ndim, {}).update(dict.fromkeys(entries))
+    tried = {**group, **{k: v for k, v in saved.items() if _is_of_one_type(v, group[k])}}
+    for num_dims, entries in known.items():
+        optimizer = next(iter(members.values())).optimizer
+        lacking = entries and _left_by_a_step(optimizer, tried, num_dims) - entries.keys()
+        if lacking:
+            raise MismatchError(
+                f"{stored.part.name}: stored is the state of another kind of optimizer "
+                f"({', '.join(entries)}), and {type(optimizer).__name__} needs "
+                f"{', '.join(sorted(lacking))}; build the kind that was saved, or leave the "
+                f"optimizer out of the load, so that it starts fresh"
+            )
+
+
+def _is_of_one_type(one: object, other: object) -> bool:
+    """Return True for values of one type, or two numbers."""
+    return type(one) is type(other) or (
+        isinstance(one, int | float) and isinstance(other, int | float)
     )
-    if not known or not type(optimizer).__module__.startswith("torch.optim."):
-        return
-    like = torch.zeros(1, 1, requires_grad=True)
-    like.grad = torch.ones(1, 1)
+
+
+def _left_by_a_step(optimizer: Any, group: Mapping[str, Any], num_dims: int) -> set[str]:
+    """Return the entries that a step leaves with a parameter of one element.
+
+    Only torch's code is tried, on the host; none are known of a class that wants a closure, or
+    other gradients.
+    """
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+        return set()
+    like = torch.zeros([1] * num_dims, requires_grad=True)
+    like.grad = torch.ones_like(like)
+    on_host = {**group, **dict.fromkeys(group.keys() & _ON_DEVICE, False)}
     try:
-        made = _built_again(optimizer, group, like)
+        made = _built_again(optimizer, on_host, like)
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(made)  # without the hooks of all optimizers
-    except Exception:  # one that wants a closure, or other gradients
-        return
-    lacking = made.state[like].keys() - known.keys()
-    if lacking:
-        raise MismatchError(
-            f"{stored.part.name}: stored is the state of another kind of optimizer "
-            f"({', '.join(known)}), and {type(optimizer).__name__} needs "
-            f"{', '.join(sorted(lacking))}; build the kind that was saved, or leave the optimizer "
-            f"out of the load, so that it starts fresh"
-        )
+    except Exception:
+        return set()
+    return set(made.state[like])
 
 
 def _refuse_joined(

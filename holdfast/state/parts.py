@@ -7,11 +7,10 @@ was, so it loads on other ranks, under another layout, next to other modules.
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from holdfast.errors import ConfigError, MismatchError, counted
 from holdfast.format.values import is_like_a_tag, is_unicode
 from holdfast.parallel import Layout, ModuleGroups
 from holdfast.parallel.control.guard import Guard
-from holdfast.state.arrival import ask_back, differences, listed, recorded
+from holdfast.state.arrival import ask_back, differences, listed, recorded, same_containers
 from holdfast.state.data_positions import (
     refuse_other_shares,
     set_epochs,
@@ -137,7 +136,7 @@ class StatefulPart:
             return
         kind, where, codecs = type(self.owner).__name__, stored.name, stored.codecs
         expected = recorded(tree, codecs=codecs)
-        again = _same_containers(tree)
+        again = same_containers(tree)
         self.owner.load_state_dict(tree)  # type: ignore[arg-type]
         answer = ask_back(
             expected, self.owner.state_dict, where=where, owner=f"the {kind}", codecs=codecs
@@ -174,15 +173,6 @@ class StatefulPart:
     def unfinished_work(self) -> str | None:
         """Return what the object has not finished."""
         return unfinished_on(self.owner)
-
-
-def _same_containers(tree: Any) -> Any:
-    """Return new dicts and lists with the same members, which the first ones' owner may change."""
-    if isinstance(tree, dict | list):
-        tree = copy.copy(tree)
-        for name in list(tree) if isinstance(tree, dict) else range(len(tree)):
-            tree[name] = _same_containers(tree[name])
-    return tree
 
 
 class TreePart:

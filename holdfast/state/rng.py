@@ -472,8 +472,16 @@ class RNG:
         loading, self._loading = self._loading, None
         # All are found before any is set: one that is missing must leave every stream as it was.
         states = {name: loading.loaded(name, tree) for name in loading.fresh}
-        for name, state in states.items():
-            self._set_state(name, state)
+        try:
+            self._set_and_ask(states)
+        except MismatchError:
+            # The other streams took theirs; no stream of a load that fails is another one.
+            self.reset(loading.fresh)
+            raise
+
+    def _set_and_ask(self, states: Mapping[str, State]) -> None:
+        """Set streams; raise MismatchError for one that states another state than it was given."""
+        self.reset(states)
         now = self._states()
         wrong = [name for name in states if state_digest(now[name]) != state_digest(states[name])]
         if wrong:
@@ -720,7 +728,7 @@ class ModuleRNG(RNG):
         shared: as of `RNG`.
 
     Raises:
-        ConfigError: If the seed is not an integer of at least 0, and if it is entered twice.
+        ConfigError: If the seed is not an integer in [0, 2**64), and if it is entered twice.
 
     Cost: two copies of some kB at each entry and exit; on a CUDA device it waits for nothing.
     """
@@ -734,7 +742,7 @@ class ModuleRNG(RNG):
     ) -> None:
         """Seed the streams; the global ones are left as they are."""
         super().__init__(axes=axes, shared=shared)
-        seed = check_int(seed, name="ModuleRNG: seed", least=0)
+        seed = check_int(seed, name="ModuleRNG: seed", least=0, below=2**64)
         self._held: dict[str, State] = {}
         self._outer: dict[str, State] | None = None
         outer = super()._states()

@@ -56,7 +56,7 @@ def test_streams_are_given_back_after_an_error_and_entered_once() -> None:
     with streams, pytest.raises(ConfigError, match="twice"), streams:
         pass
     assert not streams.is_entered
-    for seed in (-1, True, 1.5):
+    for seed in (-1, True, 1.5, 2**64):
         with pytest.raises(ConfigError, match="seed"):
             ModuleRNG(seed=seed)  # type: ignore[arg-type]
 

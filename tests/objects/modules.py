@@ -314,7 +314,10 @@ class Live(nn.Linear):
 
 
 class Filled(nn.Module):
-    """A weight that a load hook writes past torch's counter of versions."""
+    """A weight that a load hook writes past torch's counter of versions.
+
+    The hook uses up what it reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,9 +325,12 @@ class Filled(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}rows"] = self.w.detach().clone()
+        destination[f"{prefix}order"] = io.BytesIO(bytes(range(WIDTH)))
+        destination[f"{prefix}facts"] = {"width": WIDTH}
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        self.w.data.copy_(state[f"{prefix}rows"])
+        order, width = list(state[f"{prefix}order"].read()), state[f"{prefix}facts"].pop("width")
+        self.w.data[order] = state[f"{prefix}rows"].reshape(-1, width)[order]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.w

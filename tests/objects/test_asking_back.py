@@ -68,6 +68,21 @@ class Forgetful(Counter):
         self.entries |= {name: value for name, value in state.items() if name != "n"}
 
 
+class InTensors(Counter):
+    """Keeps numbers as tensors."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        made = ((name, float(value)) for name, value in state.items())
+        self.entries = {name: torch.tensor(each, dtype=torch.float64) for name, each in made}
+
+
+class InNumbers(Counter):
+    """Keeps tensors of one element as numbers, and one of them wrongly."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.entries = {name: value.item() for name, value in state.items()} | {"k": 1}
+
+
 class Lazy(Counter):
     """Applies its state when it is started."""
 
@@ -114,6 +129,11 @@ LOSSES: dict[str, tuple[Any, Any, str]] = {
         Forgetful(n=np.zeros(3)),
         r"owner\.n: the Forgetful has other values than the stored ones",
     ),
+    "an integer of more digits": (
+        Counter(n=2**70 + 1),
+        InTensors(),
+        r"owner\.n: stored is 11805916",
+    ),
     "a state applied later": (Counter(n=1), Lazy(n=0), r"AppliesLater\(obj\)"),
 }
 
@@ -126,6 +146,19 @@ def test_what_an_object_does_not_take_is_named(name: str, tmp_path: Path) -> Non
     checkpointer.save(1, {"owner": saved})
     with pytest.raises(MismatchError, match=message):
         checkpointer.load({"owner": other})
+
+
+def test_a_number_is_the_tensor_that_holds_it(tmp_path: Path) -> None:
+    """R1: a float of 64 bits was compared with one of 32, and refused."""
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"owner": Counter(n=0.1, m=2**40 + 1, k=float("inf"))})
+    owner = InTensors()
+    checkpointer.load({"owner": owner})
+    assert [each.item() for each in owner.entries.values()] == [0.1, 2**40 + 1, float("inf")]
+    tensors = {"n": torch.tensor(0.1), "m": torch.tensor([2**40 + 1]), "k": torch.tensor(2)}
+    checkpointer.save(2, {"owner": Counter(**tensors)})
+    with pytest.raises(MismatchError, match=r"\(1 entry\): owner\.k: stored is a tensor"):
+        checkpointer.load({"owner": InNumbers()})
 
 
 def test_what_is_applied_later_is_handed_over_and_not_loaded(tmp_path: Path) -> None:
@@ -433,17 +466,18 @@ def same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other) or (isinstance(one, set) and one == other)
 
 
-def test_no_generated_owner_differs_silently(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num", [110, pytest.param(220, marks=pytest.mark.slow)])
+def test_no_generated_owner_differs_silently(num: int, tmp_path: Path) -> None:
     """R1: an owner has what was stored, or the load raises, or the report calls it handed over."""
     rng = random.Random(11)
     checkpointer = Checkpointer(tmp_path)
     saved: list[Owner] = []
-    for number in range(220):
+    for number in range(num):
         entries = {name: value(rng) for name in ("a", "bb", "c", "dd")}
         fault = FAULTS[number % len(FAULTS)]
         saved.append(Owner(entries, fault, rng.sample(list(entries), 2)))
     # Ten owners in a checkpoint: with all in one, each load would read the tree of all.
-    for step in range(0, 220, 10):
+    for step in range(0, num, 10):
         kept = {
             f"o{i}": Owner(saved[i].entries, "none", ["a", "c"]) for i in range(step, step + 10)
         }
@@ -469,8 +503,8 @@ def test_no_generated_owner_differs_silently(tmp_path: Path) -> None:
             twin.start()
         assert same(owner.entries, twin.entries), (name, owner.fault)
         num_right += 1
-    assert num_refused > 50
-    assert num_right > 80
+    assert num_refused > num // 4
+    assert num_right > num // 3
 
 
 def test_a_second_thread_is_refused_as_one(tmp_path: Path) -> None:

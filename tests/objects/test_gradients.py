@@ -22,6 +22,7 @@ from holdfast import (
     ProcessGroups,
     declare_padding,
 )
+from holdfast.state.stored import StoredPart
 from tests.harness import RankContext, run_ranks
 
 ROWS = 6
@@ -138,6 +139,24 @@ def test_no_gradient_is_loaded_for_a_parameter_that_is_gone(
         checkpointer.load(state)
     report = checkpointer.load(state, ignore_unexpected=True)
     assert [path.partition(".")[2] for path in report.loaded] == ["0.weight", "0.bias"]
+
+
+def test_a_load_looks_at_each_stored_gradient_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked at all of them for each parameter: minutes for a model of ten thousand."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(50)])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(1)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"g": Gradients(model)})
+    looks: list[object] = []
+    tensor = StoredPart.tensor
+    monkeypatch.setattr(
+        StoredPart, "tensor", lambda part, node: looks.append(node) or tensor(part, node)
+    )
+    checkpointer.load({"g": Gradients(model)})
+    assert 50 <= len(looks) <= 150
 
 
 def unreduced(context: RankContext, root: str) -> None:

@@ -305,6 +305,27 @@ def test_overridden_methods_are_used(tmp_path: Path, dtype: torch.dtype) -> None
     assert_kept(tmp_path, partial(net, dtype=dtype), of(Averaging))
 
 
+class ByItself(O.Adam):
+    """Loads by its own method, which is torch's."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("kind", [O.Adam, ByItself])
+def test_groups_that_share_a_learning_rate_get_each_its_own(kind: Any, tmp_path: Path) -> None:
+    """O1: torch builds them with one tensor, in which the last group's value stayed for all."""
+    model = net(0)
+    groups = [{"params": [each]} for each in model.parameters()]
+    built = [kind([dict(group) for group in groups], lr=torch.tensor(0.5)) for _ in range(2)]
+    built[0].param_groups[-1]["lr"] = torch.tensor(0.25)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, parts(model, built[0]))
+    checkpointer.load(parts(model, built[1]))
+    rates = [group["lr"].item() for group in built[1].param_groups]
+    assert rates == [*[0.5] * (len(rates) - 1), 0.25]
+
+
 def test_shared_buffers_in_groups_stay_shared(tmp_path: Path) -> None:
     """Views of one buffer are views of it after a load; a scheduler's tensor is the same tensor."""
 

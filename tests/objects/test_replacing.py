@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW
+from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, AdamW
 
 from holdfast import Checkpointer, ConfigError, MismatchError, OptimizerState
 from holdfast.optim import ShardedOptimizer
@@ -68,8 +68,9 @@ def test_stale_entries_and_settings_go(tmp_path: Path) -> None:
     assert set(other.state[twin.scale]) == {"step", "exp_avg", "exp_avg_sq"}  # type: ignore[index]
 
 
-def test_a_setting_outside_the_class_stays_only_when_asked(tmp_path: Path) -> None:
-    model, optimizer = trained()
+@pytest.mark.parametrize("kind", [Adam, Adafactor])  # which has other state of one dim than of two
+def test_a_setting_outside_the_class_stays_only_when_asked(kind: Any, tmp_path: Path) -> None:
+    model, optimizer = trained(kind)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, parts(model, optimizer))
     optimizer.param_groups[0]["mine"] = 7
@@ -117,6 +118,7 @@ def test_a_setting_that_the_class_needs_takes_consent(tmp_path: Path) -> None:
         (partial(SGD, lr=0.1, momentum=0.9), Adam, "exp_avg, exp_avg_sq, step"),
         (Adam, partial(SGD, lr=0.1, momentum=0.9), "momentum_buffer"),
         (Adam, Adamax, "exp_inf"),  # which has no setting that `Adam` lacks
+        (Adam, Adafactor, "variance"),  # whose `eps` is a pair
     ],
 )
 def test_another_kind_of_optimizer_is_refused_at_the_load(

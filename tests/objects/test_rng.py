@@ -99,11 +99,13 @@ def test_generators_of_every_kind_go_on_bitwise(tmp_path: Path) -> None:
         report = checkpointer.load({"rng": RNG(generators=fresh)})
         assert (draw(), draw_each(fresh)) == expected
         assert (report.kept, report.dropped) == ((), ())
+        before = RNG(generators=fresh).capture()
         for name in ("SFC64", "torch", "own", "MT19937"):
             other = dict(fresh)
             other[name] = fresh["Philox"] if name == "torch" else torch.Generator()
             with pytest.raises(MismatchError, match=f"'{name}' is not one of a"):
                 checkpointer.load({"rng": RNG(generators=other)})
+            assert RNG(generators=fresh).capture().is_same(before)  # no other stream was set
         other = {**fresh, "PCG64": fresh["SFC64"]}
         with pytest.raises(MismatchError, match="'PCG64' is not one of a SFC64"):
             checkpointer.load({"rng": RNG(generators=other)})
