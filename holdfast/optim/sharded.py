@@ -159,7 +159,8 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             self.inner = self._make_inner(param_groups, make, is_elementwise=elementwise)
 
         who = f"optimizer '{name}'"
-        Guard[None](groups.control, who).run(lay_out)
+        # Not by its name, which is that of its pipeline stage.
+        Guard[None](groups.control, "ShardedOptimizer").run(lay_out)
         super().__init__([self.inner])
         self._members = [[*map(id, group["params"])] for group in self.inner.param_groups]
         self._parameters = self._make_parameters()
