@@ -44,11 +44,12 @@ class StepOutcome:
     """The result of a step; the same on every rank, whatever modules it has."""
 
     norm: float
-    """2-norm of the whole averaged gradient, loss scale removed; NaN if it was not finite."""
+    """2-norm of the whole averaged gradient, loss scale removed; NaN if it was not finite, infinite
+    beyond about 1e154."""
     clipped: bool
     """True if gradients were scaled down to the largest norm allowed."""
     skipped: bool
-    """True if nothing was updated, because a gradient or a loss was not finite."""
+    """True if nothing was updated, because a gradient, its norm or a loss was not finite."""
     bad_ranks: tuple[int, ...]
     """Global ranks whose share of the reduced gradients was not finite, ascending."""
     num_zeros: int | None

@@ -425,6 +425,16 @@ def test_settings_of_tensors_and_numpy_are_compared_like_others() -> None:
     assert first != digest(np.float32(0.25), torch.tensor(0.75 + 1e-6))
 
 
+def test_a_norm_that_is_too_large_is_not_finite() -> None:
+    """I2: every share of the squares is finite, and to clip by an infinite norm leaves zeros."""
+    ranks = StepSum({"a": Layout(), "b": Layout()}, ranks=(0,), loss_module=None)
+    for square, is_finite in ((8e307, True), (1e308, False)):
+        mine = Contribution(terms={"a": [square, 0, 0, 0], "b": [square, 0, 0, 0]})
+        sums = ranks.read(ranks.pack(mine, rank=0))
+        norm, _ = sums.norm(divisor=1.0, weights={"a": 1.0, "b": 1.0})
+        assert (norm.is_finite, norm.bad_ranks) == (is_finite, ())
+
+
 def test_a_step_does_not_look_up_the_place_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would cost more with each rank of the job; the stages of a layout do not change."""
     watch = ScalarWatch({"": Layout(dp=8, pp=2)})
