@@ -346,6 +346,8 @@ class ReducedOptimizer(PlainStepper):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad.layout is not torch.strided:
+                parameter.grad = parameter.grad.to_dense()  # ranks have used other rows
             grad = parameter.grad
             local = local_tensor(grad) if isinstance(grad, DTensor) else grad
             wide = local.to(torch.promote_types(local.dtype, torch.float32))

@@ -185,6 +185,13 @@ def averaged(context: RankContext) -> None:
         optimizer = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
         (parameter * (1 + context.rank)).sum().backward()
         assert optimizer.step().norm == pytest.approx(3**0.5 * 1.5)
+        parameter, inner = one(1.0)
+        optimizer = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
+        # Of another element on each rank, as of an embedding with sparse=True.
+        index = torch.tensor([[context.rank]])
+        parameter.grad = torch.sparse_coo_tensor(index, [2.0], (3,), check_invariants=True)
+        optimizer.step()
+        assert parameter.tolist() == [0.5, 0.5, 1.0]
         phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
         optimizer = ReducedOptimizer(
             torch.optim.SGD([phase], lr=0.5), groups, reduce="dp_cp", divisor=2
