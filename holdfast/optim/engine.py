@@ -454,6 +454,10 @@ class StepEngine:
 
             # Phase 3: decide.
             outcome, factors = self._decide(mine, sums)
+            # Not earlier: a scale updated by what only some ranks know would get out of sync. Nor
+            # later: so would one that an error of this rank leaves as it was.
+            for each in () if outcome.vetoed else distinct_scalers(scaler):
+                each.update(overflowed=outcome.skipped)
             if veto is not None:
                 try:
                     veto.take_decision(outcome.vetoed)
@@ -461,9 +465,6 @@ class StepEngine:
                     if outcome.skipped:
                         raise  # no rank waits for this one
                     failure = error
-            # Not earlier: a scale updated by what only some ranks know would get out of sync.
-            for each in () if outcome.vetoed else distinct_scalers(scaler):
-                each.update(overflowed=outcome.skipped)
 
             if not outcome.skipped:
                 # Phase 4: clip and update, in one multiplication by a module's factor.
