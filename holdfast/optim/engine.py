@@ -291,9 +291,10 @@ class Stepper(MicrobatchTaker):
             HoldfastError: Gradients or the update failed on some rank; raised on all, naming the
                 ranks and their messages. Before the update nothing has changed. After a failed
                 update the other ranks have updated their shares, and the parameters of a sharded
-                optimizer are equal on all ranks: training can continue with the next step, or from
-                the last checkpoint. A ConfigError after the update: optimizers that join elements
-                have computed other scalars from other shards.
+                optimizer are equal on all ranks: training can continue from the last checkpoint, or
+                with the next step if no rank has counted more updates than another of a parameter
+                that they share. A ConfigError after the update: they have (Adam), or optimizers
+                that join elements have computed other scalars from other shards.
 
         Cost: the reductions not made yet; one small sum over the layout of some numbers and three
         per rank, by which all is decided before anything is updated, and two numbers and one per
@@ -750,6 +751,8 @@ class StepEngine:
                 by_rank = dict(zip(control.ranks, answers, strict=True))
                 self._scalars.refuse(by_rank, name=self._name)
         except BaseException as error:
+            if sums is None or sums[0]:
+                self._scalars.has_missed_update = True
             if isinstance(error, DeadlineError):
                 # The gathers wait for the same ranks: another limit, in which nothing can come.
                 for stepper in self._steppers.values():
