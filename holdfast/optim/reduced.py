@@ -561,8 +561,10 @@ def in_one_numbering(
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters with their names, which are places in the groups if torch has no names."""
     for number, group in enumerate(optimizer.param_groups):
-        places = [f"{i} of group {number}" for i in range(len(group["params"]))]
-        yield from zip(group.get("param_names", places), group["params"], strict=True)
+        members, names = group["params"], group.get("param_names", ())
+        if len(names) != len(members):  # some were added to the list, or taken out of it
+            names = [f"{i} of group {number}" for i in range(len(members))]
+        yield from zip(names, members, strict=True)
 
 
 def _data_axis(parameter: nn.Parameter, shards: PlainShards) -> str:

@@ -235,7 +235,7 @@ def extended(context: RankContext) -> None:
 
         for reduce in ("dp_cp", None):
             first, same, other = (nn.Parameter(torch.ones(3)) for _ in range(3))
-            inner = torch.optim.SGD([first], lr=0.5)
+            inner = torch.optim.SGD([("first", first)], lr=0.5)
             optimizer = ReducedOptimizer(inner, groups, reduce=reduce, divisor=2)
             members = inner.param_groups[0]["params"]
             members.append(same)
@@ -243,7 +243,7 @@ def extended(context: RankContext) -> None:
                 members.append(other)
             for _ in range(2):  # nothing was taken for granted after the first
                 first.grad = torch.ones(3)
-                assert "parameters" in refusal(optimizer)
+                assert " parameters" in refusal(optimizer)
                 assert torch.equal(first, torch.ones(3))
             if context.rank == 1:
                 members.pop()
