@@ -187,6 +187,20 @@ def in_other_orders(context: RankContext) -> None:
                 assert not each.step(2).skipped
             ask_before_the_step(both, order, kind=kind)
     ask_of_small_models(order)
+    end_other_microbatches(context)
+
+
+def end_other_microbatches(context: RankContext) -> None:
+    """At stage 2 the step of rank 1 would reduce again, in the sum of rank 0: gloo aborted that."""
+    with ProcessGroups.create(Layout(**SIZES), data_timeout_s=20) as groups:
+        for kind in ("sharded", "chained"):
+            alone = Alone(kind, groups, stage=2)
+            alone.step(0)
+            differ = r"is_last=True.* on rank 0; .*is_last=False.* on rank 1"
+            with pytest.raises(PlanError, match=differ), alone.around(is_last=not context.rank):
+                train_module(alone.trained, rows_of(1, "one"))
+            alone.drop_gradients()
+            assert not alone.step(2).skipped
 
 
 def ask_of_small_models(order: tuple[int, int]) -> None:
