@@ -138,7 +138,7 @@ class Bridge:
         if crossing.needs_backward:
             # Autograd calls the backward of a function that has an input which needs a gradient:
             # this one, on ranks that give nothing.
-            hook = torch.zeros((), requires_grad=True)
+            hook = torch.zeros((), device=crossing.device, requires_grad=True)
             counts = None if packed is None else packed.counts
             values = None if packed is None else packed.tokens
             anchor, *outputs = _Exchange.apply(crossing, hook, values, counts)  # type: ignore[no-untyped-call]

@@ -26,9 +26,8 @@ from holdfast.optim.joint_message import JointMessage
 from holdfast.optim.shard_groups import ShardGroups
 from holdfast.state.tensor_elements import local_of
 
-_POINTER = Tensor.data_ptr
-_STRIDES = Tensor.stride
-_DTYPE = attrgetter("dtype")
+_MEMORY = (Tensor.data_ptr, Tensor.stride, Tensor.numel, attrgetter("dtype"))
+"""Functions that tell the memory of a tensor; of one without gaps the last two tell its shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +67,8 @@ class Bucket:
         # bucket by this lock. Reentrant: to show parameters is to touch them.
         self._lock = threading.RLock()
         self._views = [self._make_view(i) for i in range(len(self.parameters))]
-        self._pointers = list(map(_POINTER, self._views))
-        self._strides = list(map(_STRIDES, self._views))
+        # As it is now: what moves a storage (`share_memory_`) moves all that are views of it.
+        self._memory = [list(map(of, self._views)) for of in _MEMORY]
         self._hiding: Hiding | None = None
         self.owned = tuple(
             self.layout.owned(span, shard_groups.index) for span in self.layout.spans
@@ -114,22 +113,20 @@ class Bucket:
 
     def check_views(self, names: Mapping[nn.Parameter, str]) -> None:
         """Raise ConfigError that names a parameter whose memory is not in the bucket any more."""
-        # By loops in C first, as every step asks.
-        if (
-            not self._has_dtensors
-            and list(map(_POINTER, self.parameters)) == self._pointers
-            and list(map(_STRIDES, self.parameters)) == self._strides
-            and set(map(_DTYPE, self.parameters)) <= {self.values.dtype}
-        ):
+        held: Sequence[Tensor] = self.parameters
+        if self._has_dtensors:
+            held = [local_tensor(p) if isinstance(p, DTensor) else p for p in self.parameters]
+        # By loops in C, as every step asks.
+        now = [list(map(of, held)) for of in _MEMORY]
+        if now == self._memory:
             return
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
-            if any(of(local) != of(view) for of in (_POINTER, _STRIDES, _DTYPE)):
-                raise ConfigError(
-                    f"{names[parameter]}: its memory was replaced or transposed after the sharded "
-                    f"optimizer was built (a module.to(...) or an assignment?); change the model "
-                    f"first, then build the optimizer"
-                )
+        looks = zip(zip(*now, strict=True), zip(*self._memory, strict=True), strict=True)
+        changed = next(number for number, (look, before) in enumerate(looks) if look != before)
+        raise ConfigError(
+            f"{names[self.parameters[changed]]}: its memory was replaced or reshaped after the "
+            f"sharded optimizer was built (a module.to(...) or an assignment?); change the model "
+            f"first, then build the optimizer"
+        )
 
     def add_gradient(self, number: int, gradient: Tensor) -> None:
         """Take the local gradient of a parameter, adding to what came before."""

@@ -16,7 +16,7 @@ from holdfast.optim.microbatches import Launched
 from holdfast.optim.norms import GradientPart
 from holdfast.optim.reduced import ReducedOptimizer, in_one_numbering
 from holdfast.optim.scalars import Border
-from holdfast.optim.sharded import ShardedOptimizer
+from holdfast.optim.sharded import LAST, ShardedOptimizer
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.state.optimizer_protocol import OptimizerParameter
 from holdfast.state.unfinished import unfinished_on
@@ -118,6 +118,17 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
 
     def join_microbatch(self) -> Sequence[Pending]:
         return [work for each in self._optimizers.values() for work in each.join_microbatch()]
+
+    def orders(self) -> Mapping[str, int]:
+        orders = super().orders()
+        for each in self._sharded():
+            orders = {**each.orders(), **orders}  # with the number of the chain, not its own
+        return orders
+
+    def launches_on(self, communicator: str) -> Sequence[str]:
+        if communicator != LAST:
+            return super().launches_on(communicator)
+        return next(e for e in self._sharded() if LAST in e.orders()).launches_on(LAST)
 
     def take_turn(self) -> None:
         for optimizer in self._optimizers.values():

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -148,7 +149,7 @@ def _try(
         phases: of the regime, see `_REGIMES`.
     """
     num_groups = len(listed)
-    generator = torch.Generator().manual_seed(20)
+    generator = torch.Generator("cpu").manual_seed(20)
     at = [cut for cut in cuts.values() for _ in listed]
     values = [_random(shape, generator, like) for shape in cuts for _ in listed]
     directions = [_random(shape, generator, like) for shape in cuts for _ in listed]
@@ -186,8 +187,8 @@ def _try(
 def _random(shape: tuple[int, ...], generator: torch.Generator, like: Tensor) -> Tensor:
     """Return values of both signs, with some zeros, that grow a thousandfold to the last one."""
     dtype = torch.complex64 if like.is_complex() else torch.float32
-    value = torch.randn(shape, generator=generator, dtype=dtype).flatten()
-    value *= torch.logspace(-2, 1, value.numel())
+    value = torch.randn(shape, generator=generator, dtype=dtype, device="cpu").flatten()
+    value *= torch.logspace(-2, 1, value.numel(), device="cpu")
     value[5::17] = 0
     return value.view(shape).to(dtype=like.dtype, device=like.device)
 
@@ -211,7 +212,7 @@ def make_trial(
         rate = group.get("lr")
         if isinstance(rate, Tensor) and not bool(rate > 0):
             group["lr"] = torch.full_like(rate, 0.01)
-        elif isinstance(rate, int | float) and not rate > 0:
+        elif isinstance(rate, Real) and not float(rate) > 0:
             group["lr"] = 0.01
     return Trial(optimizer, list(tensors))
 

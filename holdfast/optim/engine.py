@@ -44,11 +44,12 @@ class StepOutcome:
     """The result of a step; the same on every rank, whatever modules it has."""
 
     norm: float
-    """2-norm of the whole averaged gradient, loss scale removed; NaN if it was not finite."""
+    """2-norm of the whole averaged gradient, loss scale removed; NaN if it was not finite, infinite
+    beyond about 1e154."""
     clipped: bool
     """True if gradients were scaled down to the largest norm allowed."""
     skipped: bool
-    """True if nothing was updated, because a gradient or a loss was not finite."""
+    """True if nothing was updated, because a gradient, its norm or a loss was not finite."""
     bad_ranks: tuple[int, ...]
     """Global ranks whose share of the reduced gradients was not finite, ascending."""
     num_zeros: int | None
@@ -290,9 +291,10 @@ class Stepper(MicrobatchTaker):
             HoldfastError: Gradients or the update failed on some rank; raised on all, naming the
                 ranks and their messages. Before the update nothing has changed. After a failed
                 update the other ranks have updated their shares, and the parameters of a sharded
-                optimizer are equal on all ranks: training can continue with the next step, or from
-                the last checkpoint. A ConfigError after the update: optimizers that join elements
-                have computed other scalars from other shards.
+                optimizer are equal on all ranks: training can continue from the last checkpoint, or
+                with the next step if no rank has counted more updates than another of a parameter
+                that they share. A ConfigError after the update: they have (Adam), or optimizers
+                that join elements have computed other scalars from other shards.
 
         Cost: the reductions not made yet; one small sum over the layout of some numbers and three
         per rank, by which all is decided before anything is updated, and two numbers and one per
@@ -453,6 +455,10 @@ class StepEngine:
 
             # Phase 3: decide.
             outcome, factors = self._decide(mine, sums)
+            # Not earlier: a scale updated by what only some ranks know would get out of sync. Nor
+            # later: so would one that an error of this rank leaves as it was.
+            for each in () if outcome.vetoed else distinct_scalers(scaler):
+                each.update(overflowed=outcome.skipped)
             if veto is not None:
                 try:
                     veto.take_decision(outcome.vetoed)
@@ -460,9 +466,6 @@ class StepEngine:
                     if outcome.skipped:
                         raise  # no rank waits for this one
                     failure = error
-            # Not earlier: a scale updated by what only some ranks know would get out of sync.
-            for each in () if outcome.vetoed else distinct_scalers(scaler):
-                each.update(overflowed=outcome.skipped)
 
             if not outcome.skipped:
                 # Phase 4: clip and update, in one multiplication by a module's factor.
@@ -748,6 +751,8 @@ class StepEngine:
                 by_rank = dict(zip(control.ranks, answers, strict=True))
                 self._scalars.refuse(by_rank, name=self._name)
         except BaseException as error:
+            if sums is None or sums[0]:
+                self._scalars.has_missed_update = True
             if isinstance(error, DeadlineError):
                 # The gathers wait for the same ranks: another limit, in which nothing can come.
                 for stepper in self._steppers.values():

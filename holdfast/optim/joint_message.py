@@ -39,7 +39,7 @@ class JointMessage:
         self._direct = groups.direct()
         start = round_up(num_numbers * 8, _ALIGN)
         row = start + round_up(numel * dtype.itemsize, _ALIGN)
-        rows = torch.zeros(len(ranks), row, dtype=torch.uint8)
+        rows = torch.zeros(len(ranks), row, dtype=torch.uint8, device="cpu")
         first = start // dtype.itemsize
         self.tensors = rows.view(dtype)[:, first : first + numel]
         """Those of each rank, in order."""
@@ -56,7 +56,7 @@ class JointMessage:
             DeadlineError: It names `what`.
         """
         own_numbers, own_tensor, memory = self._mine
-        own_numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
+        own_numbers.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
         own_tensor.copy_(tensor)
         self._direct.exchange(memory, self._others, what=what)
 

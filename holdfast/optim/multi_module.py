@@ -190,8 +190,7 @@ class MultiModuleOptimizer(TorchInterface):
                 of any module.
             HoldfastError: Gradients or the update failed on some rank; raised on all, naming ranks
                 and modules. Before the update nothing has changed. A failed update has changed
-                the other ranks' shares by then, as for a `ShardedOptimizer`. In both cases the
-                next step works.
+                the other ranks' shares by then, as for a `ShardedOptimizer`.
 
         Cost: the reductions of the modules' own groups not made yet; one sum over all ranks of some
         numbers per module and four per rank, by which all is decided, and one number after the

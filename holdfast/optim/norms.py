@@ -47,7 +47,7 @@ class GradientNorm:
     """The 2-norm of all gradients together; the same value on every rank."""
 
     value: float
-    """The norm; NaN if a rank holds an infinity or a NaN."""
+    """The norm; NaN if a rank holds an infinity or a NaN, infinite beyond about 1e154."""
     bad_ranks: tuple[int, ...]
     """Global ranks that hold an infinity or a NaN, ascending."""
     num_zeros: int | None
@@ -58,8 +58,8 @@ class GradientNorm:
 
     @property
     def is_finite(self) -> bool:
-        """True if every element on every rank is finite."""
-        return not self.bad_ranks
+        """True if every element is, and the sum of their squares is in the range of a float64."""
+        return math.isfinite(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +200,7 @@ class LayoutSum:
 
         Cost: one all-reduce over each of the communicators.
         """
-        total = torch.tensor(values, dtype=torch.float64)
+        total = torch.tensor(values, dtype=torch.float64, device="cpu")
         for group, device in self._steps:
             total = total.to(device)
             try:

@@ -346,6 +346,8 @@ class ReducedOptimizer(PlainStepper):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad.layout is not torch.strided:
+                parameter.grad = parameter.grad.to_dense()  # ranks have used other rows
             grad = parameter.grad
             local = local_tensor(grad) if isinstance(grad, DTensor) else grad
             wide = local.to(torch.promote_types(local.dtype, torch.float32))
@@ -559,8 +561,10 @@ def in_one_numbering(
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters with their names, which are places in the groups if torch has no names."""
     for number, group in enumerate(optimizer.param_groups):
-        places = [f"{i} of group {number}" for i in range(len(group["params"]))]
-        yield from zip(group.get("param_names", places), group["params"], strict=True)
+        members, names = group["params"], group.get("param_names", ())
+        if len(names) != len(members):  # some were added to the list, or taken out of it
+            names = [f"{i} of group {number}" for i in range(len(members))]
+        yield from zip(names, members, strict=True)
 
 
 def _data_axis(parameter: nn.Parameter, shards: PlainShards) -> str:

@@ -181,6 +181,11 @@ class GradientReducer:
         return any(each is not None for each in (groups.reduce, groups.between, groups.tied))
 
     @property
+    def had_last_microbatch(self) -> bool:
+        """True if the step need not reduce what a microbatch would have reduced."""
+        return self._is_reduced
+
+    @property
     def is_in_step(self) -> bool:
         """True from the first gradient or microbatch of a step to `drop`."""
         return (

@@ -70,6 +70,8 @@ class ScalarWatch:
         self._of_groups: dict[str, Numbers] = {}
         """By module, what this rank states; not for a rank on which a group got no gradient."""
         self._borders: list[Border] = []
+        self.has_missed_update = False
+        """True from an update that failed on some ranks, until all have equal numbers again."""
 
     def before_update(self, steppers: Mapping[str, Watched]) -> None:
         """Remember the numbers before an update."""
@@ -110,12 +112,13 @@ class ScalarWatch:
         """Return True if the sums of all ranks' numbers show that some differ."""
         borders, *rest = sums
         digests = iter(rest)
+        parted = borders != 0
         for module, layout in self._layouts.items():
             by_rank = {rank: next(digests) for rank in layout.ranks}
             for ranks in self._stages[module]:
-                if len({by_rank[rank] for rank in ranks} - {0.0}) > 1:
-                    return True
-        return borders != 0
+                parted |= len({by_rank[rank] for rank in ranks} - {0.0}) > 1
+        self.has_missed_update &= parted
+        return parted
 
     def described(self) -> bytes:
         """Return all numbers of this rank, for `refuse`."""
@@ -130,22 +133,29 @@ class ScalarWatch:
             name: of the optimizer.
         """
         answers = {rank: json.loads(each) for rank, each in described.items()}
+        advice = _MISSED if self.has_missed_update else _ADVICE
         for module, stages in self._stages.items():
             for ranks in stages:
                 stated = {rank: answers[rank][0].get(module) for rank in ranks}
                 what = f"module {module!r}: " if module else ""
-                _refuse({r: n for r, n in stated.items() if n is not None}, f"{name}: {what}")
+                _refuse(
+                    {r: n for r, n in stated.items() if n is not None}, f"{name}: {what}", advice
+                )
         places = dict.fromkeys(place for _, borders in answers.values() for place, _ in borders)
         for place in places:
             by_rank = {r: dict(borders).get(place) for r, (_, borders) in answers.items()}
-            _refuse({r: n for r, n in by_rank.items() if n is not None}, f"{name}: ")
-        raise ConfigError(f"{name}: ranks differ in numbers of the optimizer. {_ADVICE}")
+            _refuse({r: n for r, n in by_rank.items() if n is not None}, f"{name}: ", advice)
+        raise ConfigError(f"{name}: ranks differ in numbers of the optimizer. {advice}")
 
 
 _ADVICE = (
     "Its shards were updated in different ways in this step: the optimizer joins elements. Load "
     "the last checkpoint, and take an optimizer that updates elements one by one, or keep its "
     "parameters whole, in a ReducedOptimizer"
+)
+_MISSED = (
+    "An update before this one has failed on some ranks, and the others have made it, so their "
+    "shards are of different steps: load the last checkpoint"
 )
 
 
@@ -189,10 +199,10 @@ def _digest(place: str, numbers: Numbers) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) + 1
 
 
-def _refuse(by_rank: Mapping[int, Mapping[str, float]], where: str) -> None:
+def _refuse(by_rank: Mapping[int, Mapping[str, float]], where: str, advice: str) -> None:
     """Raise ConfigError that names the first number that is not equal on all of some ranks."""
     for key in dict.fromkeys(key for numbers in by_rank.values() for key in numbers):
         values = {rank: repr(numbers.get(key, "absent")) for rank, numbers in by_rank.items()}
         if len({*values.values()}) > 1:
             listed = values_by_rank(values)
-            raise ConfigError(f"{where}ranks differ in {key} after the update: {listed}. {_ADVICE}")
+            raise ConfigError(f"{where}ranks differ in {key} after the update: {listed}. {advice}")

@@ -10,6 +10,7 @@ from holdfast.arguments import check_int, check_number
 from holdfast.errors import ConfigError, MismatchError
 
 _ENTRIES = ("scale", "num_good_steps")
+_LARGEST = 2.0**1023
 
 
 class LossScaler:
@@ -69,7 +70,8 @@ class LossScaler:
             return
         self._num_good_steps += 1
         if self._num_good_steps >= self._growth_interval:
-            self._scale *= self._growth
+            # An infinite one would stay so: half of it is infinite, too.
+            self._scale = min(self._scale * self._growth, _LARGEST)
             self._num_good_steps = 0
 
     def state_dict(self) -> dict[str, object]:

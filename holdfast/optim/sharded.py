@@ -42,6 +42,8 @@ from holdfast.state.module_tree import parameter_names
 from holdfast.state.optimizer_protocol import OptimizerParameter
 from holdfast.state.tensor_elements import local_of
 
+LAST = "last microbatches"
+"""Key of `orders`."""
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -159,7 +161,8 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
             self.inner = self._make_inner(param_groups, make, is_elementwise=elementwise)
 
         who = f"optimizer '{name}'"
-        Guard[None](groups.control, who).run(lay_out)
+        # Not by its name, which is that of its pipeline stage.
+        Guard[None](groups.control, "ShardedOptimizer").run(lay_out)
         super().__init__([self.inner])
         self._members = [[*map(id, group["params"])] for group in self.inner.param_groups]
         self._parameters = self._make_parameters()
@@ -204,6 +207,16 @@ class ShardedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     @property
     def divisor(self) -> int:
         return self._divisor
+
+    def orders(self) -> Mapping[str, int]:
+        # Of stage 2 a step reduces again, alone, on a rank that has not called its last one so.
+        is_last = {LAST: int(self._reducer.had_last_microbatch)} if self._stage == 2 else {}
+        return {**super().orders(), **is_last}
+
+    def launches_on(self, communicator: str) -> Sequence[str]:
+        if communicator != LAST:
+            return super().launches_on(communicator)
+        return [f"microbatch(is_last={self._reducer.had_last_microbatch})"]
 
     def parameters(self) -> list[nn.Parameter]:
         return [member.parameter for member in self._parameters]

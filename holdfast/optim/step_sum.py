@@ -118,7 +118,8 @@ class StepSums:
         }
         bad = {rank for each in self.gradients.values() for rank in each.bad_ranks}
         norm = GradientNorm(
-            value=math.sqrt(math.fsum(squares.values())) / divisor,
+            # Not `fsum`, which raises for a sum that is too large.
+            value=math.sqrt(sum(squares.values())) / divisor,
             bad_ranks=tuple(sorted(bad)),
             num_zeros=sum(each.num_zeros for each in self.gradients.values()),
         )

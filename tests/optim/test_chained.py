@@ -210,6 +210,10 @@ def test_a_scaler_is_saved_and_bounded() -> None:
     for _ in range(9):
         fresh.update(overflowed=True)
     assert fresh.scale == 1.0
+    largest = LossScaler(initial=2.0**1023, growth_interval=1)
+    largest.update(overflowed=False)
+    largest.update(overflowed=True)
+    assert largest.scale == 2.0**1022
     with pytest.raises(HoldfastError, match="not a LossScaler"):
         fresh.load_state_dict({"scale": 1})
     with pytest.raises(ConfigError, match="backoff"):

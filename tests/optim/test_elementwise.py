@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from holdfast import ConfigError, Layout, ProcessGroups
+from holdfast import ConfigError, HoldfastError, Layout, ProcessGroups
 from holdfast.optim import ReducedOptimizer, ShardedOptimizer
 from tests.harness import RankContext, run_ranks
 
@@ -261,7 +262,7 @@ ELEMENTWISE: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 JOINING: dict[str, tuple[Callable[..., torch.optim.Optimizer], str]] = {
     "trust": (Trust, "Trust .*does not update elements one by one"),
-    "lr 0": (partial(Trust, lr=0.0), "Trust .*does not update elements one by one"),
+    "lr 0": (partial(Trust, lr=np.float32(0)), "Trust .*does not update elements one by one"),
     "clipping": (Clipping, "Clipping .*does not update elements one by one"),
     "foreach norm": (ForeachNorm, "does not update elements one by one"),
     "blockwise": (Blockwise, "Blockwise"),
@@ -317,8 +318,9 @@ def test_the_trial_leaves_no_trace() -> None:
     net = nn.Linear(3, 2)
     weights = [p.clone() for p in net.parameters()]
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
-    for make in (Noisy, Lion):
-        with contextlib.suppress(ConfigError):
+    refused = pytest.raises(ConfigError, match="draws random numbers")
+    for make, expected in ((Noisy, refused), (Lion, contextlib.nullcontext())):
+        with torch.device("meta"), expected:  # nor does it depend on torch.set_default_device
             ShardedOptimizer(
                 net, net.parameters(), make=make, groups=ProcessGroups.single(), over="dp_cp",
                 divisor=1,
@@ -484,6 +486,26 @@ def parted(context: RankContext) -> list[tuple[int, str]]:
                 except ConfigError as error:
                     message = str(error)
             found.append((number, message))
+
+        def step() -> None:
+            net(torch.arange(7.0)).square().sum().backward()
+            optimizer.step()
+
+        def count_on_rank_1() -> None:
+            for state in optimizer.inner.state.values():
+                state["step"] += context.rank
+
+        one_fails = mock.patch.object(optimizer.inner, "step", side_effect=OSError)
+        failed = pytest.raises(HoldfastError, match="rank 1: OSError")
+        with failed, one_fails if context.rank else contextlib.nullcontext():
+            step()
+        with pytest.raises(ConfigError, match=r"in 'step' .* update before this one has failed"):
+            step()
+        count_on_rank_1()  # as a load of the last checkpoint
+        step()
+        count_on_rank_1()
+        with pytest.raises(ConfigError, match=r"in 'step' .* joins elements"):
+            step()
         torch.manual_seed(3)
         whole = ReducedOptimizer(Prodigy(nn.Linear(7, 3).parameters()), groups)
         for p in whole.parameters():
@@ -497,7 +519,7 @@ def parted(context: RankContext) -> list[tuple[int, str]]:
 
 
 def test_shards_that_part_are_named_at_the_step_in_which_they_do() -> None:
-    """I5: a trial cannot show everything, and a declaration may be wrong."""
+    """I5, M15: a trial cannot show everything, a declaration may be wrong, an update may fail."""
     first, second = run_ranks(2, parted).results
     assert first == second
     (_, prodigy), (step, tensor), *honest = first

@@ -24,7 +24,7 @@ from holdfast import (
     ProcessGroups,
 )
 from holdfast.fsdp import fully_shard_model
-from holdfast.optim import MultiModuleOptimizer, ReducedOptimizer, ShardedOptimizer
+from holdfast.optim import LossScaler, MultiModuleOptimizer, ReducedOptimizer, ShardedOptimizer
 from holdfast.optim.microbatches import Description, Launched, MicrobatchTaker, compare_launched
 from tests.harness import RankContext, run_ranks
 
@@ -371,6 +371,14 @@ def left_in_a_step(context: RankContext, way: str, place: str) -> str:
         groups.clone("dp_cp", purpose="dp_cp_ag")
         trained = Trained(way, groups)
         trained.step(0)
+        if place == "take_decision":  # of a step that is skipped, which ends there
+            scaler, veto = (
+                LossScaler(initial=4.0),
+                Leaving(place, Trouble if context.rank else None),
+            )
+            with pytest.raises(Trouble) if context.rank else nullcontext():
+                trained.update(veto=veto, scaler=scaler, is_finite=False)
+            assert scaler.scale == 2.0  # on both ranks
         for error in (Trouble, KeyboardInterrupt):
             for number in range(NUM_MICROBATCHES):
                 trained.microbatch(1, number, fail=False)

@@ -19,6 +19,8 @@ from tests.harness import RankContext, run_ranks
 from tests.optim.common import adamw
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "complex": torch.complex128}
+OTHER_DEVICE = torch.device("meta")
+"""As that of `torch.set_default_device`: a step of parameters on the host makes nothing there."""
 
 
 @contextlib.contextmanager
@@ -38,10 +40,11 @@ class Training:
         torch.manual_seed(0)
         self.net = nn.ModuleList(nn.Linear(5, 5, dtype=dtype) for _ in range(3))
         self.rank = groups.rank
-        self.optimizer = ShardedOptimizer(
-            self.net, self.net.parameters(), make=adamw, groups=groups, over="dp_cp",
-            divisor=groups.size("dp_cp"), elementwise=True, **options,
-        )  # fmt: skip
+        with OTHER_DEVICE:
+            self.optimizer = ShardedOptimizer(
+                self.net, self.net.parameters(), make=adamw, groups=groups, over="dp_cp",
+                divisor=groups.size("dp_cp"), elementwise=True, **options,
+            )  # fmt: skip
 
     def step(
         self, number: int, *, scale: float = 1.0, num_layers: int = 2, ask: bool = False, **how: Any
@@ -55,7 +58,8 @@ class Training:
                 (x.abs().square().mean() * scale).backward()
         if ask:
             self.optimizer.share_norm()
-        return self.optimizer.step(**how)
+        with OTHER_DEVICE:
+            return self.optimizer.step(**how)
 
     def values(self) -> list[Tensor]:
         self.optimizer.synchronize()

@@ -77,7 +77,7 @@ def one_sided(context: RankContext, side: int) -> tuple[Tensor, float]:
         net = Stage(names, groups)
         optimizer = ShardedOptimizer(
             net, net.parameters(), make=momentum, groups=groups, over="dp_cp", divisor=1,
-            bucket_nbytes=100, align_nbytes=4, elementwise=True,
+            bucket_nbytes=100, align_nbytes=4, elementwise=True, name=f"of stage {place}",
         )  # fmt: skip
         norm = 0.0
         for step in range(2):

@@ -185,6 +185,13 @@ def averaged(context: RankContext) -> None:
         optimizer = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
         (parameter * (1 + context.rank)).sum().backward()
         assert optimizer.step().norm == pytest.approx(3**0.5 * 1.5)
+        parameter, inner = one(1.0)
+        optimizer = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
+        # Of another element on each rank, as of an embedding with sparse=True.
+        index = torch.tensor([[context.rank]])
+        parameter.grad = torch.sparse_coo_tensor(index, [2.0], (3,), check_invariants=True)
+        optimizer.step()
+        assert parameter.tolist() == [0.5, 0.5, 1.0]
         phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
         optimizer = ReducedOptimizer(
             torch.optim.SGD([phase], lr=0.5), groups, reduce="dp_cp", divisor=2
@@ -228,7 +235,7 @@ def extended(context: RankContext) -> None:
 
         for reduce in ("dp_cp", None):
             first, same, other = (nn.Parameter(torch.ones(3)) for _ in range(3))
-            inner = torch.optim.SGD([first], lr=0.5)
+            inner = torch.optim.SGD([("first", first)], lr=0.5)
             optimizer = ReducedOptimizer(inner, groups, reduce=reduce, divisor=2)
             members = inner.param_groups[0]["params"]
             members.append(same)
@@ -236,7 +243,7 @@ def extended(context: RankContext) -> None:
                 members.append(other)
             for _ in range(2):  # nothing was taken for granted after the first
                 first.grad = torch.ones(3)
-                assert "parameters" in refusal(optimizer)
+                assert " parameters" in refusal(optimizer)
                 assert torch.equal(first, torch.ones(3))
             if context.rank == 1:
                 members.pop()

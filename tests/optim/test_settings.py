@@ -187,6 +187,20 @@ def in_other_orders(context: RankContext) -> None:
                 assert not each.step(2).skipped
             ask_before_the_step(both, order, kind=kind)
     ask_of_small_models(order)
+    end_other_microbatches(context)
+
+
+def end_other_microbatches(context: RankContext) -> None:
+    """At stage 2 the step of rank 1 would reduce again, in the sum of rank 0: gloo aborted that."""
+    with ProcessGroups.create(Layout(**SIZES), data_timeout_s=20) as groups:
+        for kind in ("sharded", "chained"):
+            alone = Alone(kind, groups, stage=2)
+            alone.step(0)
+            differ = r"is_last=True.* on rank 0; .*is_last=False.* on rank 1"
+            with pytest.raises(PlanError, match=differ), alone.around(is_last=not context.rank):
+                train_module(alone.trained, rows_of(1, "one"))
+            alone.drop_gradients()
+            assert not alone.step(2).skipped
 
 
 def ask_of_small_models(order: tuple[int, int]) -> None:
@@ -423,6 +437,16 @@ def test_settings_of_tensors_and_numpy_are_compared_like_others() -> None:
     assert first == digest(0.25, torch.tensor(0.75))
     assert first != digest(np.float32(0.125), torch.tensor(0.75))
     assert first != digest(np.float32(0.25), torch.tensor(0.75 + 1e-6))
+
+
+def test_a_norm_that_is_too_large_is_not_finite() -> None:
+    """I2: every share of the squares is finite, and to clip by an infinite norm leaves zeros."""
+    ranks = StepSum({"a": Layout(), "b": Layout()}, ranks=(0,), loss_module=None)
+    for square, is_finite in ((8e307, True), (1e308, False)):
+        mine = Contribution(terms={"a": [square, 0, 0, 0], "b": [square, 0, 0, 0]})
+        sums = ranks.read(ranks.pack(mine, rank=0))
+        norm, _ = sums.norm(divisor=1.0, weights={"a": 1.0, "b": 1.0})
+        assert (norm.is_finite, norm.bad_ranks) == (is_finite, ())
 
 
 def test_a_step_does_not_look_up_the_place_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
