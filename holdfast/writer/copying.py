@@ -108,6 +108,7 @@ def copy_checkpoint(
         nbytes = len(files.records.manifest) + manifest.index.nbytes
         nbytes += sum(manifest.file_sizes.values())
         identity = Identity.of(files.records.manifest)
+        damage = ""
         if target.exists(final):
             what = "another version"
             if identity.is_of(target, final):
@@ -145,8 +146,9 @@ def copy_checkpoint(
                     f"it was removed, copy again"
                 )
             annotate(target, place, manifest)
-            if identity.is_of(target, final):
-                # Damaged, and of no more use. It has the save id of the copy, so that nothing would
+            # Not without damage: another tool may have copied all of it meanwhile.
+            if damage and identity.is_of(target, final):
+                # Of no more use. It has the save id of the copy, so that nothing would
                 # tell whether the exchange with it was made.
                 retire(target, final, manifest.step)
             new = Publication(manifest.step, manifest.save_id, overwrite, verb="copy")

@@ -138,6 +138,27 @@ def test_what_fails_at_its_rename_is_advised_to_be_copied_again(
         copy_checkpoint(source, step_dir(1), target, overwrite=True)
 
 
+def test_what_another_tool_has_copied_meanwhile_stays(tmp_path: Path) -> None:
+    """P21: the same version, whole: it is not taken away to make room for itself."""
+    Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
+    theirs = tmp_path / "b" / step_dir(1)
+
+    def copy(_: int) -> None:
+        shutil.copytree(tmp_path / "a" / step_dir(1), theirs, dirs_exist_ok=True)
+
+    source, target = PosixStorage(tmp_path / "a"), PosixStorage(tmp_path / "b")
+    inodes = []
+
+    def note(name: str, *_: object) -> None:
+        if name == "rename":
+            inodes.append(theirs.stat().st_ino)
+
+    observed = PosixStorage(tmp_path / "b", observer=note)
+    copy_checkpoint(source, step_dir(1), observed, on_progress=copy)
+    assert inodes == [theirs.stat().st_ino]
+    assert files_of(target, step_dir(1)) == files_of(source, step_dir(1))
+
+
 class _KilledError(BaseException):
     """The process ends here."""
 
