@@ -1,6 +1,6 @@
 """A checkpoint copied to another place, byte for byte, and committed there as a save is.
 
-The files are streamed into the directory of a save in progress. Every block is compared with its
+The files are streamed into the directory of a save in progress. Every byte is compared with its
 digest on the way, so damage is not copied. Then the directory gets its name in one step. A copy
 that was interrupted is continued: its directory has the manifest's digest in its name, and files
 that are whole in it are not sent again.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import xxhash
@@ -21,6 +22,7 @@ import xxhash
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.digest import digest128
+from holdfast.format.index import gaps
 from holdfast.format.manifest import ExtraInfo, FileInfo, Manifest
 from holdfast.format.names import (
     INDEX,
@@ -256,7 +258,7 @@ class _Copy:
 
     def _send(self, number: int, file: FileInfo) -> None:
         """Stream one file, and compare its blocks with their digests."""
-        check = _BlockCheck(self._files, number)
+        check = _PassingCheck(self._files, number)
         path = join_path(self._directory, file.name)
         with (
             closing(self._held.open(path)) as source,
@@ -271,6 +273,7 @@ class _Copy:
                 check.update(start, data)
                 sink.write_at(start, data)
                 self._on_progress(len(data))
+            check.finish()
             sink.sync()
 
 
@@ -300,36 +303,51 @@ def _pieces(
             free.append(whole)
 
 
-class _BlockCheck:
-    """Compares the blocks of one data file with the index, as the file passes from its start."""
+class _PassingCheck:
+    """Compares one data file with the records, as the file passes from its start."""
 
     def __init__(self, files: CheckpointFiles, number: int) -> None:
         index, block = files.index, files.manifest.block_nbytes
         self._place = files.storage.describe(files.directory)
-        self._name = files.manifest.files[number].name
+        self._file = files.manifest.files[number]
         rows = np.flatnonzero(index.file == number)
-        self._blocks = deque(
+        starts, sizes = index.start[rows], index.nbytes[rows]
+        columns = (rows.tolist(), starts.tolist(), sizes.tolist())
+        # All of the file: each block with its digest, and what is around the payloads without one.
+        ranges: list[tuple[int, int, int | None]] = [
             (start + at, start + min(at + block, nbytes), int(digest))
-            for row in rows[np.argsort(index.start[rows], kind="stable")].tolist()
-            for start, nbytes in [(int(index.start[row]), int(index.nbytes[row]))]
+            for row, start, nbytes in zip(*columns, strict=True)
             for at, digest in zip(range(0, nbytes, block), index.digests(row), strict=True)
-        )
-        self._hashed = xxhash.xxh3_64()
+        ]
+        around = gaps(starts, sizes, file_nbytes=self._file.nbytes)
+        ranges += [(begin, end, None) for begin, end in around]
+        self._ranges = deque(sorted(ranges, key=lambda each: each[0]))
+        self._block, self._around = xxhash.xxh3_64(), xxhash.xxh3_128()
 
     def update(self, start: int, data: memoryview) -> None:
         """Hash the next piece; CorruptionError that names the byte of a block that is damaged."""
         end = start + len(data)
-        while self._blocks:
-            first, stop, digest = self._blocks[0]
+        while self._ranges:
+            first, stop, digest = self._ranges[0]
             if first >= end:
                 return
-            self._hashed.update(data[max(first - start, 0) : stop - start])
+            part = data[max(first - start, 0) : stop - start]
+            (self._around if digest is None else self._block).update(part)
             if stop > end:
                 return
-            if self._hashed.intdigest() != digest:
-                raise CorruptionError(
-                    f"{self._place}: {self._name}: damaged: the {stop - first} bytes from byte "
-                    f"{first} do not have the digest of the index; nothing of it was copied"
-                )
-            self._hashed.reset()
-            self._blocks.popleft()
+            if digest is not None:
+                if self._block.intdigest() != digest:
+                    self._refuse(f"the {stop - first} bytes from byte {first}", "index")
+                self._block.reset()
+            self._ranges.popleft()
+
+    def finish(self) -> None:
+        """Raise CorruptionError if the bytes around the payloads, as the header, are damaged."""
+        if self._around.hexdigest() != self._file.header_digest:
+            self._refuse("the header or other bytes around its chunks", "manifest")
+
+    def _refuse(self, what: str, record: str) -> NoReturn:
+        raise CorruptionError(
+            f"{self._place}: {self._file.name}: damaged: {what} do not have the digest of the "
+            f"{record}; nothing of it was copied"
+        )

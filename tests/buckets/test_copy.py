@@ -25,6 +25,7 @@ from holdfast import (
     PosixStorage,
     StorageError,
 )
+from holdfast.checkpoint.options import CkptFormat
 from holdfast.cli.main import main
 from holdfast.format.names import step_dir
 from holdfast.format.verifier import verify_snapshot
@@ -74,11 +75,15 @@ def test_another_version_is_replaced_only_on_request(tmp_path: Path) -> None:
     assert files_of(target, step_dir(1)) == files_of(source, step_dir(1))
 
 
-def test_damage_is_not_copied(tmp_path: Path) -> None:
-    Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
+@pytest.mark.parametrize(
+    ("byte", "ckpt_format"), [(-40, "holdfast"), (60, "holdfast"), (-1, "torch_dist")]
+)
+def test_damage_is_not_copied(tmp_path: Path, byte: int, ckpt_format: CkptFormat) -> None:
+    """P21: of payloads, and of what is around them, which only other programs read."""
+    Checkpointer(tmp_path / "a", settle_s=0.0, ckpt_format=ckpt_format).save(1, state_of(1))
     (file,) = (tmp_path / "a" / step_dir(1) / "data").iterdir()
     data = bytearray(file.read_bytes())
-    data[-40] ^= 1
+    data[byte] ^= 1
     file.write_bytes(data)
     target = ObjectStorage("memory://damaged/run")
     with pytest.raises(CorruptionError, match="damaged: the"):
