@@ -626,8 +626,19 @@ def _lease_age_s(storage: Storage, path: str, lease: _LeaseFile) -> float:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Return True if a process runs of which this one may not know more."""
-    return os.path.exists(f"/proc/{pid}") and not _origin(pid)
+    """Return True if a process runs of which this one may not know more.
+
+    A system may hide the processes of other users altogether (`hidepid=2`).
+    """
+    if _origin(pid):
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _new_path(directory: str, kind: Kind) -> str:

@@ -55,7 +55,13 @@ with announce_removal(PosixStorage(sys.argv[1]), "iter_0000001"):
 """
 
 
-def test_a_killed_remover_is_not_waited_for(tmp_path: Path) -> None:
+def refused(*args: object) -> None:
+    raise PermissionError
+
+
+def test_a_killed_remover_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of this host: its lease of ten minutes is taken over. One of elsewhere, or alive, is kept."""
     storage = fill(tmp_path, [1, 2])
     remover = subprocess.Popen(
@@ -69,6 +75,16 @@ def test_a_killed_remover_is_not_waited_for(tmp_path: Path) -> None:
             read_lease(storage, ONE, wait_s=0.1),
         ):
             pass
+        seen = versions._origin
+        with monkeypatch.context() as hiding:  # another user's, on a system that hides them
+            hiding.setattr(versions, "_origin", lambda n: seen(n) if n == os.getpid() else "")
+            hiding.setattr(os.path, "exists", lambda path: False)
+            hiding.setattr(os, "kill", refused)
+            with (
+                pytest.raises(StorageError, match="about to be removed"),
+                read_lease(storage, ONE, wait_s=0.1),
+            ):
+                pass
         remover.kill()
         (path,) = (tmp_path / LEASES_DIR).iterdir()
         content = path.read_bytes()
