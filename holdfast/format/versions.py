@@ -476,7 +476,7 @@ def repeated(
     first_s: float = 0.0,
     at_end: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
-    """In the body, call `action` every `every_s` seconds in a thread; a StorageError is ignored.
+    """In the body, call `action` every `every_s` seconds in a thread; its errors are ignored.
 
     The first time after `first_s` seconds, if given. After the last one the thread calls `at_end`,
     whose error is raised here: what it removes is not written again. If the storage keeps both
@@ -489,7 +489,8 @@ def repeated(
         pause_s = first_s or every_s
         while not stop.wait(pause_s):
             pause_s = every_s
-            with suppress(StorageError):
+            # Whatever a storage raises: without the next one, others take the caller for dead.
+            with suppress(Exception):
                 action()
         try:
             at_end()

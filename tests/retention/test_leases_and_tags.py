@@ -140,6 +140,22 @@ def test_a_reader_in_another_process_protects_until_it_dies(tmp_path: Path) -> N
         reader.wait(60)
 
 
+def test_a_lease_is_renewed_after_an_error_of_any_class(tmp_path: Path) -> None:
+    """E14, P14: a storage of a user's own may raise others than it should; so may a heartbeat."""
+    asked: list[str] = []
+
+    class Odd(PosixStorage):
+        def replace_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
+            asked.append(path)
+            if len(asked) == 3:  # the first lease of all makes the directory, and asks twice
+                raise TimeoutError("no answer")
+            super().replace_file(path, data, durable=durable)
+
+    fill(tmp_path, [1])
+    with read_lease(Odd(tmp_path), ONE, life_s=0.4):
+        wait_until(lambda: len(asked) > 4)
+
+
 def test_a_lease_that_a_power_loss_has_emptied_expires(tmp_path: Path) -> None:
     """E14: leases are not synced; an owner that lives writes its own again within minutes."""
     storage = fill(tmp_path, [1, 2])
