@@ -25,6 +25,7 @@ from holdfast.format.digest import digest128
 from holdfast.format.index import gaps
 from holdfast.format.manifest import ExtraInfo, FileInfo, Manifest
 from holdfast.format.names import (
+    DATA_DIR,
     INDEX,
     MANIFEST,
     is_file_with,
@@ -33,7 +34,7 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.format.summaries import annotate
-from holdfast.format.verifier import verify_snapshot, verify_source
+from holdfast.format.verifier import names_in, verify_snapshot, verify_source
 from holdfast.format.versions import (
     Identity,
     announce_copy,
@@ -215,27 +216,39 @@ class _Copy:
                 target.remove_tree(f"{place}/{file.name}", durable=False)
             self._send(number, file)
             sent += file.nbytes
+        for name in self._others():
+            self._put(name, self._held.read(join_path(self._directory, name)))
         records = self._files.records
         small = [(extra.name, self._extra(extra)) for extra in manifest.extras]
         small += [(INDEX, records.index), (MANIFEST, records.manifest)]
         for name, data in small:
-            if target.exists(f"{place}/{name}"):
-                # In a bucket another copy may have made this directory a checkpoint just now: what
-                # is whole is never taken away, for an instant neither.
-                if is_file_with(target, f"{place}/{name}", data):
-                    self._on_progress(len(data))
-                    continue
-                target.remove_tree(f"{place}/{name}", durable=False)
-            with target.create(f"{place}/{name}", nbytes=len(data)) as sink:
-                sink.write_at(0, memoryview(data))
-                sink.sync()
+            sent += self._put(name, data)
             self._on_progress(len(data))
-            sent += len(data)
         # The rename must not be durable before the names inside: see `commit_save`.
         if manifest.files:
             target.sync_dir(f"{place}/data")
         target.sync_dir(place)
         return sent
+
+    def _put(self, name: str, data: bytes) -> int:
+        """Write a small file unless it is there; return the bytes that were sent."""
+        target, path = self._target, f"{self._place}/{name}"
+        if target.exists(path):
+            # In a bucket another copy may have made this directory a checkpoint just now: what is
+            # whole is never taken away, for an instant neither.
+            if is_file_with(target, path, data):
+                return 0
+            target.remove_tree(path, durable=False)
+        with target.create(path, nbytes=len(data)) as sink:
+            sink.write_at(0, memoryview(data))
+            sink.sync()
+        return len(data)
+
+    def _others(self) -> list[str]:
+        """Return the files of other programs that are there, of which no digest is known."""
+        manifest = self._files.manifest
+        others = manifest.other_files - {DATA_DIR, INDEX, MANIFEST, *manifest.file_sizes}
+        return sorted(others.intersection(names_in(self._held, self._directory) if others else ()))
 
     def _extra(self, extra: ExtraInfo) -> bytes:
         """Return a file for other programs; CorruptionError if it is damaged."""

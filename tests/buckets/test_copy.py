@@ -143,6 +143,19 @@ def test_what_fails_at_its_rename_is_advised_to_be_copied_again(
         copy_checkpoint(source, step_dir(1), target, overwrite=True)
 
 
+def test_files_that_other_programs_have_put_there_come_along(tmp_path: Path) -> None:
+    """P21: `common.pt`, with which Megatron begins; what is not there is no error."""
+    names = ["common.pt", "metadata.json", "manifest.json", "../out", "/etc/passwd"]
+    with Checkpointer(tmp_path / "a", settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state_of(1), metadata={"other_files": names})
+    (tmp_path / "a" / step_dir(1) / "common.pt").write_bytes(b"common")
+    source, bucket = PosixStorage(tmp_path / "a"), ObjectStorage("memory://others/run")
+    for one, other in ((source, bucket), (bucket, PosixStorage(tmp_path / "b"))):
+        copy_checkpoint(one, step_dir(1), other, verify=True)
+        assert other.read(f"{step_dir(1)}/common.pt") == b"common"
+        assert files_of(other, step_dir(1)) == files_of(source, step_dir(1))
+
+
 def test_what_another_tool_has_copied_meanwhile_stays(tmp_path: Path) -> None:
     """P21: the same version, whole: it is not taken away to make room for itself."""
     Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
