@@ -360,7 +360,10 @@ class Refusing(Unshared):
         return super().size(path)
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+ESTALE = pytest.param(errno.ESTALE, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, ESTALE, errno.EACCES])
 @pytest.mark.parametrize("at_save", [False, True])
 def test_a_complete_save_stays_while_what_it_is_to_replace_cannot_be_read(
     tmp_path: Path, code: int, at_save: bool
