@@ -28,7 +28,7 @@ from holdfast.arrays.types import IntArray
 from holdfast.errors import ConfigError, CorruptionError, HoldfastError, PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.names import data_file
+from holdfast.format.names import OTHER_FILES, data_file
 from holdfast.format.values import (
     Node,
     decode_tree,
@@ -238,6 +238,12 @@ class Manifest(_Members, frozen=True, kw_only=True, dict=True):
         """Bytes by name of all files that it lists: data files, and those for other programs."""
         data = {file.name: file.nbytes for file in self.files}
         return data | {extra.name: extra.nbytes for extra in self.extras}
+
+    @property
+    def other_files(self) -> set[str]:
+        """Names of files that may be there, too, whose bytes it does not state: `OTHER_FILES`."""
+        names = self.metadata.get(OTHER_FILES)
+        return set(map(str, names)) if isinstance(names, list) else set()
 
 
 def has_digests(manifest: Manifest) -> bool:

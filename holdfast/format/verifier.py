@@ -23,7 +23,7 @@ from holdfast.format.index import (
     validate_index,
 )
 from holdfast.format.manifest import ExtraInfo, FileInfo, Manifest, has_digests
-from holdfast.format.names import DATA_DIR, INDEX, MANIFEST, OTHER_FILES
+from holdfast.format.names import DATA_DIR, INDEX, MANIFEST
 from holdfast.format.stored_copies import find_copies
 from holdfast.format.versions import join_path, read_index, read_manifest, save_id_of
 from holdfast.storage import Source, Storage
@@ -329,18 +329,16 @@ class _Verifier:
 
     def _strays(self, manifest: Manifest) -> list[Damage]:
         """Return the files that the manifest neither lists nor expects."""
-        known = {MANIFEST, INDEX, DATA_DIR, *manifest.file_sizes}
-        others = (manifest.metadata or {}).get(OTHER_FILES)
-        known.update(map(str, others) if isinstance(others, list) else ())
+        known = {MANIFEST, INDEX, DATA_DIR, *manifest.file_sizes, *manifest.other_files}
         try:
-            names = _names_in(self._storage, self._directory)
+            names = names_in(self._storage, self._directory)
         except StorageError as error:
             return [self._damage("", error)]
         what = "not part of the checkpoint: the manifest does not list it"
         return [self._damage(name, what) for name in names if name not in known]
 
 
-def _names_in(storage: Storage, directory: str) -> list[str]:
+def names_in(storage: Storage, directory: str) -> list[str]:
     """Return the names in a checkpoint's directory, and those in its directory of data."""
     if (sizes := sizes_below(storage, directory)) is not None:
         paths = [path.split("/") for path in sizes]

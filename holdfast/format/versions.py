@@ -476,7 +476,7 @@ def repeated(
     first_s: float = 0.0,
     at_end: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
-    """In the body, call `action` every `every_s` seconds in a thread; a StorageError is ignored.
+    """In the body, call `action` every `every_s` seconds in a thread; its errors are ignored.
 
     The first time after `first_s` seconds, if given. After the last one the thread calls `at_end`,
     whose error is raised here: what it removes is not written again. If the storage keeps both
@@ -489,7 +489,8 @@ def repeated(
         pause_s = first_s or every_s
         while not stop.wait(pause_s):
             pause_s = every_s
-            with suppress(StorageError):
+            # Whatever a storage raises: without the next one, others take the caller for dead.
+            with suppress(Exception):
                 action()
         try:
             at_end()
@@ -626,8 +627,19 @@ def _lease_age_s(storage: Storage, path: str, lease: _LeaseFile) -> float:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Return True if a process runs of which this one may not know more."""
-    return os.path.exists(f"/proc/{pid}") and not _origin(pid)
+    """Return True if a process runs of which this one may not know more.
+
+    A system may hide the processes of other users altogether (`hidepid=2`).
+    """
+    if _origin(pid):
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _new_path(directory: str, kind: Kind) -> str:

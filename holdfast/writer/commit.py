@@ -142,7 +142,12 @@ def commit_save(
         annotate(
             storage, directory, done.manifest, requests=requests, held=done.held, aside=done.aside
         )
-        publish(storage, directory, Publication(header.step, header.save_id, header.overwrite))
+        replaces = header.replaces if is_repair else None
+        publish(
+            storage,
+            directory,
+            Publication(header.step, header.save_id, header.overwrite, replaces=replaces),
+        )
     # Phase 3: the pointer, for people and other tools only: a failure is not one of the save.
     try:
         point_to_newest(storage, committed=header.step)
@@ -388,12 +393,14 @@ class Publication(NamedTuple):
         save_id: Of the version.
         overwrite: True if it may replace another one.
         verb: "save" or "copy": what messages advise.
+        replaces: Save id of the only one that it may replace; None for any.
     """
 
     step: int
     save_id: str
     overwrite: bool
     verb: str = "save"
+    replaces: str | None = None
 
     @property
     def final(self) -> str:
@@ -404,6 +411,13 @@ class Publication(NamedTuple):
 def publish(storage: Storage, directory: str, new: Publication) -> None:
     """Make the rename that commits; an old checkpoint of the step lives until then."""
     final = new.final
+    if new.replaces is not None:
+        there = known_save_id(storage, final)
+        if there not in (None, new.replaces, new.save_id):
+            raise StorageError(
+                f"{storage.describe(final)} was saved again, as {there}, while save {new.save_id} "
+                f"was being finished; the next repair removes that one"
+            )
     if new.overwrite and storage.exists(final) and _replace(storage, directory, new):
         return
     try:

@@ -1,6 +1,6 @@
 """A checkpoint copied to another place, byte for byte, and committed there as a save is.
 
-The files are streamed into the directory of a save in progress. Every block is compared with its
+The files are streamed into the directory of a save in progress. Every byte is compared with its
 digest on the way, so damage is not copied. Then the directory gets its name in one step. A copy
 that was interrupted is continued: its directory has the manifest's digest in its name, and files
 that are whole in it are not sent again.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import xxhash
@@ -21,8 +22,10 @@ import xxhash
 from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.digest import digest128
+from holdfast.format.index import gaps
 from holdfast.format.manifest import ExtraInfo, FileInfo, Manifest
 from holdfast.format.names import (
+    DATA_DIR,
     INDEX,
     MANIFEST,
     is_file_with,
@@ -31,7 +34,7 @@ from holdfast.format.names import (
     step_dir,
 )
 from holdfast.format.summaries import annotate
-from holdfast.format.verifier import verify_snapshot, verify_source
+from holdfast.format.verifier import names_in, verify_snapshot, verify_source
 from holdfast.format.versions import (
     Identity,
     announce_copy,
@@ -108,6 +111,7 @@ def copy_checkpoint(
         nbytes = len(files.records.manifest) + manifest.index.nbytes
         nbytes += sum(manifest.file_sizes.values())
         identity = Identity.of(files.records.manifest)
+        damage = ""
         if target.exists(final):
             what = "another version"
             if identity.is_of(target, final):
@@ -145,8 +149,9 @@ def copy_checkpoint(
                     f"it was removed, copy again"
                 )
             annotate(target, place, manifest)
-            if identity.is_of(target, final):
-                # Damaged, and of no more use. It has the save id of the copy, so that nothing would
+            # Not without damage: another tool may have copied all of it meanwhile.
+            if damage and identity.is_of(target, final):
+                # Of no more use. It has the save id of the copy, so that nothing would
                 # tell whether the exchange with it was made.
                 retire(target, final, manifest.step)
             new = Publication(manifest.step, manifest.save_id, overwrite, verb="copy")
@@ -211,27 +216,39 @@ class _Copy:
                 target.remove_tree(f"{place}/{file.name}", durable=False)
             self._send(number, file)
             sent += file.nbytes
+        for name in self._others():
+            self._put(name, self._held.read(join_path(self._directory, name)))
         records = self._files.records
         small = [(extra.name, self._extra(extra)) for extra in manifest.extras]
         small += [(INDEX, records.index), (MANIFEST, records.manifest)]
         for name, data in small:
-            if target.exists(f"{place}/{name}"):
-                # In a bucket another copy may have made this directory a checkpoint just now: what
-                # is whole is never taken away, for an instant neither.
-                if is_file_with(target, f"{place}/{name}", data):
-                    self._on_progress(len(data))
-                    continue
-                target.remove_tree(f"{place}/{name}", durable=False)
-            with target.create(f"{place}/{name}", nbytes=len(data)) as sink:
-                sink.write_at(0, memoryview(data))
-                sink.sync()
+            sent += self._put(name, data)
             self._on_progress(len(data))
-            sent += len(data)
         # The rename must not be durable before the names inside: see `commit_save`.
         if manifest.files:
             target.sync_dir(f"{place}/data")
         target.sync_dir(place)
         return sent
+
+    def _put(self, name: str, data: bytes) -> int:
+        """Write a small file unless it is there; return the bytes that were sent."""
+        target, path = self._target, f"{self._place}/{name}"
+        if target.exists(path):
+            # In a bucket another copy may have made this directory a checkpoint just now: what is
+            # whole is never taken away, for an instant neither.
+            if is_file_with(target, path, data):
+                return 0
+            target.remove_tree(path, durable=False)
+        with target.create(path, nbytes=len(data)) as sink:
+            sink.write_at(0, memoryview(data))
+            sink.sync()
+        return len(data)
+
+    def _others(self) -> list[str]:
+        """Return the files of other programs that are there, of which no digest is known."""
+        manifest = self._files.manifest
+        others = manifest.other_files - {DATA_DIR, INDEX, MANIFEST, *manifest.file_sizes}
+        return sorted(others.intersection(names_in(self._held, self._directory) if others else ()))
 
     def _extra(self, extra: ExtraInfo) -> bytes:
         """Return a file for other programs; CorruptionError if it is damaged."""
@@ -254,7 +271,7 @@ class _Copy:
 
     def _send(self, number: int, file: FileInfo) -> None:
         """Stream one file, and compare its blocks with their digests."""
-        check = _BlockCheck(self._files, number)
+        check = _PassingCheck(self._files, number)
         path = join_path(self._directory, file.name)
         with (
             closing(self._held.open(path)) as source,
@@ -269,6 +286,7 @@ class _Copy:
                 check.update(start, data)
                 sink.write_at(start, data)
                 self._on_progress(len(data))
+            check.finish()
             sink.sync()
 
 
@@ -298,36 +316,51 @@ def _pieces(
             free.append(whole)
 
 
-class _BlockCheck:
-    """Compares the blocks of one data file with the index, as the file passes from its start."""
+class _PassingCheck:
+    """Compares one data file with the records, as the file passes from its start."""
 
     def __init__(self, files: CheckpointFiles, number: int) -> None:
         index, block = files.index, files.manifest.block_nbytes
         self._place = files.storage.describe(files.directory)
-        self._name = files.manifest.files[number].name
+        self._file = files.manifest.files[number]
         rows = np.flatnonzero(index.file == number)
-        self._blocks = deque(
+        starts, sizes = index.start[rows], index.nbytes[rows]
+        columns = (rows.tolist(), starts.tolist(), sizes.tolist())
+        # All of the file: each block with its digest, and what is around the payloads without one.
+        ranges: list[tuple[int, int, int | None]] = [
             (start + at, start + min(at + block, nbytes), int(digest))
-            for row in rows[np.argsort(index.start[rows], kind="stable")].tolist()
-            for start, nbytes in [(int(index.start[row]), int(index.nbytes[row]))]
+            for row, start, nbytes in zip(*columns, strict=True)
             for at, digest in zip(range(0, nbytes, block), index.digests(row), strict=True)
-        )
-        self._hashed = xxhash.xxh3_64()
+        ]
+        around = gaps(starts, sizes, file_nbytes=self._file.nbytes)
+        ranges += [(begin, end, None) for begin, end in around]
+        self._ranges = deque(sorted(ranges, key=lambda each: each[0]))
+        self._block, self._around = xxhash.xxh3_64(), xxhash.xxh3_128()
 
     def update(self, start: int, data: memoryview) -> None:
         """Hash the next piece; CorruptionError that names the byte of a block that is damaged."""
         end = start + len(data)
-        while self._blocks:
-            first, stop, digest = self._blocks[0]
+        while self._ranges:
+            first, stop, digest = self._ranges[0]
             if first >= end:
                 return
-            self._hashed.update(data[max(first - start, 0) : stop - start])
+            part = data[max(first - start, 0) : stop - start]
+            (self._around if digest is None else self._block).update(part)
             if stop > end:
                 return
-            if self._hashed.intdigest() != digest:
-                raise CorruptionError(
-                    f"{self._place}: {self._name}: damaged: the {stop - first} bytes from byte "
-                    f"{first} do not have the digest of the index; nothing of it was copied"
-                )
-            self._hashed.reset()
-            self._blocks.popleft()
+            if digest is not None:
+                if self._block.intdigest() != digest:
+                    self._refuse(f"the {stop - first} bytes from byte {first}", "index")
+                self._block.reset()
+            self._ranges.popleft()
+
+    def finish(self) -> None:
+        """Raise CorruptionError if the bytes around the payloads, as the header, are damaged."""
+        if self._around.hexdigest() != self._file.header_digest:
+            self._refuse("the header or other bytes around its chunks", "manifest")
+
+    def _refuse(self, what: str, record: str) -> NoReturn:
+        raise CorruptionError(
+            f"{self._place}: {self._file.name}: damaged: {what} do not have the digest of the "
+            f"{record}; nothing of it was copied"
+        )

@@ -160,25 +160,33 @@ def _collect(storage: Storage, *, dry_run: bool) -> list[Leftover]:
 def give_up(storage: Storage, *, after: int, dry_run: bool = False) -> list[Leftover]:
     """Remove the saves above a step that no process continues, complete ones, too.
 
-    Otherwise the next load would commit those, as the newest steps. What is alive is left alone.
+    Otherwise the next load would commit those, as the newest steps. So are versions removed that an
+    interrupted replacement or removal took the name from: a load would give it back. What is alive
+    is left alone.
     """
     patience = _Patience(alive_s=ALIVE_S, unlocked_s=_STARTING_S)
     leftovers = []
+    why = f"above step {after}"
     for name in storage.list(""):
-        parsed = parse_saving_dir(name)
-        if parsed is None or parsed[0] <= after or not storage.is_dir(name):
+        step, save_id = parse_saving_dir(name) or (parse_aside_dir(name), "")
+        if step is None or step <= after or not storage.is_dir(name):
             continue
-        step = parsed[0]
         try:
-            alive = patience.reason(storage, name)
+            if save_id:
+                alive = patience.reason(storage, name)
+            else:
+                alive = _why_to_be_replaced(storage, step, patience)
+            is_save = bool(save_id) and known_save_id(storage, step_dir(step)) != unclaimed(save_id)
+            if alive:
+                leftovers.append(Leftover(name=name, step=step, fate="alive", why=alive))
+            elif is_save:
+                leftovers.append(_remove(storage, name, step, why, dry_run))
+            else:  # an older version, which may be read
+                leftovers.append(_retire(storage, name, step, why, dry_run))
+                if not dry_run:
+                    storage.sync_dir("")
         except HoldfastError as error:
             leftovers.append(_stuck(storage, name, step, error))
-            continue
-        leftovers.append(
-            Leftover(name=name, step=step, fate="alive", why=alive)
-            if alive
-            else _remove(storage, name, step, f"above step {after}", dry_run)
-        )
     return leftovers
 
 
@@ -315,13 +323,8 @@ def _put_back(
     try:
         if known_save_id(storage, final) is not None:
             return _retire(storage, name, step, "replaced", dry_run)
-        for other in storage.list(""):
-            parsed = parse_saving_dir(other)
-            if parsed is None or parsed[0] != step:
-                continue
-            if alive := patience.reason(storage, other):
-                why = f"{other} is to replace it, {alive}"
-                return Leftover(name=name, step=step, fate="alive", why=why)
+        if why := _why_to_be_replaced(storage, step, patience):
+            return Leftover(name=name, step=step, fate="alive", why=why)
         if _has_no_data(storage, name):
             return _remove(storage, name, step, "half removed", dry_run)
         if not dry_run:
@@ -331,6 +334,15 @@ def _put_back(
     return Leftover(
         name=name, step=step, fate="finished", why="its replacement or removal was interrupted"
     )
+
+
+def _why_to_be_replaced(storage: Storage, step: int, patience: _Patience) -> str:
+    """Return which save in progress is about to replace the version of a step; empty if none is."""
+    for name in storage.list(""):
+        parsed = parse_saving_dir(name)
+        if parsed is not None and parsed[0] == step and (alive := patience.reason(storage, name)):
+            return f"{name} is to replace it, {alive}"
+    return ""
 
 
 def _has_no_data(storage: Storage, name: str) -> bool:

@@ -25,6 +25,7 @@ from holdfast import (
     PosixStorage,
     StorageError,
 )
+from holdfast.checkpoint.options import CkptFormat
 from holdfast.cli.main import main
 from holdfast.format.names import step_dir
 from holdfast.format.verifier import verify_snapshot
@@ -74,11 +75,15 @@ def test_another_version_is_replaced_only_on_request(tmp_path: Path) -> None:
     assert files_of(target, step_dir(1)) == files_of(source, step_dir(1))
 
 
-def test_damage_is_not_copied(tmp_path: Path) -> None:
-    Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
+@pytest.mark.parametrize(
+    ("byte", "ckpt_format"), [(-40, "holdfast"), (60, "holdfast"), (-1, "torch_dist")]
+)
+def test_damage_is_not_copied(tmp_path: Path, byte: int, ckpt_format: CkptFormat) -> None:
+    """P21: of payloads, and of what is around them, which only other programs read."""
+    Checkpointer(tmp_path / "a", settle_s=0.0, ckpt_format=ckpt_format).save(1, state_of(1))
     (file,) = (tmp_path / "a" / step_dir(1) / "data").iterdir()
     data = bytearray(file.read_bytes())
-    data[-40] ^= 1
+    data[byte] ^= 1
     file.write_bytes(data)
     target = ObjectStorage("memory://damaged/run")
     with pytest.raises(CorruptionError, match="damaged: the"):
@@ -136,6 +141,40 @@ def test_what_fails_at_its_rename_is_advised_to_be_copied_again(
     source, target = PosixStorage(tmp_path / "a"), PosixStorage(tmp_path / "b")
     with pytest.raises(StorageError, match=r"in place and complete.*check the storage, then copy"):
         copy_checkpoint(source, step_dir(1), target, overwrite=True)
+
+
+def test_files_that_other_programs_have_put_there_come_along(tmp_path: Path) -> None:
+    """P21: `common.pt`, with which Megatron begins; what is not there is no error."""
+    names = ["common.pt", "metadata.json", "manifest.json", "../out", "/etc/passwd"]
+    with Checkpointer(tmp_path / "a", settle_s=0.0) as checkpointer:
+        checkpointer.save(1, state_of(1), metadata={"other_files": names})
+    (tmp_path / "a" / step_dir(1) / "common.pt").write_bytes(b"common")
+    source, bucket = PosixStorage(tmp_path / "a"), ObjectStorage("memory://others/run")
+    for one, other in ((source, bucket), (bucket, PosixStorage(tmp_path / "b"))):
+        copy_checkpoint(one, step_dir(1), other, verify=True)
+        assert other.read(f"{step_dir(1)}/common.pt") == b"common"
+        assert files_of(other, step_dir(1)) == files_of(source, step_dir(1))
+
+
+def test_what_another_tool_has_copied_meanwhile_stays(tmp_path: Path) -> None:
+    """P21: the same version, whole: it is not taken away to make room for itself."""
+    Checkpointer(tmp_path / "a", settle_s=0.0).save(1, state_of(1))
+    theirs = tmp_path / "b" / step_dir(1)
+
+    def copy(_: int) -> None:
+        shutil.copytree(tmp_path / "a" / step_dir(1), theirs, dirs_exist_ok=True)
+
+    source, target = PosixStorage(tmp_path / "a"), PosixStorage(tmp_path / "b")
+    inodes = []
+
+    def note(name: str, *_: object) -> None:
+        if name == "rename":
+            inodes.append(theirs.stat().st_ino)
+
+    observed = PosixStorage(tmp_path / "b", observer=note)
+    copy_checkpoint(source, step_dir(1), observed, on_progress=copy)
+    assert inodes == [theirs.stat().st_ino]
+    assert files_of(target, step_dir(1)) == files_of(source, step_dir(1))
 
 
 class _KilledError(BaseException):

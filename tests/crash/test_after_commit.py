@@ -330,6 +330,24 @@ def test_of_two_versions_the_later_stays_whatever_the_clock_says(
     assert versions(tmp_path) == {1: 13}
 
 
+def test_a_version_that_is_saved_while_a_repair_finishes_an_older_one_stays(tmp_path: Path) -> None:
+    """P24: a repair may read all data of a save before it gives it the name of the step."""
+    storage = PosixStorage(tmp_path)
+    save(storage, "sync", 1, 10)
+    left = _interrupted(storage, 1, 11, overwrite=True)
+
+    def save_again(operation: str, path: str, *_: object) -> None:
+        if (operation, path) == ("rename", left.name) and versions(tmp_path) == {1: 10}:
+            save(storage, "sync", 1, 12, overwrite=True)
+
+    (found,) = repair(PosixStorage(tmp_path, observer=save_again), alive_s=0.0)
+    assert versions(tmp_path) == {1: 12}
+    assert found.fate == "kept"
+    assert "was saved again" in found.why
+    assert [f.fate for f in repair(storage, alive_s=0.0)] == ["removed"]
+    assert versions(tmp_path) == {1: 12}
+
+
 class Refusing(Unshared):
     """The manifest of a step that is read with an error of the disk, or of the network."""
 
@@ -342,7 +360,10 @@ class Refusing(Unshared):
         return super().size(path)
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+ESTALE = pytest.param(errno.ESTALE, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, ESTALE, errno.EACCES])
 @pytest.mark.parametrize("at_save", [False, True])
 def test_a_complete_save_stays_while_what_it_is_to_replace_cannot_be_read(
     tmp_path: Path, code: int, at_save: bool

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from holdfast import Checkpointer
+from holdfast import Checkpointer, PosixStorage
 from holdfast.errors import HoldfastError
+from holdfast.format.versions import read_lease
 from holdfast.writer.records import ALIVE_FILE
 from tests.cli.conftest import Holdfast, holdfast
 from tests.crash.common import state_of, versions
@@ -72,7 +74,10 @@ def test_leftovers_are_told_and_dealt_with(holdfast: Holdfast, tmp_path: Path) -
 
 
 def test_what_a_run_has_given_up_is_not_finished_later(holdfast: Holdfast, tmp_path: Path) -> None:
-    """E14: the next load would commit it, and continue the course that was given up."""
+    """E14: the next load would commit it, and continue the course that was given up.
+
+    So would a version whose removal or replacement was interrupted: a load gives it its name back.
+    """
     root = tmp_path / "run"
     with Checkpointer(root) as checkpointer:
         for step in (1, 2):
@@ -93,6 +98,18 @@ def test_what_a_run_has_given_up_is_not_finished_later(holdfast: Holdfast, tmp_p
     os.utime(young)
     said = holdfast("prune", root, "--after", "1", "--yes", "--json").json
     assert [item["step"] for item in said["unfinished_saves"]] == [5]
+    aside = [root / f".old-iter_{step:07d}-{'0' * 8}" for step in (1, 5, 6)]
+    for path in aside:
+        shutil.copytree(root / "iter_0000001", path)
+    assert holdfast("prune", root, "--after", "1", "--yes").code == 0
+    assert [path.exists() for path in aside] == [True, True, False]
+    _age(young)
+    with read_lease(PosixStorage(root), "iter_0000005"):
+        assert holdfast("prune", root, "--after", "1", "--yes").code == 0
+        assert len([*root.glob(".replaced-iter_0000005-*")]) == 1
+    assert not aside[1].exists()
+    state = state_of(0)
+    assert Checkpointer(root).load(state).step == 1
 
 
 def test_what_a_killed_tag_left_goes(holdfast: Holdfast, tmp_path: Path) -> None:

@@ -55,7 +55,13 @@ with announce_removal(PosixStorage(sys.argv[1]), "iter_0000001"):
 """
 
 
-def test_a_killed_remover_is_not_waited_for(tmp_path: Path) -> None:
+def refused(*args: object) -> None:
+    raise PermissionError
+
+
+def test_a_killed_remover_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of this host: its lease of ten minutes is taken over. One of elsewhere, or alive, is kept."""
     storage = fill(tmp_path, [1, 2])
     remover = subprocess.Popen(
@@ -69,6 +75,16 @@ def test_a_killed_remover_is_not_waited_for(tmp_path: Path) -> None:
             read_lease(storage, ONE, wait_s=0.1),
         ):
             pass
+        seen = versions._origin
+        with monkeypatch.context() as hiding:  # another user's, on a system that hides them
+            hiding.setattr(versions, "_origin", lambda n: seen(n) if n == os.getpid() else "")
+            hiding.setattr(os.path, "exists", lambda path: False)
+            hiding.setattr(os, "kill", refused)
+            with (
+                pytest.raises(StorageError, match="about to be removed"),
+                read_lease(storage, ONE, wait_s=0.1),
+            ):
+                pass
         remover.kill()
         (path,) = (tmp_path / LEASES_DIR).iterdir()
         content = path.read_bytes()
@@ -122,6 +138,22 @@ def test_a_reader_in_another_process_protects_until_it_dies(tmp_path: Path) -> N
     finally:
         reader.kill()
         reader.wait(60)
+
+
+def test_a_lease_is_renewed_after_an_error_of_any_class(tmp_path: Path) -> None:
+    """E14, P14: a storage of a user's own may raise others than it should; so may a heartbeat."""
+    asked: list[str] = []
+
+    class Odd(PosixStorage):
+        def replace_file(self, path: str, data: bytes, *, durable: bool = True) -> None:
+            asked.append(path)
+            if len(asked) == 3:  # the first lease of all makes the directory, and asks twice
+                raise TimeoutError("no answer")
+            super().replace_file(path, data, durable=durable)
+
+    fill(tmp_path, [1])
+    with read_lease(Odd(tmp_path), ONE, life_s=0.4):
+        wait_until(lambda: len(asked) > 4)
 
 
 def test_a_lease_that_a_power_loss_has_emptied_expires(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_newest_image_is_kept_and_taken(root: Path, asynchronous: bool) -> N
     assert_loads(root, 2.0, from_images=True)  # as often as it is asked for
 
 
-@pytest.mark.parametrize("steps", [(1, 2), (1, 2, 3)])
+@pytest.mark.parametrize("steps", [(1, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
 def test_the_newest_of_two_buffers_is_kept(root: Path, steps: tuple[int, ...]) -> None:
     """P15: whichever of the two it was staged in."""
     run(root, *steps, staging_buffers=2)

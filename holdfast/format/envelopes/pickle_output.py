@@ -3,7 +3,7 @@
 Protocol 2, as `torch.save` writes, which PyTorch's restricted loader reads. Plain values and
 containers are themselves; everything else is described: `Global` names a class or a function,
 `Made` calls one, `Persistent` refers to what lies outside of the pickle. Equal values in equal
-order give equal bytes.
+order give equal bytes; members of sets have no order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import PlanError
+from holdfast.format.values import encode_tree, node_bytes
 
 _MAX_DEPTH = 220
 """Deeper than any stored tree."""
@@ -104,8 +105,8 @@ class _Emitter:
             tuple: self._tuple,
             list: self._list,
             dict: lambda value: self._dict(value.items()),
-            set: lambda value: self._call(_builtin("set"), list(value)),
-            frozenset: lambda value: self._call(_builtin("frozenset"), list(value)),
+            set: lambda value: self._call(_builtin("set"), _in_order(value)),
+            frozenset: lambda value: self._call(_builtin("frozenset"), _in_order(value)),
             range: lambda value: self._call(
                 _builtin("xrange"), value.start, value.stop, value.step
             ),
@@ -285,6 +286,11 @@ class _Emitter:
     def _persistent(self, value: Persistent) -> None:
         self._emit(value.id)
         self._code(b"Q")
+
+
+def _in_order(members: Collection[Any]) -> list[Any]:
+    """Return the members of a set in the order of a stored tree; each process has another one."""
+    return sorted(members, key=lambda member: node_bytes(encode_tree(member)))
 
 
 def _u32(value: int) -> bytes:
