@@ -197,8 +197,13 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 "without a checkpoint would go on with the counters of that one, without its "
                 'place in the data and its optimizers; pass ckpt_path="last" to this fit, too'
             )
-        elif not self._continues:
-            refuse_other_run(self._running(), self._root, how='Pass ckpt_path="last" to fit')
+        else:
+            refuse_other_run(
+                self._running(),
+                self._root,
+                continues=self._continues,
+                how='Pass ckpt_path="last" to fit',
+            )
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **named: Any) -> None:
         """Note if a save is due; while gradients are accumulated, after the optimizer's step."""

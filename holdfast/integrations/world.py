@@ -188,20 +188,30 @@ def step_of_coordinator(
     return int(answer) if answer else None
 
 
-def refuse_other_run(checkpointer: Checkpointer, root: Path, *, how: str) -> None:
+def refuse_other_run(checkpointer: Checkpointer, root: Path, *, continues: bool, how: str) -> None:
     """Raise ConfigError if there are checkpoints, for a run that does not continue from them.
+
+    Called by all ranks: what one of them finds, all raise.
 
     Args:
         checkpointer: of the run.
         root: where it saves.
+        continues: True for a run that would have continued, had there been one: none is refused.
         how: to continue from them, for the message.
     """
-    newest = checkpointer.latest()
-    if newest is not None:
-        raise ConfigError(
-            f"{root} has checkpoints, the newest of step {newest}, and this run does not continue "
-            f"from them: it would be resumed from them later. {how}, or choose another root"
-        )
+
+    def refuse() -> None:
+        newest = None if continues else checkpointer.latest()
+        if newest is not None:
+            raise ConfigError(
+                f"{root} has checkpoints, the newest of step {newest}, and this run does not "
+                f"continue from them: it would be resumed from them later. {how}, or choose "
+                f"another root"
+            )
+
+    control = checkpointer.groups.control
+    with control.in_step():  # it may wait for writers of an earlier run
+        Guard[None](control, "newest step").run(refuse)
 
 
 def keep_newest(limit: int) -> KeepPolicy:
