@@ -228,8 +228,9 @@ def put_values(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> No
 def _replaced(before: Any, value: Any) -> Any:
     """Return a loaded value; dicts and lists that are there already stay the same objects."""
     if isinstance(before, dict) and isinstance(value, dict):
-        for name, child in value.items():
-            before[name] = _replaced(before.get(name), child)
+        loaded = {name: _replaced(before.pop(name, None), each) for name, each in value.items()}
+        for name, each in loaded.items():  # in their order; `update` of a Counter would add
+            before[name] = each
         return before
     if isinstance(before, list) and isinstance(value, list):
         known = [_replaced(a, b) for a, b in zip(before, value, strict=False)]

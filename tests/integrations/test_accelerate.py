@@ -249,8 +249,14 @@ def plain(tree: Any) -> Any:
 
 
 def test_saved_loaded_saved_without_a_difference(server: ForkServer, tmp_path: Path) -> None:
-    """Two models, two optimizers over them, two loaders side by side, a registered object."""
+    """Two models, two optimizers over them, two loaders side by side, a registered object.
+
+    A program that lacks one of the loaders does not load it.
+    """
     server.lines(WHOLE, tmp_path / "a", "save", 1, directory=tmp_path)
+    one = WHOLE.replace("*loaders)", "loaders[0])")
+    ends = server.run(one, tmp_path / "a", "load", 5, directory=tmp_path)
+    assert "has the places of 2 loaders, and the program has 1 loader now" in ends[0].output
     assert server.lines(WHOLE, tmp_path / "a", "load", 5, directory=tmp_path) == ["good 3"]
     with Checkpointer(tmp_path / "a") as checkpointer:
         trees = [dict(checkpointer.load_all(step=step).values) for step in (2, 3)]
