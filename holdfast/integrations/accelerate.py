@@ -175,6 +175,10 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
                 resumed loop is not where the saved one was.
             HoldfastError: as of `Checkpointer.save_async`.
         """
+        return self._save(self._made, options)
+
+    def _made(self) -> dict[str, object]:
+        """Return what to save."""
         accelerator = self._accelerator
         self._refuse_loss()
         self._turns.note_save()
@@ -195,8 +199,7 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         places = {str(i): place.tree() for i, place in enumerate(self._places)}
         order = sorted(range(len(self._places)), key=lambda n: self._places[n].began)
         own["order"] = order
-        parts = {**self._parts(), "accelerator": own, "loaders": places}
-        return self._save(parts, options)
+        return {**self._parts(), "accelerator": own, "loaders": places}
 
     def load(self, step: int | None = None, **options: Any) -> LoadReport:
         """Load a checkpoint into everything that the accelerator has.

@@ -153,6 +153,10 @@ class FabricCheckpoints(CheckpointsOfWorld):
                 Or a resumed loop is not where the saved one was.
             HoldfastError: as of `Checkpointer.save_async`.
         """
+        return self._save(self._made, options)
+
+    def _made(self) -> dict[str, object]:
+        """Return what to save."""
         self._turns.note_save()
         places = {
             str(i): {"epoch": self._epoch_of(i), "place": of_each_rank_or_first(place.state_dict())}
@@ -172,7 +176,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
             "gradients": own_gradients(gradients),
             "ranks": {name: rank_averages(each) for name, each in self._modules().items()},
         }
-        return self._save({**self._parts(), _OWN: own}, options)
+        return {**self._parts(), _OWN: own}
 
     def load(self, step: int | None = None, **options: Any) -> LoadReport:
         """Load a checkpoint into the state and the loaders.

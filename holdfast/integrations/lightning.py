@@ -261,7 +261,17 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        """Save everything in the background."""
+        """Save everything in the background.
+
+        Under a guard: what a hook raises on one rank while it adds to the checkpoint, all raise.
+        """
+        assert self._groups is not None
+        guard = Guard[dict[str, object]](self._groups.control, "save")
+        parts = guard.run(partial(self._parts, trainer))
+        self.last_save = self._running().save_async(trainer.global_step, parts, overwrite=True)
+
+    def _parts(self, trainer: Trainer) -> dict[str, object]:
+        """Return what to save."""
         assert self._boundaries is not None
         gradients = self._accumulated(trainer)
         with _nothing_gathered(trainer.strategy) as given, masks_kept(trainer):
@@ -285,7 +295,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             "seed": os.environ.get(_SEED),
             "ranks": rank_averages(trainer.lightning_module),
         }
-        parts = {
+        return {
             "model": ConvertedModule(trainer.lightning_module, trainer.precision_plugin),
             **_optimizers(trainer),
             **({"gradients": gradients_part(gradients)} if gradients else {}),
@@ -296,7 +306,6 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 "metrics": self._metrics(trainer),
             },
         }
-        self.last_save = self._running().save_async(trainer.global_step, parts, overwrite=True)
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         """Return what was logged last, by the first rank, as numbers that `KeepBest` can compare.

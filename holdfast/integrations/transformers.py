@@ -481,7 +481,7 @@ def _refuse_weights_alone(folder: Path, root: Path) -> None:
     """
     if (folder / TRAINER_STATE_NAME).is_file() and not any(folder.glob("*optimizer*")):
         raise ConfigError(
-            f"{folder} has weights and no optimizer, which the Trainer would begin anew, and "
+            f"{folder} has weights and no optimizer: the Trainer would start with a new one. "
             f"{root} has no checkpoint of its step. Pass "
             f"resume_from_checkpoint=checkpoints.latest(), which is None if there is none; to "
             f"start from these weights, load the model by from_pretrained"

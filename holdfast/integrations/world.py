@@ -91,8 +91,14 @@ class CheckpointsOfWorld(ABC):
         self._overwrite = True
         return self
 
-    def _save(self, parts: Mapping[str, object], options: Mapping[str, Any]) -> PendingSave:
-        """Save parts as checkpoint `step`, in the background."""
+    def _save(
+        self, make: Callable[[], Mapping[str, object]], options: Mapping[str, Any]
+    ) -> PendingSave:
+        """Save the parts that are made as checkpoint `step`, in the background.
+
+        Under a guard: what one rank refuses while it makes them, all raise.
+        """
+        parts = Guard[Mapping[str, object]](self._groups.control, "save").run(make)
         return self._checkpointer.save_async(
             self.step, parts, **{"overwrite": self._overwrite, **options}
         )

@@ -300,10 +300,11 @@ def test_epochs_are_those_of_the_loader_in_training(server: ForkServer, tmp_path
 
 
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
-    """A save between microbatches; a batch size at which no batch begins."""
-    early = PROGRAM.replace("checkpoints.after_step()", "checkpoints.save()")
-    ends = server.run(early, tmp_path / "a", 1, directory=tmp_path)
-    assert "gradients are being accumulated, and would be lost" in ends[0].output
+    """A save between microbatches, on one rank alone; a batch size at which no batch begins."""
+    sync = "accelerator.gradient_state._set_sync_gradients(accelerator.is_main_process)"
+    early = PROGRAM.replace("checkpoints.after_step()", f"{sync}; checkpoints.save()")
+    ends = server.run(early, tmp_path / "a", 1, directory=tmp_path, num_ranks=2)
+    assert all("are being accumulated, and would be lost" in each.output for each in ends)
     server.run(PROGRAM, tmp_path / "b", 3, directory=tmp_path, prelude=KILL.format(at=3, rank=0))
     first = SHARDED.replace(
         "checkpoints =", "plugin.fsdp_version = 1\nsharded(accelerator)\ncheckpoints ="
