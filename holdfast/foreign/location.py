@@ -16,6 +16,7 @@ from holdfast.foreign.shared_opening import Answers, folders_in, modified
 from holdfast.format.names import parse_step_dir
 from holdfast.storage import PosixStorage, Source, Storage, is_url, open_storage
 from holdfast.storage.places import Opener, as_url
+from holdfast.storage.reading import is_unknown
 
 _MAX_NAMES = 1_000_000
 _MAX_STEP = 10**18
@@ -153,10 +154,16 @@ class Location:
         return self.file is None and self.storage.exists(name) and not self.storage.is_dir(name)
 
     def head(self, name: str, nbytes: int) -> bytes:
-        """Return the first bytes of a file, fewer if it is shorter; empty if it is not one."""
+        """Return the first bytes of a file, fewer if it is shorter; empty if it is not one.
+
+        Raises:
+            StorageError: It cannot be known: the file may not be read, or the storage not reached.
+        """
         try:
             return self.storage.read(name, nbytes=min(nbytes, self.storage.size(name)))
-        except StorageError:
+        except StorageError as error:
+            if is_unknown(error):
+                raise
             return b""
 
     @property

@@ -19,6 +19,7 @@ from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.format.digest import digest128
 from holdfast.format.names import (
     LATEST,
+    is_committed,
     list_steps,
     parse_step_dir,
     point_to_newest,
@@ -78,6 +79,8 @@ class RetentionPlan:
     """Digest of the newest sound step's manifest."""
     after: int | None = None
     """The steps above this one are given up."""
+    is_damaged: bool = False
+    """Some step is spared because it is damaged."""
 
     def gives_up(self, step: int) -> bool:
         """Return True for a step that goes because it is above `after`."""
@@ -152,7 +155,11 @@ def plan_retention(
     spared = _not_committed(storage, set(steps))
     tags = _tags_of_steps(storage)
     given_up = [step for step in steps if after is not None and step > after]
-    newest = _newest_sound(storage, steps[: len(steps) - len(given_up)], spared)
+    up_to = steps[: len(steps) - len(given_up)]
+    newest = _newest_sound(storage, up_to, spared)
+    # What was removed meanwhile does not prove sound either.
+    unsound = (step for step in up_to if newest is None or step > newest)
+    is_damaged = any(is_committed(storage, step) for step in unsound)
     judged: dict[int, tuple[Candidate, Removal]] = {}
 
     def judge(step: int) -> tuple[Candidate, Removal] | HoldfastError:
@@ -164,13 +171,16 @@ def plan_retention(
     for step, judgement in zip(steps, for_each(storage, judge, steps), strict=True):
         if isinstance(judgement, HoldfastError):
             spared.setdefault(step_dir(step), f"cannot be judged: {judgement}")
+            is_damaged |= isinstance(judgement, CorruptionError)
         else:
             judged[step] = judgement
     if newest is None or newest not in judged:
         for step in judged:
             where = "here" if after is None else f"up to step {after}"
             spared.setdefault(step_dir(step), f"no checkpoint {where} proves sound")
-        return RetentionPlan(keep={}, remove=(), spared=spared, newest=None, newest_stamp="")
+        return RetentionPlan(
+            keep={}, remove=(), spared=spared, newest=None, newest_stamp="", is_damaged=is_damaged
+        )
     old = [both for step, both in judged.items() if step <= newest]
     keep = policy.keep([candidate for candidate, _ in old], now=now or datetime.now(UTC))
     always = {newest: "the newest sound checkpoint"}
@@ -190,6 +200,7 @@ def plan_retention(
         newest=newest,
         newest_stamp=judged[newest][1].stamp,
         after=after,
+        is_damaged=is_damaged,
     )
 
 

@@ -325,11 +325,7 @@ class PosixStorage:
             self._parent(src) as (src_fd, old),
             self._parent(dst) as (dst_fd, new),
         ):
-            if not rename_noreplace(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd):
-                # A plain rename replaces an empty directory, and any file: look first.
-                if self._mode(dst) is not None:
-                    raise FileExistsError(errno.EEXIST, "destination exists")
-                os.rename(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd)
+            _rename_new(old, new, src_dir_fd=src_fd, dst_dir_fd=dst_fd)
             if durable:
                 # The new name first: a crash between the two syncs may leave the directory under
                 # both names, but never under neither.
@@ -682,7 +678,8 @@ def _sync_dir_fd(fd: int) -> None:
 
 def _hidden_name(prefix: str, name: str) -> str:
     """Return an unused name of leftovers, `.<prefix>-<name>-<random>`, at most 255 bytes long."""
-    return f".{prefix}-{name[:200]}-{secrets.token_hex(4)}"
+    cut = os.fsencode(name)[:200].decode(errors="ignore")
+    return f".{prefix}-{cut}-{secrets.token_hex(4)}"
 
 
 def _is_confirmed(
@@ -694,9 +691,8 @@ def _is_confirmed(
         is_confirmed = only_if(place)
     finally:
         if not is_confirmed:
-            with suppress(FileExistsError, NotADirectoryError):
-                if not rename_noreplace(aside, name, src_dir_fd=fd, dst_dir_fd=fd):
-                    os.rename(aside, name, src_dir_fd=fd, dst_dir_fd=fd)
+            with suppress(FileExistsError):
+                _rename_new(aside, name, src_dir_fd=fd, dst_dir_fd=fd)
     return is_confirmed
 
 
@@ -947,6 +943,17 @@ def write_full(fd: int, buffer: memoryview, offset: int) -> None:
         if count <= 0:
             raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
         done += count
+
+
+def _rename_new(src: str, dst: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+    """Rename; FileExistsError if `dst` exists, on any file system."""
+    if rename_noreplace(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd):
+        return
+    # A plain rename replaces an empty directory, and any file: look first.
+    with suppress(FileNotFoundError):
+        os.stat(dst, dir_fd=dst_dir_fd, follow_symlinks=False)
+        raise FileExistsError(errno.EEXIST, "destination exists")
+    os.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
 
 def rename_noreplace(src: str, dst: str, *, src_dir_fd: int, dst_dir_fd: int) -> bool:

@@ -19,7 +19,15 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast import Checkpointer, HoldfastError, Layout, ProcessGroups, Sharded, StorageError
+from holdfast import (
+    Checkpointer,
+    CorruptionError,
+    HoldfastError,
+    Layout,
+    ProcessGroups,
+    Sharded,
+    StorageError,
+)
 from holdfast.cli.main import main
 from holdfast.format import versions as versions_of_steps
 from holdfast.format.names import LATEST, list_steps, step_dir
@@ -40,6 +48,7 @@ from holdfast.storage.objects import ObjectStorage, bucket
 from tests.buckets import gcs
 from tests.buckets.proxy import FAULTS, Fault, at_random, fault_proxy, serving
 from tests.buckets.server import environment, new_bucket, open_uploads
+from tests.buckets.test_names import Old
 from tests.buckets.test_saves import version_of, versions
 
 NEVER = 1 << 30
@@ -543,6 +552,32 @@ def test_who_may_not_delete_replaces_and_a_repair_removes_what_is_left(
     assert names == ["iter_0000001.dir", "iter_0000002.dir"]
     assert len(direct._bucket.list(".store/data").dirs) == 1
     assert _version(direct, 2) == 4
+
+
+@pytest.mark.parametrize("nbytes", [0, 48, 150])
+def test_a_name_that_is_cut_on_its_way_is_never_a_free_one(nbytes: int) -> None:
+    """P19: the newest step would look removed, and a run continue from the one before."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, _small(step))
+    library = storage._bucket._obstore
+
+    class Cutting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name)
+
+        def get(self, store: Any, path: str, **settings: Any) -> Any:
+            answer = library.get(store, path, **settings)
+            if not path.endswith(f"{step_dir(2)}.dir"):
+                return answer
+            return Old(bytes(answer.bytes())[:nbytes], answer.meta)
+
+    reader = ObjectStorage(storage.url)
+    reader._bucket._obstore = Cutting()
+    for look in (Checkpointer(reader).latest, Checkpointer(reader).load_all):
+        with pytest.raises(CorruptionError, match=r"iter_0000002\.dir is not the name of a dir"):
+            look()
 
 
 def test_what_was_gone_already_is_deleted() -> None:

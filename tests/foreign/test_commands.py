@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +57,44 @@ def test_a_directory_of_them_is_listed(
     detect = ls.detect_format
 
     def denied(location: Location) -> Any:
+        if Path(location.label).name == "gone":
+            Path(location.label).rmdir()
+            raise StorageError("No such file or directory")
         if Path(location.label).name in ("all", "bad"):
             raise StorageError("Permission denied", details={"is_unknown": True})
         return detect(location)
 
-    # P27: a folder that may not be read hides no other one, and is not damaged.
+    # P27: a folder that may not be read hides no other one, and is not damaged; nor is one that
+    # is removed meanwhile.
+    (place / "all/gone").mkdir()
+    (place / "all/.saving-iter_0000001-ab").rmdir()
+    Checkpointer(place / "all/run", settle_s=0.0).save(1, {"t": {"a": torch.zeros(2)}})
     monkeypatch.setattr(ls, "detect_format", denied)
     result = holdfast("ls", place / "all", "--json")
     lines = [(Path(each["path"]).name, each["problem"]) for each in result.json["foreign"]]
     assert (result.code, lines) == (2, [("bad", "Permission denied"), ("dcp", None), ("hf", None)])
+    assert [(Path(run["path"]).name, run["latest"]) for run in result.json["runs"]] == [("run", 1)]
+    shown = holdfast("ls", place / "all").out
+    assert all(str(place / "all" / name) in shown for name in ("bad", "dcp", "hf", "run"))
+
+
+def test_a_file_that_may_not_be_read_is_neither_empty_nor_damaged(
+    holdfast: Holdfast, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P27: it was "empty; damaged, as after a crash or on a full disk", and no checkpoint."""
+    read, file = os.preadv, place / "hf/model.safetensors"
+
+    def deny(fd: int, buffers: Any, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(file.resolve()):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", deny)
+    for verb in ("ls", "show", "verify"):
+        for path in (place / "hf", file):
+            result = holdfast(verb, path)
+            assert result.code == 2
+            assert "Permission denied" in result.out + result.err
 
 
 def test_equal_tensors_of_different_formats_are_equal(holdfast: Holdfast, place: Path) -> None:

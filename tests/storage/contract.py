@@ -118,6 +118,7 @@ class StorageContract:
                 call("nothing")
         for call in (
             lambda: storage.read("nothing", nbytes=0),
+            lambda: storage.readinto("nothing", memoryview(b"")),
             lambda: storage.rename_dir("nothing", "other"),
         ):
             with pytest.raises(StorageError, match="nothing"):
@@ -274,6 +275,9 @@ class StorageContract:
             assert not storage.exists(f"{above}a")
             if len(seen) == 2:
                 raise KeyError("mine")
+            if len(seen) == 4:  # a save of that name is committed meanwhile
+                storage.make_dir(f"{above}a")
+                storage.write_file(f"{above}a/f", b"2")
             return len(seen) == 3
 
         storage.remove_tree(f"{above}a", only_if=answer)
@@ -283,6 +287,11 @@ class StorageContract:
         storage.remove_tree(f"{above}a", only_if=answer)
         assert storage.list(above.rstrip("/")) == []
         assert seen == [b"1"] * 3
+        storage.make_dir(f"{above}a")
+        storage.write_file(f"{above}a/f", b"1")
+        storage.remove_tree(f"{above}a", only_if=answer)
+        assert storage.read(f"{above}a/f") == b"2"
+        assert len(storage.list(above.rstrip("/"))) == 2  # a repair deals with the other one
 
     def test_removing_trees_and_files(self, storage: Storage) -> None:
         storage.make_dir("a/b/c")
@@ -290,6 +299,12 @@ class StorageContract:
         storage.write_file("g", b"")
         storage.remove_tree("a")
         storage.remove_tree("g")
+        longest = "é" * 127  # a name has at most 255 bytes, a temporary one for it, too
+        storage.write_file(longest, b"1")
+        storage.replace_file(longest, b"2")
+        storage.remove_tree(longest)
+        storage.make_dir(longest)
+        storage.remove_tree(longest)
         assert storage.list("") == []
 
     def test_the_root_is_never_renamed_or_removed(self, storage: Storage) -> None:

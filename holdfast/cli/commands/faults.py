@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 from holdfast.cli.support.arguments import POSITIONAL
-from holdfast.cli.support.messages import when
+from holdfast.cli.support.messages import moment
 from holdfast.cli.support.run_history import OPEN, Device, DeviceHistory, Fault, RunHistory
 from holdfast.cli.support.steps import open_root
 from holdfast.cli.support.tables import make_console, print_json, print_rows
@@ -190,8 +190,5 @@ def _named(devices: Sequence[Device]) -> str:
 
 
 def _when(seconds: float) -> str:
-    """Return a time as the commands show it; empty for one that is not on the calendar."""
-    try:
-        return when(datetime.fromtimestamp(seconds, UTC).isoformat()) if seconds else ""
-    except (OverflowError, OSError, ValueError):
-        return ""
+    """Return a time of the report; empty if it states none."""
+    return moment(seconds) if seconds else ""

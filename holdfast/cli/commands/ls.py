@@ -116,12 +116,12 @@ def run(args: Args) -> int:
     steps, runs, foreign = contents.steps, contents.runs, contents.foreign
     if args.json:
         print_json(asdict(contents))
-    elif runs:
-        _print_runs(contents.root, runs)
     else:
+        if runs:
+            _print_runs(contents.root, runs)
         if foreign:
             _print_foreign(foreign)
-        if contents.uncommitted or not foreign:
+        if contents.uncommitted or not (runs or foreign):
             _print(contents)
     lines: list[Step | Run | Foreign] = [*steps, *runs, *foreign]
     return exit_code(
@@ -139,13 +139,13 @@ def _of_root(path: Path) -> Contents:
         raise ConfigError(f"{root} is one checkpoint; `holdfast show {root}` shows it")
     if is_url(path):
         require_something(storage, names, root)
-    leftovers = _leftovers(path, names, {step.step for step in steps}, moved)
+    leftovers = _leftovers(path, storage, names, {step.step for step in steps}, moved)
     # A directory without checkpoints of our own may have some of others.
     foreign = [] if steps or is_url(path) else _find_foreign(path)
     if foreign:
         paths = {each.path for each in foreign}
         leftovers = [each for each in leftovers if str(path / each.name) not in paths]
-    has_any = steps or leftovers or foreign
+    has_any = steps or leftovers or any(each.format and each.path == str(path) for each in foreign)
     return Contents(
         root=root,
         latest=steps[-1].step if steps else None,
@@ -194,14 +194,11 @@ def _describe_foreign(paths: Iterable[Path]) -> list[Foreign]:
             title = known.title
             catalog = known.describe(location)
         except HoldfastError as error:
-            lines.append(
-                Foreign(
-                    path=str(path),
-                    format=title,
-                    problem=str(error),
-                    is_damaged=not is_unknown(error),
+            if os.path.lexists(path):  # else it was removed just now
+                is_damaged = not (isinstance(error, ConfigError) or is_unknown(error))
+                lines.append(
+                    Foreign(path=str(path), format=title, problem=str(error), is_damaged=is_damaged)
                 )
-            )
             continue
         lines.append(
             Foreign(
@@ -275,7 +272,11 @@ def _run(path: Path) -> Run:
 
 
 def _leftovers(
-    root: str | Path, names: Sequence[str], committed: set[int], moved: Collection[str]
+    root: str | Path,
+    storage: Storage,
+    names: Sequence[str],
+    committed: set[int],
+    moved: Collection[str],
 ) -> list[Uncommitted]:
     """Directories of saves and removals that are not checkpoints."""
     leftovers = []
@@ -290,7 +291,7 @@ def _leftovers(
             leftovers.append(
                 Uncommitted(name=name, step=None, what="being removed, or left from it")
             )
-        elif step is not None and step not in committed:
+        elif step is not None and step not in committed and storage.exists(name):
             is_link = os.path.islink(os.path.join(root, name))
             what = f"has the name of a step, but {'is a link' if is_link else f'no {MANIFEST}'}"
             leftovers.append(Uncommitted(name=name, step=step, what=what))

@@ -98,14 +98,15 @@ def run(args: Args) -> int:
         saves = give_up(storage, after=args.after, dry_run=True)
     if not args.json:
         _print_plan(shown(args.root), plan, saves)
-    result = RetentionResult()
+    result = RetentionResult(is_damaged=plan.is_damaged)
     if (plan.remove or _num_removed(saves)) and not args.dry_run:
         if not _may_remove(args, plan, saves):
             print("nothing was removed")
-            return 0
+            return exit_code(is_damaged=plan.is_damaged, has_failed=False)
         if args.after is not None and saves:  # first: a load at this moment would commit them
             saves = give_up(storage, after=args.after)
         result = apply_retention(storage, plan)
+        result.is_damaged |= plan.is_damaged
     if args.json:
         print_json(_as_json(args, plan, result, saves))
     elif not args.dry_run:

@@ -107,7 +107,9 @@ def _tensor_rows(snapshot: Snapshot, args: Args) -> list[TensorRow]:
     keys: Iterable[str] = snapshot.keys
     if args.tensor is not None:
         keys = select_keys(args.tensor, snapshot.keys, other_names(snapshot))
-    chosen = {key for key in keys if args.part in (None, parts.get(key, ""))}
+    chosen = set(keys)
+    if args.part is not None:  # what is tied between parts is of each
+        chosen &= set(tensor_keys(manifest.parts[args.part]))
     if args.tensor is not None and not chosen:
         raise ConfigError(f"no tensor of part {args.part!r} matches {args.tensor!r}")
     if args.stats:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Literal
 
 from holdfast.cli.page.html import Column, Html, element, esc, paragraph, table
 from holdfast.cli.page.run_events import RunLog
 from holdfast.cli.page.timeline import in_seconds, save_seconds
-from holdfast.cli.support.messages import when
+from holdfast.cli.support.messages import moment, when
 from holdfast.cli.support.steps import StepState, state_of
 from holdfast.errors import HoldfastError, in_bytes
 from holdfast.format.names import list_steps, parse_saving_dir, step_dir
@@ -61,12 +60,12 @@ def read_history(storage: Storage, log: RunLog) -> History:
         if saving is not None and saving[0] not in steps:
             steps[saving[0]] = StepHistory(step=saving[0], state="not finished")
     for save in log.saves:
-        gone = StepHistory(step=save.step, state="removed", nbytes=_total(save.step, log))
-        known = steps.setdefault(save.step, gone)
+        known = steps.setdefault(save.step, StepHistory(step=save.step, state="removed"))
         known.num_saves += 1
         known.seconds = save_seconds(save)
         if known.state == "removed":
-            known.saved = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(save.began))
+            known.nbytes = sum(rank.nbytes for rank in save.ranks)
+            known.saved = moment(save.began)
     problem = ""
     try:
         for tag, step in list_tags(storage).items():
@@ -87,11 +86,6 @@ def _read(storage: Storage, entry: StepHistory) -> None:
     entry.saved = when(manifest.created)
     entry.nbytes, entry.stored_nbytes = manifest.totals.nbytes, manifest.totals.stored_nbytes
     entry.num_files = len(manifest.files)
-
-
-def _total(step: int, log: RunLog) -> int:
-    """Bytes that all ranks wrote for the last save of a step."""
-    return [sum(rank.nbytes for rank in s.ranks) for s in log.saves if s.step == step][-1]
 
 
 def history_section(history: History, *, shown_step: int, has_log: bool) -> Html:

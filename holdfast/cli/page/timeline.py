@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from holdfast.cli.page.html import Html, bullets, element, esc, paragraph
 from holdfast.cli.page.rank_table import NUM_OUTLIERS, Outliers, RankColumn, rank_table
 from holdfast.cli.page.run_events import RunEvent, RunLog
+from holdfast.cli.support.messages import moment
 from holdfast.errors import in_bytes
 from holdfast.format.rank_events import SaveEvent
 
@@ -84,8 +84,8 @@ def write_rate(rank: SaveEvent) -> str:
 def _save(save: RunEvent[SaveEvent], *, number: int) -> Html:
     """One save: a heading with what it took, the lanes, the tables."""
     kind = "asynchronous, ranks waited" if "stall" in save.ranks[0].phases else "took"
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(save.began))
-    title = f"Step {save.step}, {when} UTC: {kind} {in_seconds(save_seconds(save))}"
+    began = moment(save.began) or "unknown"
+    title = f"Step {save.step}, {began} UTC: {kind} {in_seconds(save_seconds(save))}"
     limit = _MAX_DRAWN if number == 0 else NUM_OUTLIERS
     slowest = _slowest(save.ranks)
     drawn, notes = save.ranks, []

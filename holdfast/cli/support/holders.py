@@ -84,8 +84,9 @@ def _rebuild(info: LayoutInfo) -> Layout | None:
 
 
 def parts_of(manifest: Manifest) -> dict[str, str]:
-    """Key -> the part of the state that refers to it."""
-    return {key: part for part, node in manifest.parts.items() for key in tensor_keys(node)}
+    """Key -> the first part of the state that refers to it."""
+    parts = reversed(manifest.parts.items())
+    return {key: part for part, node in parts for key in tensor_keys(node)}
 
 
 def kind_of(key: str) -> str:

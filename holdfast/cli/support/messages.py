@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 
 from holdfast.errors import clean, counted, shorten_ranks
 from holdfast.format.manifest import LayoutInfo
@@ -67,3 +68,11 @@ def metadata_in_words(metadata: Mapping[str, object]) -> str:
 def when(created: str) -> str:
     """A time from a manifest without its letters: "2026-01-02 03:04:05"."""
     return clean(created).replace("T", " ").removesuffix("Z").removesuffix("+00:00")[:19]
+
+
+def moment(seconds: float) -> str:
+    """A time from a log, in seconds since 1970, as `when` has it; empty if it is on no calendar."""
+    try:
+        return when(datetime.fromtimestamp(seconds, UTC).isoformat())
+    except (OverflowError, OSError, ValueError):
+        return ""

@@ -184,8 +184,13 @@ def print_rows(
 
 
 def print_json(value: object) -> None:
-    """One JSON document on standard output; numbers that JSON lacks become strings."""
-    print(json.dumps(_finite(value), indent=2, ensure_ascii=False))
+    """One JSON document on standard output; numbers that JSON lacks become strings.
+
+    What `clean` would escape has the escapes of JSON: it reads the same, and steers no terminal.
+    """
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False)
+    odd = {c for c in set(text) if not c.isprintable() and c != "\n"}
+    print(text.translate({ord(c): json.dumps(c)[1:-1] for c in odd}))
 
 
 def _finite(value: object) -> object:

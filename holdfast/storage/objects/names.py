@@ -77,6 +77,8 @@ _MAX_MADE = 32
 _MAX_MADE_FREE = 2
 """Of how many a free one does, which is small."""
 _ID_NBYTES = 16
+_FREE = re.compile(rb"(?:[0-9a-f]{16}){1,%d}" % (1 + _MAX_MADE_FREE))
+"""A free name: the number of what has freed it, and of moves before."""
 _NUM_THREADS = 16
 MAX_HELD_NBYTES = 1 << 18
 """Bytes of small files that a name holds; what has more is objects."""
@@ -805,7 +807,7 @@ def _nonce() -> str:
 
 def _decode(data: bytes, name: str) -> NameRecord | None:
     """Return what a name states, None for a free one; CorruptionError for anything else."""
-    if len(data) < _MIN_NBYTES:
+    if _FREE.fullmatch(data):  # not by its length: a step whose name is cut is not gone
         return None
     try:
         return msgspec.json.decode(data, type=NameRecord)

@@ -228,6 +228,9 @@ class ObjectStorage:
         if held is not None:
             HeldSource(held, place=self.describe(path)).readinto(buffer, start=start)
             return
+        if not buffer.nbytes:  # no range is empty
+            self.size(path)
+            return
         read_into(self._bucket, key, buffer.cast("B"), start, place=self.describe(path))
 
     def open(self, path: str) -> Source:

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.storage import PosixStorage
 from tests.cli.conftest import Holdfast, at_step
-from tests.format.making import make, random_tensor, write
+from tests.format.making import make, random_tensor, sample_tensors, write
 
 
 def flip(path: Path, at: int) -> None:
@@ -111,6 +112,11 @@ def test_show_narrows_by_key_pattern_and_part(holdfast: Holdfast, root: Path) ->
     assert keys("--tensor", "*.m*") == ["model.mask", "optimizer.moment"]
     assert keys("--tensor", "model.[n]*", code=2) == []
     assert keys("--part", "model") == ["model.weight", "model.norm"]
+    tied: dict[str, Any] = {"$": "tensor", "k": "model.norm"}
+    parts = {"model": [tied], "average": {"norm": tied}}
+    write(PosixStorage(root), at_step(make(sample_tensors(), parts=parts), 121))
+    for part in parts:  # it was in none but the last of them
+        assert keys("--part", part) == keys("--part", part, "--tensor", "*norm") == ["model.norm"]
 
 
 def test_show_values_as_a_tree(holdfast: Holdfast, root: Path) -> None:
@@ -149,14 +155,17 @@ def test_show_lists_only_so_many_tensors_unless_asked(holdfast: Holdfast, tmp_pa
 
 def test_a_hostile_key_cannot_steer_the_terminal(holdfast: Holdfast, tmp_path: Path) -> None:
     store = PosixStorage(tmp_path)
-    key = "w\x1b[2J[red]x[/red]\n"
+    key = "w\x1b[2J[red]x[/red]\n\x9b2J\u202e"
     tensors = {key: random_tensor(1, dtype="U8", shape=(2,))}
     parts = {"p\x1b[2J": {key: "\x1b[2J", "t": {"$": "tensor", "k": key}}}
     write(store, at_step(make(tensors, parts=parts), 1))
     for words in (["show"], ["show", "--values"], ["show", "--tensor", "w*", "--stats"], ["ls"]):
         result = holdfast(words[0], tmp_path, *words[1:])
         assert result.code == 0
-        assert "\x1b" not in result.out
+        assert all(line.isprintable() for line in result.out.splitlines())
+    result = holdfast("show", tmp_path, "--values", "--json")
+    assert all(line.isprintable() for line in result.out.split("\n"))
+    assert result.json["tensors"][0]["key"] == key
     assert r"w\x1b[2J[red]x[/red]\n" in holdfast("show", tmp_path).out
     flip(tmp_path / "iter_0000001/data/00000.safetensors", 4096)
     result = holdfast("verify", tmp_path)

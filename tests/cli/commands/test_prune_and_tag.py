@@ -131,10 +131,13 @@ def test_prune_by_metric_time_and_tag(holdfast: Holdfast, tmp_path: Path) -> Non
 
 
 def test_what_is_read_or_damaged_is_left_and_said(holdfast: Holdfast, root: Path) -> None:
+    """O10: that a step is damaged is the exit code, also if all that was to go has gone."""
     damage(root, 40, "index")
+    assert holdfast("prune", root, "--keep-last", "9", "--dry-run").code == 1
+    assert holdfast("prune", root, "--after", "30", "--dry-run").code == 0  # the damaged one goes
     with read_lease(PosixStorage(root), "iter_0000010"):
         result = holdfast("prune", root, "--keep-last", "1", "--yes")
-    assert result.code == 0
+    assert result.code == 1
     assert "left alone" in result.out
     assert "damaged" in result.out
     assert "step 10 was left: being read by process" in result.out
@@ -276,12 +279,14 @@ def test_a_step_removed_during_a_list_is_no_damage(
     holdfast: Holdfast, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P27: a removal at the same time looks like one, and no program is told of damage."""
-    steps_at_first = list_steps(PosixStorage(root))
+    steps_at_first, names = list_steps(PosixStorage(root)), PosixStorage(root).list("")
+    monkeypatch.setattr(PosixStorage, "list", lambda self, path: names)
     for module in (ls, history):
         monkeypatch.setattr(module, "list_steps", lambda _: steps_at_first)
     PosixStorage(root).remove_tree("iter_0000010")
     result = holdfast("ls", root, "--json")
     assert (result.code, [each["step"] for each in result.json["steps"]]) == (0, [20, 30, 40])
+    assert "iter_0000010" not in [each["name"] for each in result.json["uncommitted"]]
     steps = {each.step: each.state for each in read_history(PosixStorage(root), RunLog()).steps}
     assert (steps[10], steps[20]) == ("removed", "kept")
 

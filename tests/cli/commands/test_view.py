@@ -293,7 +293,11 @@ def test_the_history_has_what_is_kept_and_what_is_gone(
     ]
     assert page.column("steps", "Ranks waited") == ["-", "250 ms", "-", "500 ms"]
     flipped.write_bytes(flipped.read_bytes().replace(b'"step":2', b'"step":3'))
-    assert view(holdfast, run_directory).column("steps", "State")[2] == "damaged"
+    log(run_directory, 0, save_event(7, 1e300, total=0.5))  # no time, and no end of the page
+    page = view(holdfast, run_directory)
+    assert page.column("steps", "State")[3] == "damaged"
+    assert page.column("steps", "Saved (UTC)")[0] == "-"
+    assert "Step 7, unknown UTC: took 500 ms" in page.text
 
 
 def test_any_of_three_paths_is_taken(holdfast: Holdfast, run_directory: Path) -> None:
