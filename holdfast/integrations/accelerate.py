@@ -175,6 +175,10 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
                 resumed loop is not where the saved one was.
             HoldfastError: as of `Checkpointer.save_async`.
         """
+        return self._save(self._made, options)
+
+    def _made(self) -> dict[str, object]:
+        """Return what to save."""
         accelerator = self._accelerator
         self._refuse_loss()
         self._turns.note_save()
@@ -195,8 +199,7 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         places = {str(i): place.tree() for i, place in enumerate(self._places)}
         order = sorted(range(len(self._places)), key=lambda n: self._places[n].began)
         own["order"] = order
-        parts = {**self._parts(), "accelerator": own, "loaders": places}
-        return self._save(parts, options)
+        return {**self._parts(), "accelerator": own, "loaders": places}
 
     def load(self, step: int | None = None, **options: Any) -> LoadReport:
         """Load a checkpoint into everything that the accelerator has.
@@ -206,7 +209,8 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
             options: of `Checkpointer.load`.
 
         Raises:
-            MismatchError: as of `Checkpointer.load`; or a loader cannot continue at a whole batch.
+            MismatchError: as of `Checkpointer.load`; or a loader cannot continue at a whole batch,
+                or is not there now.
         """
         self._refuse_loss()
         names = ("step", "accumulated", "save_iteration", "loader", "loops", "order", "ranks")
@@ -215,14 +219,13 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         parts = {**self._parts(), "accelerator": own, "loaders": places}
         report = self._checkpointer.load(parts, step=step, **options)
         values: Any = report.values
-        loaded = LoadedStreams()
-        for i, place in enumerate(self._places):
+        loaded, own = LoadedStreams(), values["accelerator"]
+        self._turns.load(own["loops"])
+        for i, place in enumerate(self._places[: own["loops"]["loaders"]]):
             place.move(values["loaders"][str(i)], loaded)
-        own = values["accelerator"]
-        for number, n in enumerate(own["order"]):
+        for number, n in enumerate(own["order"] if self._places else ()):
             self._places[n].move_in_order(number - len(self._places))
         self.step, self._trained = own["step"], own["loader"]
-        self._turns.load(own["loops"])
         for model, ranks in zip(self._accelerator._models, own["ranks"], strict=False):
             put_rank_averages(model, ranks)
         # Nothing is accumulated at a save: with another number of steps the count begins again.

@@ -73,10 +73,12 @@ from holdfast.integrations.world import (
     agreed_newest_step,
     committed_steps,
     groups_of_world,
+    newest_step,
     put_values,
     text_of_coordinator,
 )
 from holdfast.parallel import ProcessGroups
+from holdfast.parallel.control.guard import Guard
 from holdfast.state import Pieces, Sharded, Union
 from holdfast.state.tensor_elements import torch_dtype
 from holdfast.storage import PosixStorage
@@ -188,8 +190,15 @@ class HoldfastWriter(StorageWriter):
             HoldfastError: on all ranks, as of `Checkpointer.save`; nothing is committed.
         """
         root, step = place_of(self._id())
+
+        def prepare() -> tuple[Checkpointer, dict[str, object]]:
+            return self._checkpointer(root), _parts(plan, planner)
+
         with self._lock:
-            self._checkpointer(root).save(step, _parts(plan, planner), overwrite=self._overwrite)
+            # Under a guard: what one rank cannot give (a value that cannot be pickled), all raise.
+            guard = Guard[tuple[Checkpointer, dict[str, object]]](self._groups.control, "save")
+            checkpointer, parts = guard.run(prepare)
+            checkpointer.save(step, parts, overwrite=self._overwrite)
         results = [
             WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items
         ]
@@ -447,8 +456,8 @@ class HoldfastReader(StorageReader):
 def _existing(checkpoint_id: PathLike) -> tuple[Path, int]:
     """Return the root and the step of a checkpoint that is to be read."""
     path = Path(checkpoint_id)
-    if steps := committed_steps(path):
-        return path, steps[-1]
+    if committed_steps(path) and (newest := newest_step(path)) is not None:
+        return path, newest
     root, step = place_of(checkpoint_id)
     if not (root / step_dir(step)).is_dir():
         raise StorageError(f"{root} has no committed checkpoint of step {step}")

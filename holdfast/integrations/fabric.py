@@ -153,6 +153,10 @@ class FabricCheckpoints(CheckpointsOfWorld):
                 Or a resumed loop is not where the saved one was.
             HoldfastError: as of `Checkpointer.save_async`.
         """
+        return self._save(self._made, options)
+
+    def _made(self) -> dict[str, object]:
+        """Return what to save."""
         self._turns.note_save()
         places = {
             str(i): {"epoch": self._epoch_of(i), "place": of_each_rank_or_first(place.state_dict())}
@@ -172,7 +176,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
             "gradients": own_gradients(gradients),
             "ranks": {name: rank_averages(each) for name, each in self._modules().items()},
         }
-        return self._save({**self._parts(), _OWN: own}, options)
+        return {**self._parts(), _OWN: own}
 
     def load(self, step: int | None = None, **options: Any) -> LoadReport:
         """Load a checkpoint into the state and the loaders.
@@ -182,7 +186,8 @@ class FabricCheckpoints(CheckpointsOfWorld):
             options: of `Checkpointer.load`.
 
         Raises:
-            MismatchError: as of `Checkpointer.load`; or a loader cannot continue at a whole batch.
+            MismatchError: as of `Checkpointer.load`; or a loader cannot continue at a whole batch,
+                or is not there now.
         """
         places = {
             str(i): {"epoch": Stored(), "place": of_each_rank_or_first(Stored())}
@@ -201,17 +206,17 @@ class FabricCheckpoints(CheckpointsOfWorld):
         put_values(self._state, values)
         own = values[_OWN]
         loaded = LoadedStreams()
-        for i, place in enumerate(self._places):
+        self._turns.load(own["loops"])
+        for i, place in enumerate(self._places[: own["loops"]["loaders"]]):
             stored = own["loaders"][str(i)]
             place.load_state_dict(stored["place"])
             place.continue_with = loaded.take
             self._loaders[i]._num_iter_calls = stored["epoch"]
-        self._turns.load(own["loops"])
         for name, parameter in self._parameters().items():
             known = own["gradients"].get(name)
             parameter.grad = None if known is None else known.to(parameter.device)
         for name, each in self._modules().items():
-            put_rank_averages(each, own["ranks"][name])
+            put_rank_averages(each, own["ranks"].get(name, ()))
         self.step = own["step"]
         return report
 

@@ -197,8 +197,13 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 "without a checkpoint would go on with the counters of that one, without its "
                 'place in the data and its optimizers; pass ckpt_path="last" to this fit, too'
             )
-        elif not self._continues:
-            refuse_other_run(self._running(), self._root, how='Pass ckpt_path="last" to fit')
+        else:
+            refuse_other_run(
+                self._running(),
+                self._root,
+                continues=self._continues,
+                how='Pass ckpt_path="last" to fit',
+            )
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **named: Any) -> None:
         """Note if a save is due; while gradients are accumulated, after the optimizer's step."""
@@ -256,7 +261,17 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        """Save everything in the background."""
+        """Save everything in the background.
+
+        Under a guard: what a hook raises on one rank while it adds to the checkpoint, all raise.
+        """
+        assert self._groups is not None
+        guard = Guard[dict[str, object]](self._groups.control, "save")
+        parts = guard.run(partial(self._parts, trainer))
+        self.last_save = self._running().save_async(trainer.global_step, parts, overwrite=True)
+
+    def _parts(self, trainer: Trainer) -> dict[str, object]:
+        """Return what to save."""
         assert self._boundaries is not None
         gradients = self._accumulated(trainer)
         with _nothing_gathered(trainer.strategy) as given, masks_kept(trainer):
@@ -280,7 +295,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             "seed": os.environ.get(_SEED),
             "ranks": rank_averages(trainer.lightning_module),
         }
-        parts = {
+        return {
             "model": ConvertedModule(trainer.lightning_module, trainer.precision_plugin),
             **_optimizers(trainer),
             **({"gradients": gradients_part(gradients)} if gradients else {}),
@@ -291,7 +306,6 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 "metrics": self._metrics(trainer),
             },
         }
-        self.last_save = self._running().save_async(trainer.global_step, parts, overwrite=True)
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         """Return what was logged last, by the first rank, as numbers that `KeepBest` can compare.

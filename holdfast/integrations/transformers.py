@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.trainer import TRAINER_STATE_NAME, Trainer
 from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from holdfast.checkpoint import Checkpointer, PendingSave
 from holdfast.errors import ConfigError, MismatchError
@@ -39,6 +41,8 @@ from holdfast.integrations.world import (
     step_of_coordinator,
     text_of_coordinator,
 )
+from holdfast.parallel import ProcessGroups
+from holdfast.parallel.control.guard import Guard
 from holdfast.policies.keep import KeepPolicy
 from holdfast.state import RNG, ModuleState, OptimizerState, Stored
 
@@ -159,9 +163,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         ):
             self._checkpointer = checkpointer
             try:
-                self._resumed = step_of_coordinator(
-                    groups, lambda: self._step_for(resume_from_checkpoint), phase="resume"
-                )
+                find = partial(self._agreed_step, groups, resume_from_checkpoint)
+                self._resumed = Guard[int | None](groups.control, "resume").run(find)
                 if self._resumed is None:
                     return self._train(resume_from_checkpoint, *args, **named)
                 with (
@@ -182,9 +185,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._adapters = Adapters(self._model) if self._is_adapted else None
         if self._resumed is not None:
             self._load(checkpointer, self._resumed, args, state)
-        elif not self._continues:
+        else:
             how = "Pass resume_from_checkpoint=checkpoints.latest()"
-            refuse_other_run(checkpointer, self._root, how=how)
+            refuse_other_run(checkpointer, self._root, continues=self._continues, how=how)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Bring the streams back with which the order of the epoch was drawn."""
@@ -341,19 +344,50 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             raise ConfigError("HoldfastCallback: train with the Trainer it was attached to")
         return self._checkpointer
 
+    def _agreed_step(self, groups: ProcessGroups, resume: Any) -> int | None:
+        """Return the step that the first rank resumes from; None if it is not one of these.
+
+        Raises:
+            MismatchError: then this rank would resume from one of these alone.
+        """
+        step = step_of_coordinator(groups, lambda: self._step_for(resume), phase="resume")
+        is_path = resume is not None and not isinstance(resume, bool)
+        if step is None and is_path and self._own_step(Path(resume)) is not None:
+            raise MismatchError(
+                f"resume_from_checkpoint is {resume}, and the first rank resumes from no "
+                f"checkpoint of {self._root}. Let all ranks pass the same one, from a root that "
+                f"all of them see"
+            )
+        return step
+
     def _step_for(self, resume: str | bool | None) -> int | None:
-        """Return the step to resume from; None if it is not one of these."""
+        """Return the step to resume from; None if it is not one of these.
+
+        Raises:
+            ConfigError: the Trainer would resume from a folder without its optimizer.
+        """
         if not resume:
             return None
-        if resume is True:
-            return newest_step(self._root)
-        path = Path(resume)
-        if path.absolute().parent == self._root.absolute():
-            return parse_step_dir(path.name)
+        newest = newest_step(self._root)
+        if resume is True and newest is not None:
+            return newest
+        output_dir = Path(self._trainer.args.output_dir)
+        folder = get_last_checkpoint(output_dir) if resume is True else resume
+        if folder is None:
+            return None  # the Trainer says so
+        path = Path(folder)
+        step = self._own_step(path)
         native = _NATIVE.fullmatch(path.name)
-        if native and path.absolute().parent == Path(self._trainer.args.output_dir).absolute():
-            return int(native[1]) if int(native[1]) in committed_steps(self._root) else None
-        return None
+        if native and path.absolute().parent == output_dir.absolute():
+            step = int(native[1]) if int(native[1]) in committed_steps(self._root) else None
+        if step is None:
+            _refuse_weights_alone(path, self._root)
+        return step
+
+    def _own_step(self, path: Path) -> int | None:
+        """Return the step of a path of `latest`; None for any other."""
+        is_below = path.absolute().parent == self._root.absolute()
+        return parse_step_dir(path.name) if is_below else None
 
     @contextmanager
     def _resume_folder(self, checkpointer: Checkpointer, step: int) -> Iterator[str]:
@@ -438,6 +472,20 @@ def _moved(saved: _Position, here: _Position) -> str:
         f"gradient_accumulation_steps and the number of ranks, and the size of the dataset; or "
         f"start the data again with ignore_data_skip=True"
     )
+
+
+def _refuse_weights_alone(folder: Path, root: Path) -> None:
+    """Raise ConfigError if a folder of the Trainer's has no optimizer: it would begin a new one.
+
+    Such a folder is written next to each checkpoint here, and before that is committed.
+    """
+    if (folder / TRAINER_STATE_NAME).is_file() and not any(folder.glob("*optimizer*")):
+        raise ConfigError(
+            f"{folder} has weights and no optimizer: the Trainer would start with a new one. "
+            f"{root} has no checkpoint of its step. Pass "
+            f"resume_from_checkpoint=checkpoints.latest(), which is None if there is none; to "
+            f"start from these weights, load the model by from_pretrained"
+        )
 
 
 def _fsdp_version(trainer: Any) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, MismatchError, counted
 
 
 class PassPlace(Protocol):
@@ -71,15 +71,31 @@ class Turns:
         self._loaded: set[int] = set()
         """Those of a load, until the program has made a step or asked for their passes."""
         self._nesting = Nesting(name, places)
+        self._num_saved = 0
+        """How many loaders the run had that a load has brought back."""
 
     def tree(self) -> dict[str, Any]:
         """Return what is saved."""
         longer = [[n, m] for n, m in sorted(self._longer.items())]
-        own, ended = sorted(self.loops), sorted(self._ended)
-        return {"own": own, "ended": ended, "longer": longer, "within": self._nesting.tree()}
+        own, ended, within = sorted(self.loops), sorted(self._ended), self._nesting.tree()
+        num_loaders = len(self._places)
+        return {
+            "loaders": num_loaders,
+            "own": own,
+            "ended": ended,
+            "longer": longer,
+            "within": within,
+        }
 
     def load(self, tree: Mapping[str, Any]) -> None:
-        """Continue after a load."""
+        """Continue after a load.
+
+        Raises:
+            MismatchError: The saved run had loaders that this program lacks.
+        """
+        self._num_saved = tree["loaders"]
+        if self._places:  # a program without any loader may only evaluate
+            self._refuse_fewer()
         self.loops, self._has_asked = set(tree["own"]), False
         self._beside, self._longer = {}, dict(tree["longer"])
         self._ended, self._loaded = set(tree["ended"]), set(tree["ended"])
@@ -94,7 +110,9 @@ class Turns:
 
         Raises:
             ConfigError: They are not those that the saved run was in.
+            MismatchError: As of `load`.
         """
+        self._refuse_fewer()
         self._refuse_used_up()
         self._nesting.refuse_saved()
         self._note()
@@ -105,7 +123,9 @@ class Turns:
         Raises:
             ConfigError: The resumed program has begun a loop again that the saved one had ended; or
                 the save is inside of a loop within the loop over a batch.
+            MismatchError: As of `load`.
         """
+        self._refuse_fewer()
         self._nesting.refuse_save()
         self._note()
 
@@ -177,7 +197,9 @@ class Turns:
 
         Raises:
             ConfigError: Several loaders have loops of their own.
+            MismatchError: As of `load`.
         """
+        self._refuse_fewer()
         self.count_passes()
         self._counts_epochs = True
         self._refuse_epoch()
@@ -195,6 +217,16 @@ class Turns:
         self._has_asked = True
         if number is not None:
             self._loaded.discard(number)
+
+    def _refuse_fewer(self) -> None:
+        """Raise MismatchError if the saved run had more loaders than the program has."""
+        if self._num_saved > len(self._places):
+            raise MismatchError(
+                f"{self._name}: the checkpoint has the places of "
+                f"{counted(self._num_saved, 'loader')}, and the program has "
+                f"{counted(len(self._places), 'loader')} now: a loop over one that is not known "
+                f"would begin again. Give all of them, in the order in which the saved run had them"
+            )
 
     def _refuse_epoch(self) -> None:
         """Raise ConfigError if epochs are counted that no loader has."""

@@ -91,8 +91,14 @@ class CheckpointsOfWorld(ABC):
         self._overwrite = True
         return self
 
-    def _save(self, parts: Mapping[str, object], options: Mapping[str, Any]) -> PendingSave:
-        """Save parts as checkpoint `step`, in the background."""
+    def _save(
+        self, make: Callable[[], Mapping[str, object]], options: Mapping[str, Any]
+    ) -> PendingSave:
+        """Save the parts that are made as checkpoint `step`, in the background.
+
+        Under a guard: what one rank refuses while it makes them, all raise.
+        """
+        parts = Guard[Mapping[str, object]](self._groups.control, "save").run(make)
         return self._checkpointer.save_async(
             self.step, parts, **{"overwrite": self._overwrite, **options}
         )
@@ -188,20 +194,30 @@ def step_of_coordinator(
     return int(answer) if answer else None
 
 
-def refuse_other_run(checkpointer: Checkpointer, root: Path, *, how: str) -> None:
+def refuse_other_run(checkpointer: Checkpointer, root: Path, *, continues: bool, how: str) -> None:
     """Raise ConfigError if there are checkpoints, for a run that does not continue from them.
+
+    Called by all ranks: what one of them finds, all raise.
 
     Args:
         checkpointer: of the run.
         root: where it saves.
+        continues: True for a run that would have continued, had there been one: none is refused.
         how: to continue from them, for the message.
     """
-    newest = checkpointer.latest()
-    if newest is not None:
-        raise ConfigError(
-            f"{root} has checkpoints, the newest of step {newest}, and this run does not continue "
-            f"from them: it would be resumed from them later. {how}, or choose another root"
-        )
+
+    def refuse() -> None:
+        newest = None if continues else checkpointer.latest()
+        if newest is not None:
+            raise ConfigError(
+                f"{root} has checkpoints, the newest of step {newest}, and this run does not "
+                f"continue from them: it would be resumed from them later. {how}, or choose "
+                f"another root"
+            )
+
+    control = checkpointer.groups.control
+    with control.in_step():  # it may wait for writers of an earlier run
+        Guard[None](control, "newest step").run(refuse)
 
 
 def keep_newest(limit: int) -> KeepPolicy:
@@ -218,8 +234,9 @@ def put_values(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> No
 def _replaced(before: Any, value: Any) -> Any:
     """Return a loaded value; dicts and lists that are there already stay the same objects."""
     if isinstance(before, dict) and isinstance(value, dict):
-        for name, child in value.items():
-            before[name] = _replaced(before.get(name), child)
+        loaded = {name: _replaced(before.pop(name, None), each) for name, each in value.items()}
+        for name, each in loaded.items():  # in their order; `update` of a Counter would add
+            before[name] = each
         return before
     if isinstance(before, list) and isinstance(value, list):
         known = [_replaced(a, b) for a, b in zip(before, value, strict=False)]

@@ -249,8 +249,14 @@ def plain(tree: Any) -> Any:
 
 
 def test_saved_loaded_saved_without_a_difference(server: ForkServer, tmp_path: Path) -> None:
-    """Two models, two optimizers over them, two loaders side by side, a registered object."""
+    """Two models, two optimizers over them, two loaders side by side, a registered object.
+
+    A program that lacks one of the loaders does not load it.
+    """
     server.lines(WHOLE, tmp_path / "a", "save", 1, directory=tmp_path)
+    one = WHOLE.replace("*loaders)", "loaders[0])")
+    ends = server.run(one, tmp_path / "a", "load", 5, directory=tmp_path)
+    assert "has the places of 2 loaders, and the program has 1 loader now" in ends[0].output
     assert server.lines(WHOLE, tmp_path / "a", "load", 5, directory=tmp_path) == ["good 3"]
     with Checkpointer(tmp_path / "a") as checkpointer:
         trees = [dict(checkpointer.load_all(step=step).values) for step in (2, 3)]
@@ -294,10 +300,11 @@ def test_epochs_are_those_of_the_loader_in_training(server: ForkServer, tmp_path
 
 
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
-    """A save between microbatches; a batch size at which no batch begins."""
-    early = PROGRAM.replace("checkpoints.after_step()", "checkpoints.save()")
-    ends = server.run(early, tmp_path / "a", 1, directory=tmp_path)
-    assert "gradients are being accumulated, and would be lost" in ends[0].output
+    """A save between microbatches, on one rank alone; a batch size at which no batch begins."""
+    sync = "accelerator.gradient_state._set_sync_gradients(accelerator.is_main_process)"
+    early = PROGRAM.replace("checkpoints.after_step()", f"{sync}; checkpoints.save()")
+    ends = server.run(early, tmp_path / "a", 1, directory=tmp_path, num_ranks=2)
+    assert all("are being accumulated, and would be lost" in each.output for each in ends)
     server.run(PROGRAM, tmp_path / "b", 3, directory=tmp_path, prelude=KILL.format(at=3, rank=0))
     first = SHARDED.replace(
         "checkpoints =", "plugin.fsdp_version = 1\nsharded(accelerator)\ncheckpoints ="

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from holdfast import (
 from holdfast.arrays.boxes import Box
 from holdfast.format.reader import Snapshot
 from holdfast.integrations import dcp as own
+from holdfast.integrations import world
 from holdfast.integrations.dcp import HoldfastReader, HoldfastWriter
-from holdfast.integrations.world import step_of_coordinator
+from holdfast.integrations.world import committed_steps, step_of_coordinator
 from holdfast.state.tensor_elements import equal_bits, local_of
 from tests.harness import RankContext, run_ranks
 from tests.integrations.forks import ForkServer
@@ -293,6 +295,29 @@ def test_a_save_without_the_other_ranks_is_refused_on_each(tmp_path: Path) -> No
         assert all("does not support no_dist or groups of some ranks" in each for each in words)
 
 
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ValueError("has no bytes")
+
+
+def refusals_of_one_rank(context: RankContext, root: str) -> str:
+    """What each rank raises where one cannot give what it has; the next save works."""
+    with closing(HoldfastWriter()) as writer:
+        state: dict[str, Any] = {"a": torch.ones(1)}
+        state |= {"b": Unpicklable()} if context.rank == 1 else {}
+        with pytest.raises(dcp.api.CheckpointException) as refused:
+            dcp.save(state, checkpoint_id=f"{root}/1", storage_writer=writer)
+        dcp.save({"a": torch.ones(1)}, checkpoint_id=f"{root}/2", storage_writer=writer)
+    return str(refused.value)
+
+
+def test_what_one_rank_cannot_give_every_rank_raises(tmp_path: Path) -> None:
+    """X21. At once: the other rank does not wait for it in the save."""
+    for words in run_ranks(2, refusals_of_one_rank, str(tmp_path)).results:
+        assert "ValueError: has no bytes" in words
+    assert committed_steps(tmp_path) == [2]
+
+
 def refusals_of_the_first_rank(context: RankContext, root: str) -> list[str]:
     """What each rank raises where the first one looks, and cannot; a look that lasts longer."""
     words = []
@@ -320,6 +345,23 @@ def test_what_the_first_rank_cannot_look_up_every_rank_raises(tmp_path: Path) ->
         assert "rank 0: checkpoint_id" in words[0]
         assert "has no step" in words[0]
         assert "nothing, which does not exist" in words[1]
+
+
+@pytest.mark.parametrize("load", [own.load, dcp.load])
+def test_the_newest_of_a_root_is_looked_for_behind_the_writers_of_a_killed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]
+) -> None:
+    """P14. Its writer may commit while another program looks, which would load an older step."""
+    for step in (1, 2):
+        state = {"a": torch.full((1,), float(step))}
+        own.save(state, checkpoint_id=tmp_path / str(step), no_dist=True)
+    late = (tmp_path / "iter_0000002").rename(tmp_path / "late")
+    commit = lambda *args, **named: late.rename(tmp_path / "iter_0000002")  # noqa: E731
+    monkeypatch.setattr(world, "wait_for_writers", commit)
+    reader = {"storage_reader": HoldfastReader()} if load is dcp.load else {}
+    state["a"].zero_()
+    load(state, checkpoint_id=tmp_path, no_dist=True, **reader)
+    assert state["a"].item() == 2
 
 
 BOXES = [[((0, 0), (2, 3)), ((5, 3), (3, 4))], [((0, 3), (5, 4))], [((2, 0), (6, 3))]]

@@ -93,6 +93,22 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     assert "the framework runs each by itself" in ends[0].output
 
 
+@pytest.mark.slow
+def test_what_a_hook_raises_on_one_rank_every_rank_raises(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """O8. While it adds to the checkpoint: the other rank learns the reason, and does not wait."""
+    hook = (
+        "    def on_save_checkpoint(self, checkpoint):\n"
+        "        if self.global_rank == 1:\n"
+        "            raise ValueError('no room')\n\n"
+        "    def training_step"
+    )
+    program = PROGRAM.replace("    def training_step", hook)
+    ends = server.run(program, tmp_path / "a", 1, directory=tmp_path, num_ranks=2)
+    assert all("ValueError: no room" in each.output for each in ends)
+
+
 SHARDED = """
 import os
 from torch.distributed.fsdp import fully_shard

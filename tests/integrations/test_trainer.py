@@ -418,6 +418,51 @@ print(f"{{sum(p.double().abs().sum().item() for p in model.parameters()):.17g}}"
     assert straight[0].endswith(weights)
 
 
+KILL_BEFORE_COMMIT = """
+import os
+from holdfast.integrations.transformers import HoldfastCallback
+HoldfastCallback.on_save = lambda *args, **named: os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_of_weights_alone_is_not_resumed_from(server: ForkServer, tmp_path: Path) -> None:
+    """X20. The Trainer writes it before the save here is committed, and would begin an optimizer.
+
+    With the root in `output_dir` itself, the step of such a folder is found, too.
+    """
+    named: dict[str, Any] = {"directory": tmp_path}
+    killed = server.run(ADAPTED, tmp_path / "a", "full", prelude=KILL_BEFORE_COMMIT, **named)
+    assert killed[0].code == -9, killed[0].output[-2000:]
+    by_path = ADAPTED.replace("True if", "root + '/checkpoint-2' if")
+    for program in (ADAPTED, by_path):
+        ends = server.run(program, tmp_path / "a", "full resume", **named)
+        assert "checkpoint-2 has weights and no optimizer" in ends[0].output
+    beside = by_path.replace("attach(trainer)", "attach(trainer, root)").replace(
+        "limit=1", "limit=9"
+    )
+    straight = server.lines(beside, tmp_path / "b", "full", **named)
+    server.lines(beside, tmp_path / "c", "full stop", **named)
+    assert server.lines(beside, tmp_path / "c", "full resume", **named) == straight
+
+
+@pytest.mark.slow
+def test_ranks_that_look_at_other_roots_are_refused(server: ForkServer, tmp_path: Path) -> None:
+    """X20. What one rank alone would resume from, or not begin beside, is an error of both."""
+    server.lines(ADAPTED, tmp_path / "a", "full stop", directory=tmp_path)
+    named: dict[str, Any] = {"directory": tmp_path, "num_ranks": 2}
+    own_root = "attach(trainer, root + '/holdfast' + os.environ['RANK'].replace('{}', ''))"
+    program = "import os\n" + ADAPTED
+    for rank, words, why in (
+        (1, "full", "has checkpoints, the newest of step 4"),
+        (0, "full resume", "the first rank resumes from no checkpoint of"),
+    ):
+        one = program.replace("attach(trainer)", own_root.format(rank))
+        one = one.replace("True if", f"root + '/holdfast{1 - rank}/iter_0000004' if")
+        ends = server.run(one, tmp_path / "a", words, **named)
+        assert all(why in each.output for each in ends), [each.output[-2000:] for each in ends]
+
+
 @pytest.mark.slow
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     """A start beside another run's checkpoints; another batch size. Fewer rows are named.
