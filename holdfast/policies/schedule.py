@@ -66,9 +66,10 @@ class SaveSchedule:
         self._began = clock()
         self._saved_step: int | None = None
         self._fired: set[int] = set()
-        # The votes for a save that was skipped, and what was known before it was decided.
+        # The votes for a save that was skipped; and of a save that was only decided, its votes and
+        # what was known before.
         self._owed = bytes(len(self._policies))
-        self._before: tuple[int | None, float, bytes] = (None, self._began, self._owed)
+        self._before: tuple[int | None, float, bytes] | None = None
         self._is_first = True
         # The guard needs no call at the end: if `decide` makes one, it has all ranks in step.
         self._guard: Guard[SaveDecision] = Guard(
@@ -101,16 +102,19 @@ class SaveSchedule:
         return self._guard.run(lambda: self._decide(step))
 
     def saved(self, step: int) -> None:
-        """Record that a save of this step started or that it was loaded."""
+        """Record that a save of this step started or that it was loaded: nothing is owed."""
         self._saved_step, self._began = step, self._clock()
+        self._owed, self._before = bytes(len(self._policies)), None
 
-    def skipped(self) -> None:
-        """Take back the save that was decided last: it was skipped, on all ranks.
+    def skipped(self, step: int) -> None:
+        """Take back the save of this step if it was the one decided last: it was skipped.
 
         What has asked for it by a clock, a file or a signal asks again at its next look; a policy
         of steps at its next step.
         """
-        self._saved_step, self._began, self._owed = self._before
+        if self._before is not None and self._saved_step == step:
+            self._saved_step, self._began, self._owed = self._before
+            self._before = None
 
     def close(self) -> None:
         """Let the policies stop watching."""
@@ -175,9 +179,9 @@ class SaveSchedule:
         if save:
             of_steps = [policy.decided_by == "step" for policy in self._policies]
             owed = bytes(0 if each else vote for each, vote in zip(of_steps, votes, strict=True))
-            self._before = (self._saved_step, self._began, owed)
-            self._owed = bytes(len(owed))
+            before = (self._saved_step, self._began, owed)
             self.saved(step)
+            self._before = before
         elif step != self._saved_step:
             # The run has passed it: if the number comes again (from step 0), the state differs.
             self._saved_step = None

@@ -118,7 +118,7 @@ def test_what_asks_once_asks_again_if_its_save_is_skipped(tmp_path: Path) -> Non
     def decide(step: int, *, is_skipped: bool) -> str:
         decision = schedule.decide(step)
         if is_skipped:
-            schedule.skipped()
+            schedule.skipped(step)
         assert decision.save == bool(decision.reason)
         return decision.reason
 
@@ -132,6 +132,11 @@ def test_what_asks_once_asks_again_if_its_save_is_skipped(tmp_path: Path) -> Non
     for step in (7, 8):
         assert "EveryMinutes" in decide(step, is_skipped=step == 7)
     assert decide(9, is_skipped=False) == "", "the minutes count from the save"
+    now = 122.0
+    assert "EveryMinutes" in decide(11, is_skipped=True)
+    schedule.saved(12)
+    schedule.skipped(12)
+    assert decide(13, is_skipped=False) == "", "a save by hand has answered it, whatever came later"
     assert "EverySteps" in decide(100, is_skipped=True)
     assert decide(101, is_skipped=False) == "", "a step's turn is over"
 
