@@ -81,8 +81,8 @@ def test_a_change_of_structure_while_a_save_is_under_way(tmp_path: Path) -> None
 
 
 def test_a_busy_writer_skips_or_waits_by_policy(tmp_path: Path) -> None:
-    """E12. A file that asks for a save which is skipped asks again; the last save of a run waits."""
-    ask, stop = (tmp_path.parent / f"{tmp_path.name}-{name}" for name in ("ask", "stop"))
+    """E12. A file that asks for a save which is skipped asks again, and the last save waits."""
+    ask, stop = (tmp_path.with_name(f"{tmp_path.name}-{name}") for name in ["ask", "stop"])
     checkpointer = Checkpointer(tmp_path, save_when=OnFile(ask) | OnFile(stop, stop=True))
     checkpointer.save_async(0, _filled(0.0)).result(30)
     pid = checkpointer.stats.writer_pid or 0
