@@ -646,10 +646,12 @@ class Checkpointer:
 
         Raises:
             HoldfastError: what a save failed with, if this rank has not raised it.
+            ConfigError: handlers of signals remain, as this is not the main thread.
         """
-        if self._schedule is not None:
-            self._schedule.close()
-        self._saver.close()
+        with ExitStack() as stack:  # one after the other, whatever either raises
+            stack.callback(self._saver.close)
+            if self._schedule is not None:
+                stack.callback(self._schedule.close)
 
     def __enter__(self) -> Checkpointer:
         """The checkpointer itself."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
 
+from holdfast.arguments import check_int
 from holdfast.errors import ConfigError, disagreement
 from holdfast.parallel import Control
 from holdfast.parallel.control.guard import Guard
@@ -92,6 +94,7 @@ class SaveSchedule:
         for it only once.
 
         Raises:
+            ConfigError: `step` is not an integer of at least 0.
             PlanError: Ranks are at different steps, or have different policies.
             HoldfastError: The error of a policy on any rank, on all of them.
 
@@ -117,12 +120,14 @@ class SaveSchedule:
             self._before = None
 
     def close(self) -> None:
-        """Let the policies stop watching."""
-        for policy in self._policies:
-            policy.close()
+        """Let the policies stop watching, each of them, whatever another one raises."""
+        with ExitStack() as stack:
+            for policy in self._policies:
+                stack.callback(policy.close)
 
     def _decide(self, step: int) -> SaveDecision:
         """Decide about one step; communicate if a policy needs it."""
+        step = check_int(step, name="step", least=0)
         looks = [
             number not in self._fired and step % policy.check_every == 0
             for number, policy in enumerate(self._policies)
