@@ -205,7 +205,7 @@ def test_a_failure_that_was_raised_is_not_logged_again(
 def test_a_failure_that_comes_as_the_time_of_result_is_over_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P23: it counted as raised, since the save was done when the DeadlineError left."""
+    """It counted as raised, since the save was done when the DeadlineError left."""
     checkpointer = Checkpointer(tmp_path)
     pending = doomed(checkpointer, 7)
     wait(pending)
