@@ -196,6 +196,22 @@ def test_only_the_format_knows_how_tags_are_written() -> None:
     assert found == []
 
 
+def test_distinct_values_are_found_without_the_import_of_masked_arrays() -> None:
+    """`np.unique` alone imports `numpy.ma`, which the first load of every restart would wait for.
+
+    With the places of the values it does not.
+    """
+    calls = {
+        f"{name}:{node.lineno}": {each.arg for each in node.keywords}
+        for name, path in MODULES.items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.unique", "np.union1d")
+    }
+    places = {"return_index", "return_inverse"}
+    assert calls
+    assert [where for where, keywords in calls.items() if not keywords & places] == []
+
+
 def test_the_version_is_the_packages() -> None:
     from holdfast.version import __version__
 

@@ -30,6 +30,7 @@ from typing import Literal
 import numpy as np
 
 from holdfast.arrays.boxes import Box
+from holdfast.arrays.distinct import distinct
 from holdfast.arrays.types import BoolArray, IntArray, WordArray
 from holdfast.errors import PlacementError
 
@@ -247,7 +248,7 @@ def meeting_pairs(first: BoxTable, second: BoxTable) -> tuple[IntArray, IntArray
     # A box of `first` can only meet boxes that start less than the longest extent before it. One
     # sorted key serves all tensors: (group, rank of the start). The start itself may be too large
     # to be multiplied by the number of groups.
-    values = np.unique(lo)
+    values = distinct(lo)
     key = group * (len(values) + 1) + np.searchsorted(values, lo)
     order = np.argsort(key, kind="stable")
     key = key[order]
@@ -282,7 +283,7 @@ def union_nbytes(boxes: BoxTable, itemsize: IntArray) -> int:
     if rows_by_tensor(boxes.tensor) is not None:
         return int(total.sum())
     a, b = meeting_pairs(boxes, boxes)
-    overlapping = np.unique(boxes.tensor[a[a != b]])
+    overlapping = distinct(boxes.tensor[a[a != b]])
     alone = ~np.isin(boxes.tensor, overlapping)
     nbytes = int(total[alone].sum())
     for tensor in overlapping.tolist():
@@ -298,7 +299,7 @@ def _union_numel(lo: IntArray, hi: IntArray) -> int:
     inside = (lo >= lo[largest]).all(axis=1) & (hi <= hi[largest]).all(axis=1)
     if inside.all():
         return int(volumes[largest])
-    ends = [np.unique(np.concatenate([lo[:, d], hi[:, d]])) for d in range(lo.shape[1])]
+    ends = [distinct(np.concatenate([lo[:, d], hi[:, d]])) for d in range(lo.shape[1])]
     cells = [max(len(e) - 1, 1) for e in ends]
     if int(np.prod(cells, dtype=np.float64)) > _MAX_CELLS:
         # Split along the dim with the most ends into two smaller problems of the same kind.
@@ -451,7 +452,7 @@ def _locate(size: IntArray, boxes: BoxTable, rows: IntArray, ndim: int) -> Flaw 
     start, stop = np.zeros(len(size), dtype=np.int64), size.copy()
     for dim in range(len(size)):
         while True:
-            edges = np.unique(np.concatenate([lo[:, dim], hi[:, dim]]))
+            edges = distinct(np.concatenate([lo[:, dim], hi[:, dim]]))
             edges = edges[(edges > start[dim]) & (edges < stop[dim])]
             if not len(edges):
                 break

@@ -298,7 +298,8 @@ class Checkpointer:
         Args:
             step, state, overwrite, check_replicas, metadata: as of `save`.
             when_busy: what to do while no staging buffer is free on some rank: "wait" for one, or
-                "skip" this save on all ranks.
+                "skip" this save on all ranks: then a clock, file or signal of `save_when` that has
+                asked for it asks again. The last save of a run that is `preempted` waits.
             stage: when to copy, "at once" or "lazily"; ranks may differ.
 
         Raises:
@@ -319,10 +320,14 @@ class Checkpointer:
             when_busy=when_busy,
             stage=stage,
         )
+        if self._preempted:
+            request = replace(request, when_busy="wait")
         pending = self._saver.save_async(request, state)
         if not pending.skipped:
             self._note_saved(request.step)
             self._parts_left.warn_of(state)
+        elif self._schedule is not None:
+            self._schedule.skipped(request.step)
         return pending
 
     def maybe_save(
@@ -340,8 +345,7 @@ class Checkpointer:
         `preempted` says afterwards whether the run is to stop.
 
         Args:
-            step, state, overwrite, metadata, when_busy, stage: as of `save_async`. If a save is
-                skipped, a clock, file or signal that has asked for it asks again.
+            step, state, overwrite, metadata, when_busy, stage: as of `save_async`.
 
         Returns:
             The save; None if no policy asks for one, or the step was saved or loaded already.
@@ -354,9 +358,7 @@ class Checkpointer:
         """
         if not self.should_save(step):
             return None
-        if self._preempted:
-            when_busy = "wait"  # the last save of the run is never skipped
-        pending = self.save_async(
+        return self.save_async(
             step,
             state,
             overwrite=overwrite,
@@ -364,9 +366,6 @@ class Checkpointer:
             when_busy=when_busy,
             stage=stage,
         )
-        if pending.skipped and self._schedule is not None:
-            self._schedule.skipped()
-        return pending
 
     def should_save(self, step: int) -> bool:
         """Return True if a policy of `save_when` says to save now; the same on all ranks.
@@ -647,10 +646,12 @@ class Checkpointer:
 
         Raises:
             HoldfastError: what a save failed with, if this rank has not raised it.
+            ConfigError: handlers of signals remain, as this is not the main thread.
         """
-        if self._schedule is not None:
-            self._schedule.close()
-        self._saver.close()
+        with ExitStack() as stack:  # one after the other, whatever either raises
+            stack.callback(self._saver.close)
+            if self._schedule is not None:
+                stack.callback(self._schedule.close)
 
     def __enter__(self) -> Checkpointer:
         """The checkpointer itself."""

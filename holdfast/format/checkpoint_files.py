@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 
 from holdfast.arrays.box_table import enumerate_ranges
+from holdfast.arrays.distinct import distinct
 from holdfast.arrays.memory import MEMORY
 from holdfast.arrays.types import IntArray
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
@@ -339,7 +340,7 @@ class CheckpointFiles:
         blocks = map(memory.__getitem__, map(slice, at.tolist(), end.tolist()))
         digests = np.fromiter(map(digest64, blocks), np.uint64, len(at))
         is_wrong = digests != self.index.digest[first[piece] + number]
-        return np.unique(piece[is_wrong]).tolist() if is_wrong.any() else []
+        return distinct(piece[is_wrong]).tolist() if is_wrong.any() else []
 
     def _read_again(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
         """Read one piece alone, from the row itself or any other copy of its box."""

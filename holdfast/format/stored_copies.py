@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.arrays.box_table import enumerate_ranges
+from holdfast.arrays.distinct import distinct
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.format.index import ChunkIndex, describe_row
 from holdfast.format.manifest import Manifest
@@ -61,7 +62,7 @@ class Copies:
         """
         chosen = np.flatnonzero(self.differs)
         if rows is not None:
-            chosen = np.intersect1d(chosen, self.box_of[rows])
+            chosen = np.intersect1d(chosen, distinct(self.box_of[rows]), assume_unique=True)
         sentences = []
         for box in chosen[:_MAX_NAMED].tolist():
             primary, *others = self.row[self.ptr[box] : self.ptr[box + 1]].tolist()

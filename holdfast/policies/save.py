@@ -302,7 +302,7 @@ class OnSignal(SavePolicy):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Restore the earlier handlers."""
         self._is_entered = False
-        self._handlers.close()
+        self._restore()
 
     def start(self) -> None:
         """Install the handlers, unless they are active."""
@@ -315,10 +315,14 @@ class OnSignal(SavePolicy):
         self._is_in_use = True
 
     def close(self) -> None:
-        """Restore the earlier handlers, unless a `with` block is still open."""
-        self._is_in_use = False
+        """Restore the earlier handlers, unless a `with` block is still open.
+
+        Raises:
+            ConfigError: This is not the main thread, which alone can restore them.
+        """
         if not self._is_entered:
-            self._handlers.close()
+            self._restore()
+        self._is_in_use = False
 
     def vote(self, moment: Moment) -> int:
         """Return the signal's number: once, or at every look if the run is to stop."""
@@ -333,13 +337,24 @@ class OnSignal(SavePolicy):
     def reason(self, vote: int) -> str:
         return _name_of(vote)
 
-    def _install(self) -> None:
-        """Set the handlers, and start the thread that calls `notice`."""
+    def _restore(self) -> None:
+        """Restore the earlier handlers, and end the thread; nothing if that is done."""
+        if self._earlier:
+            self._require_main_thread("close")
+        self._handlers.close()
+        self._earlier = {}
+
+    def _require_main_thread(self, verb: str) -> None:
+        """Raise ConfigError in any other thread."""
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                f"{self!r}: only the main thread can handle signals in Python; make the "
+                f"{self!r}: only the main thread can handle signals in Python; {verb} the "
                 f"checkpointer there"
             )
+
+    def _install(self) -> None:
+        """Set the handlers, and start the thread that calls `notice`."""
+        self._require_main_thread("make")
         self._received, self._pid = 0, os.getpid()
         # Callbacks run in reverse order: the handlers are restored first, so that no signal is
         # written to a socket that is closed already.

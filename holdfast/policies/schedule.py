@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
 
+from holdfast.arguments import check_int
 from holdfast.errors import ConfigError, disagreement
 from holdfast.parallel import Control
 from holdfast.parallel.control.guard import Guard
@@ -66,9 +68,10 @@ class SaveSchedule:
         self._began = clock()
         self._saved_step: int | None = None
         self._fired: set[int] = set()
-        # The votes for a save that was skipped, and what was known before it was decided.
+        # The votes for a save that was skipped; and of a save that was only decided, its votes and
+        # what was known before.
         self._owed = bytes(len(self._policies))
-        self._before: tuple[int | None, float, bytes] = (None, self._began, self._owed)
+        self._before: tuple[int | None, float, bytes] | None = None
         self._is_first = True
         # The guard needs no call at the end: if `decide` makes one, it has all ranks in step.
         self._guard: Guard[SaveDecision] = Guard(
@@ -91,6 +94,7 @@ class SaveSchedule:
         for it only once.
 
         Raises:
+            ConfigError: `step` is not an integer of at least 0.
             PlanError: Ranks are at different steps, or have different policies.
             HoldfastError: The error of a policy on any rank, on all of them.
 
@@ -101,24 +105,29 @@ class SaveSchedule:
         return self._guard.run(lambda: self._decide(step))
 
     def saved(self, step: int) -> None:
-        """Record that a save of this step started or that it was loaded."""
+        """Record that a save of this step started or that it was loaded: nothing is owed."""
         self._saved_step, self._began = step, self._clock()
+        self._owed, self._before = bytes(len(self._policies)), None
 
-    def skipped(self) -> None:
-        """Take back the save that was decided last: it was skipped, on all ranks.
+    def skipped(self, step: int) -> None:
+        """Take back the save of this step if it was the one decided last: it was skipped.
 
         What has asked for it by a clock, a file or a signal asks again at its next look; a policy
         of steps at its next step.
         """
-        self._saved_step, self._began, self._owed = self._before
+        if self._before is not None and self._saved_step == step:
+            self._saved_step, self._began, self._owed = self._before
+            self._before = None
 
     def close(self) -> None:
-        """Let the policies stop watching."""
-        for policy in self._policies:
-            policy.close()
+        """Let the policies stop watching, each of them, whatever another one raises."""
+        with ExitStack() as stack:
+            for policy in self._policies:
+                stack.callback(policy.close)
 
     def _decide(self, step: int) -> SaveDecision:
         """Decide about one step; communicate if a policy needs it."""
+        step = check_int(step, name="step", least=0)
         looks = [
             number not in self._fired and step % policy.check_every == 0
             for number, policy in enumerate(self._policies)
@@ -175,9 +184,9 @@ class SaveSchedule:
         if save:
             of_steps = [policy.decided_by == "step" for policy in self._policies]
             owed = bytes(0 if each else vote for each, vote in zip(of_steps, votes, strict=True))
-            self._before = (self._saved_step, self._began, owed)
-            self._owed = bytes(len(owed))
+            before = (self._saved_step, self._began, owed)
             self.saved(step)
+            self._before = before
         elif step != self._saved_step:
             # The run has passed it: if the number comes again (from step 0), the state differs.
             self._saved_step = None

@@ -16,6 +16,7 @@ from holdfast.arrays.box_table import (
     unique_boxes,
 )
 from holdfast.arrays.boxes import Box
+from holdfast.arrays.distinct import distinct
 
 Rows = list[tuple[int, Box]]
 """(tensor, box) of each row."""
@@ -107,3 +108,11 @@ def test_shapes_are_padded_with_ones() -> None:
     assert pad_shapes([(2, 3), (), (4,)], 2).tolist() == [[2, 3], [1, 1], [4, 1]]
     assert pad_shapes([(2, 3), (4,)], 3, fill=0).tolist() == [[2, 3, 0], [4, 0, 0]]
     assert pad_shapes([], 2).shape == (0, 2)
+
+
+@given(st.lists(st.integers(-3, 3), max_size=9))
+def test_distinct_values_are_those_of_a_set(values: list[int]) -> None:
+    column = np.array(values, dtype=np.int64)
+    found = distinct(column)
+    assert found.tolist() == sorted(set(values))
+    assert (found.dtype, column.tolist()) == (np.int64, values)

@@ -7,12 +7,13 @@ import signal
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast import Checkpointer, PosixStorage, StorageError
+from holdfast import Checkpointer, Layout, PosixStorage, ProcessGroups, StorageError
 from holdfast.checkpoint.load import finding
 from holdfast.storage import Storage
 from holdfast.writer import job, leftovers
@@ -137,6 +138,29 @@ def test_a_save_that_is_locked_is_alive_even_if_it_cannot_be_read(
         assert checkpointer.latest() is None
         assert time.monotonic() - began > 0.3
         release()
+
+
+def load_behind_a_writer(context: RankContext, root: str, max_fallbacks: int) -> tuple[int, float]:
+    """Rank 0 waits for a save in progress for longer than rank 1 would for a message."""
+    storage, directory = PosixStorage(root), ".saving-iter_0000009-abc"
+    with ProcessGroups.create(Layout(dp=2), timeout_s=2.0) as groups, ExitStack() as stack:
+        if context.rank == 0:
+            storage.make_dir(directory)
+            release = stack.enter_context(storage.locking(directory))
+            threading.Timer(3.0, release).start()
+        began = time.monotonic()
+        report = Checkpointer(root, groups=groups).load_all(max_fallbacks=max_fallbacks)
+        return report.step, time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_fallbacks", [0, 1])
+def test_no_rank_gives_up_the_one_that_waits_for_a_writer(local: Path, max_fallbacks: int) -> None:
+    """P14: ranks that waited for it met their deadline, and the load failed on all."""
+    Checkpointer(local, settle_s=0.0).save(1, state_of(1))
+    for step, seconds in run_ranks(2, load_behind_a_writer, str(local), max_fallbacks).results:
+        assert step == 1
+        assert seconds > 2.5
 
 
 def killed_at_once(context: RankContext, root: str, path: str) -> None:

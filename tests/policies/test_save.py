@@ -8,10 +8,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from holdfast import (
     AtDeadline,
     AtStep,
+    Checkpointer,
     EveryMinutes,
     EverySteps,
     OnFile,
@@ -118,7 +121,7 @@ def test_what_asks_once_asks_again_if_its_save_is_skipped(tmp_path: Path) -> Non
     def decide(step: int, *, is_skipped: bool) -> str:
         decision = schedule.decide(step)
         if is_skipped:
-            schedule.skipped()
+            schedule.skipped(step)
         assert decision.save == bool(decision.reason)
         return decision.reason
 
@@ -132,6 +135,11 @@ def test_what_asks_once_asks_again_if_its_save_is_skipped(tmp_path: Path) -> Non
     for step in (7, 8):
         assert "EveryMinutes" in decide(step, is_skipped=step == 7)
     assert decide(9, is_skipped=False) == "", "the minutes count from the save"
+    now = 122.0
+    assert "EveryMinutes" in decide(11, is_skipped=True)
+    schedule.saved(12)
+    schedule.skipped(12)
+    assert decide(13, is_skipped=False) == "", "a save by hand has answered it, whatever came later"
     assert "EverySteps" in decide(100, is_skipped=True)
     assert decide(101, is_skipped=False) == "", "a step's turn is over"
 
@@ -278,7 +286,23 @@ def test_signals_need_the_main_thread() -> None:
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    assert "main thread" in str(found[0])
+    assert "make the checkpointer there" in str(found[0])
+
+
+def test_a_checkpointer_that_is_closed_in_another_thread_closes_all_but_the_handlers(
+    tmp_path: Path,
+) -> None:
+    """It left the writer, and later in the main thread the handlers, too."""
+    before = signal.getsignal(signal.SIGUSR1)
+    checkpointer = Checkpointer(tmp_path, save_when=OnSignal(signal.SIGUSR1) | EverySteps(2))
+    assert checkpointer.maybe_save(np.int64(2), {"values": {"step": 2}}), "a number of numpy"  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match="close the checkpointer"):
+        pool.submit(checkpointer.close).result()
+    assert checkpointer.stats.writer_pid is None
+    assert checkpointer.steps() == [2]
+    assert signal.getsignal(signal.SIGUSR1) is not before
+    checkpointer.close()
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 @pytest.mark.parametrize(
@@ -303,6 +327,7 @@ def test_signals_need_the_main_thread() -> None:
         (lambda: OnSignal(signal.SIGKILL), "a process cannot handle signal"),
         (lambda: OnSignal(9999), "a process cannot handle signal"),
         (lambda: alone("x"), "is not a save policy"),  # type: ignore[arg-type]
+        (lambda: alone(EverySteps(1)).decide(2.0), "step must be an integer of at least 0, got 2"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_meant_is_refused(make: Callable[[], Any], text: str) -> None:

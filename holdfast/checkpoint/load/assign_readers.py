@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.arrays.box_table import enumerate_ranges
+from holdfast.arrays.distinct import distinct
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.arrays.water_filling import fill
 from holdfast.checkpoint.load.choose_exchange import Choose
@@ -243,7 +244,7 @@ def _size(
 ) -> tuple[IntArray, int, int]:
     """(ranks, bytes, data files) of what a set of ranks shares."""
     ranks, numbers = rank_set
-    return ranks, int(whole.nbytes[numbers].sum()), len(np.unique(ranges.file[numbers]))
+    return ranks, int(whole.nbytes[numbers].sum()), len(distinct(ranges.file[numbers]))
 
 
 def _divide(
@@ -262,7 +263,7 @@ def _divide(
     assigned: list[tuple[Slices, int]] = []
     rest = [whole.take(giver < 0)]
     # First pass: every rank sends what it owns; second pass: the rest.
-    for i in np.unique(giver[giver >= 0]).tolist():
+    for i in distinct(giver[giver >= 0]).tolist():
         own, others = _cut(whole.take(giver == i), [most], grain)
         assigned.append((own, int(ranks[i])))
         rest.append(others)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -42,6 +43,9 @@ _ALIVE_S = 5.0
 kernel does not know it at once."""
 _FIRST = "load: find"
 """The phase of the first collective of every load, so that ranks can compare what they load."""
+
+_WAITING = b"waiting"
+"""What all ranks know while the coordinator waits for writers."""
 
 Candidate = tuple[int | None, list[int]]
 
@@ -125,21 +129,24 @@ class Finder:
 
         Cost: one collective and one broadcast of the records.
         """
-        control, storage = self._groups.control, self._storage
+        storage = self._storage
         files: CheckpointFiles | None = None
-        data: bytes | None = None
-        # One rank looks, so that all load the same step, whatever is saved or removed meanwhile.
-        if control.is_coordinator:
+        opened: list[tuple[int, CheckpointFiles]] = []
+
+        def look(names: Sequence[str] | None) -> tuple[Candidate, bytes]:
             if not self._is_complete:  # once they are, they stay so
                 self._groups.require_complete()
                 self._is_complete = True
-            chosen, files = self._open_again(step) or self._open(step, stack)
+            chosen, files = self._open_again(step) or self._open(step, stack, names)
+            opened.append((chosen, files))
+            known = chosen, files.manifest.save_id, files.records
+            return (None, []), msgspec.msgpack.encode(known)
+
+        proposals, data = self._look(look, settings)
+        if opened:
+            ((chosen, files),) = opened
             save_id = files.manifest.save_id
-            data = msgspec.msgpack.encode((chosen, save_id, files.records))
-        proposal = msgspec.msgpack.encode((dict(settings), self._host, (None, [])))
-        answers, data = control.gather_and_broadcast(proposal, data, phase=_FIRST)
-        proposals = _read_proposals(answers, control.ranks)
-        if files is None:
+        else:
             chosen, save_id, records = msgspec.msgpack.decode(data, type=tuple[int, str, Records])
         # Before a rank may fail: all of them know by it whether to compare versions then.
         self.version = (chosen, save_id)
@@ -152,17 +159,55 @@ class Finder:
         files.stats = ReadStats()
         return chosen, files, [host for _, host, _ in proposals]
 
-    def wait_for_writers(self) -> list[str] | None:
+    def wait_for_writers(self, *, most_s: float = math.inf) -> list[str] | None:
         """Wait for writers that outlived an earlier run, and finish what they left complete.
 
-        Once per run; no collectives. Returns the names under the root if a look has just shown
-        them.
+        Once per run, in as many calls as it takes if each waits `most_s`; no collectives. Returns
+        the names under the root if a look has just shown them.
         """
         names = None
         if self._settle_s > 0 and self._storage.is_dir(""):
-            names = wait_for_writers(self._storage, alive_s=_ALIVE_S, timeout_s=self._settle_s)
-            self._settle_s = 0.0
+            limit_s = min(self._settle_s, most_s)
+            names = wait_for_writers(self._storage, alive_s=_ALIVE_S, timeout_s=limit_s)
+            self._settle_s = self._settle_s - limit_s if names is None else 0.0
         return names
+
+    def _look(
+        self,
+        look: Callable[[Sequence[str] | None], tuple[Candidate, bytes]],
+        settings: Mapping[str, object],
+    ) -> tuple[list[LoadProposal], bytes]:
+        """Have the coordinator look for a checkpoint, so that all ranks load the same one.
+
+        Args:
+            look: Given the names under the root, if they are known; returns what the coordinator
+                proposes, and what all ranks are to know.
+            settings: See `find`.
+
+        Returns:
+            The proposals of all ranks, and what they are to know.
+
+        Cost: one collective, and a broadcast if there is something to know; and one more each time
+        that the other ranks would give the coordinator up, as it waits for writers.
+        """
+        control = self._groups.control
+        # A lone rank keeps nobody waiting.
+        most_s = math.inf if control.size == 1 else control.timeout_s / 2
+        while True:
+            candidate: Candidate = (None, [])
+            data: bytes | None = None
+            if control.is_coordinator:
+                names = self.wait_for_writers(most_s=most_s)
+                if names is None and self._settle_s > 0 and self._storage.is_dir(""):
+                    data = _WAITING
+                else:
+                    candidate, data = look(names)
+            proposal = msgspec.msgpack.encode((dict(settings), self._host, candidate))
+            # One call for loads with fallbacks and without, so that ranks with both meet here.
+            answers, data = control.gather_and_broadcast(proposal, data, phase=_FIRST)
+            proposals = _read_proposals(answers, control.ranks)
+            if data != _WAITING:
+                return proposals, data
 
     def was_replaced(self) -> bool:
         """Return True if the version found last has been replaced since.
@@ -206,23 +251,21 @@ class Finder:
 
         Cost: one collective.
         """
-        control = self._groups.control
-        candidate: Candidate = (None, [])
-        if control.is_coordinator:
-            candidate = self._next_step(failed, max_fallbacks)
-        proposal = msgspec.msgpack.encode((dict(settings), self._host, candidate))
-        # The same call as in `find`, so that ranks with and without fallbacks meet here.
-        answers, _ = control.gather_and_broadcast(proposal, None, phase=_FIRST)
-        return _read_proposals(answers, control.ranks)[0][2]
+        proposals, _ = self._look(
+            lambda names: (self._next_step(failed, max_fallbacks, names), b""), settings
+        )
+        return proposals[0][2]
 
-    def _next_step(self, failed: Sequence[int], max_fallbacks: int | None) -> Candidate:
+    def _next_step(
+        self, failed: Sequence[int], max_fallbacks: int | None, names: Sequence[str] | None
+    ) -> Candidate:
         """Look for what `candidate` returns."""
         if self._held is not None:
             held = self._held[0]
             return (None if held in failed else held), list(failed)
         # The first time, as any load: an empty directory has its own error.
         if not failed:
-            self._choose(None)
+            self._choose(None, names)
         steps = list_steps(self._storage)
         present = [step for step in failed if step in steps]
         left = [step for step in steps if step not in failed]
@@ -238,7 +281,9 @@ class Finder:
             )
         return self._held
 
-    def _open(self, step: int | None, leases: ExitStack) -> tuple[int, CheckpointFiles]:
+    def _open(
+        self, step: int | None, leases: ExitStack, names: Sequence[str] | None
+    ) -> tuple[int, CheckpointFiles]:
         """Choose a step, take a lease on it, and open it.
 
         Where retention removes it in between, there is a newer one: look again.
@@ -247,7 +292,7 @@ class Finder:
         while True:
             num_tries += 1
             is_first = num_tries == 1
-            chosen = self._choose(step, may_be_there=is_first)
+            chosen = self._choose(step, names, may_be_there=is_first)
             directory = step_dir(chosen)
             # Pieces of one version are lost if it is: only a whole load can start again.
             restarts = is_first and self._holder is None
@@ -269,14 +314,15 @@ class Finder:
                 leases.push(stack.pop_all())
                 return chosen, files
 
-    def _choose(self, step: int | None, *, may_be_there: bool = False) -> int:
+    def _choose(
+        self, step: int | None, names: Sequence[str] | None, *, may_be_there: bool = False
+    ) -> int:
         """Return the step to load, None for the newest; StorageError if no checkpoint exists.
 
         With `may_be_there`, no look is taken at a step where that is a request: what opens it will
         see whether it is whole.
         """
         storage = self._storage
-        names = self.wait_for_writers()
         if pause_of(storage) and may_be_there:
             if step is not None:
                 return step

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, enumerate_ranges, pad_shapes, union_nbytes
+from holdfast.arrays.distinct import distinct
 from holdfast.arrays.memory import copy_ranges, join_ranges, memory_at
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.load.choose_exchange import (
@@ -261,7 +262,7 @@ class LoadExecutor:
         """Paths of the targets that something was written to, each once."""
         kept, rows = self._kept, [i for first, last in self._written for i in range(first, last)]
         boxes = np.array([kept.box[i] for i in rows if kept.address[i] >= 0], dtype=np.int64)
-        requests = np.unique(self._request_of[boxes])
+        requests = distinct(self._request_of[boxes])
         paths = [self._requests[number].path for number in requests.tolist()]
         # A request may have a target for each of its boxes.
         paths += [t.path for each in self._targets.values() for t in each if t.is_touched]

@@ -23,6 +23,7 @@ from holdfast.arrays.box_table import (
     meeting_pairs,
     unique_boxes,
 )
+from holdfast.arrays.distinct import distinct
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.load.assign_readers import RequestedRanges, assign_readers
 from holdfast.checkpoint.load.choose_exchange import Choose
@@ -79,7 +80,7 @@ def gather_requests(tables: Sequence[BoxTable]) -> tuple[ReadRequests, list[IntA
     numbers[is_filled] = number
     # (box, rank) as one number, so that one sort removes repetitions and groups by box.
     num_ranks = max(len(tables), 1)
-    pairs = np.unique(number * num_ranks + rank[is_filled])
+    pairs = distinct(number * num_ranks + rank[is_filled])
     pointers = np.searchsorted(pairs // num_ranks, np.arange(len(boxes) + 1))
     requests = ReadRequests(boxes=boxes, rank_ptr=pointers, rank=pairs % num_ranks)
     return requests, np.split(numbers, np.cumsum(sizes)[:-1])
@@ -259,15 +260,15 @@ def _shared_ranges(
         start, stop, overlap = start[order], stop[order], owner[order]
         overlap_ptr = np.arange(len(order) + 1)
     else:
-        points = np.unique(np.concatenate([start, stop]))
+        points = distinct(np.concatenate([start, stop]))
         # Each needed range covers intervals between neighbouring points: (interval, overlap)
         # pairs, as one number each, so that sorting groups them by interval.
         first, last = np.searchsorted(points, start), np.searchsorted(points, stop)
         which, position = enumerate_ranges(last - first)
         num_overlaps = max(len(overlaps.row), 1)
-        pairs = np.unique((first[which] + position) * num_overlaps + owner[which])
+        pairs = distinct((first[which] + position) * num_overlaps + owner[which])
         interval, overlap = pairs // num_overlaps, pairs % num_overlaps
-        chosen = np.unique(interval)
+        chosen = distinct(interval)
         overlap_ptr = np.searchsorted(interval, np.append(chosen, len(points)))
         start, stop = points[chosen], points[chosen + 1]
     # The same once more for (range, rank).
@@ -276,7 +277,7 @@ def _shared_ranges(
     rank = requests.rank[requests.rank_ptr[request[entry]] + position]
     num_ranks = int(requests.rank.max(initial=0)) + 1
     number, _ = enumerate_ranges(np.diff(overlap_ptr))
-    pairs = np.unique(number[entry] * num_ranks + rank)
+    pairs = distinct(number[entry] * num_ranks + rank)
     row = overlaps.row[overlap[overlap_ptr[:-1]]]
     return RequestedRanges(
         row=row,
@@ -309,7 +310,7 @@ def _owners(
         stored = row[number]
         stored[is_copy] = copies.row[copies.ptr[box[number[is_copy]]] + place[is_copy]]
     owner = writer[index.file[stored]]
-    pairs = np.unique((number * num_ranks + owner)[owner >= 0])
+    pairs = distinct((number * num_ranks + owner)[owner >= 0])
     return {
         "owner_ptr": np.searchsorted(pairs // num_ranks, np.arange(len(row) + 1)),
         "owner": pairs % num_ranks,

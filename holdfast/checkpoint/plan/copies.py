@@ -22,6 +22,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import enumerate_ranges
 from holdfast.arrays.boxes import Box, flat_range_boxes
+from holdfast.arrays.distinct import distinct
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.checkpoint.plan.assign_writers import MIN_PIECE_NBYTES, HeldBoxes, slabs
 from holdfast.checkpoint.plan.proof import AllClaims
@@ -72,7 +73,7 @@ def stored_boxes(
     place = _places(claims, held, ranks, policy.axes)
     # Sorted by one number for (box, coordinate), so that the holders of a copy lie together.
     pair = owner * (int(place.max()) + 1) + place
-    counts = np.bincount(np.unique(pair) // (int(place.max()) + 1), minlength=len(box))
+    counts = np.bincount(distinct(pair) // (int(place.max()) + 1), minlength=len(box))
     has_copies = (counts > 1) & (held.nbytes > 0)
     if policy.max_nbytes is not None:
         tensor = claims.tensor[held.row[held.holder_ptr[:-1]]]

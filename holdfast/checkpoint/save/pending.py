@@ -91,13 +91,15 @@ class PendingSave:
             DeadlineError: it is not done within `timeout`; the save itself continues.
             HoldfastError: what the save failed with, the same on every rank.
         """
+        # Apart: the save may fail just after the time is over, and nothing has raised that then.
+        self._save.wait_done(timeout)
         try:
-            return self._save.result(timeout)
+            return self._save.result()
         except HoldfastError:
             thread = threading.get_ident()
             if thread in self._callbacks:
                 self._callbacks[thread] = True
-            elif self._save.done():
+            else:
                 self._save.was_raised = True
             raise
 
@@ -219,14 +221,17 @@ class InFlightSave:
         else:
             self.ticket.when_finished(callback)
 
-    def result(self, timeout_s: float | None = None) -> SaveReport:
-        """See `PendingSave.result`."""
+    def wait_done(self, timeout_s: float | None) -> None:
+        """Wait until it is done; raise DeadlineError if it is not within the time."""
         began = time.monotonic()
         if not self.wait(timeout_s):
             raise DeadlineError(
                 f"the save of step {self.step} is still {self.phase} after "
                 f"{time.monotonic() - began:.1f} s ({self.progress:.0%} of this rank's bytes)"
             )
+
+    def result(self) -> SaveReport:
+        """Return the report of a save that is done, or raise what it failed with."""
         error = self.error()
         if error is not None:
             raise error

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from holdfast.arrays.distinct import distinct
 from holdfast.cli.support.holders import SavedPlacement, parts_of, placement_in_words
 from holdfast.cli.support.locality import num_copies
 from holdfast.errors import clean
@@ -45,7 +44,7 @@ def tensor_data(saved: SavedPlacement) -> dict[str, object]:
             listed = [
                 [offset[i].tolist(), extent[i].tolist(), int(writer[i])] for i in range(count)
             ]
-            writers = np.unique(writer).tolist()
+            writers = distinct(writer).tolist()
             boxes.append([info.dtype, list(info.shape), listed, len(writer), writers])
         words, meaning = placement_in_words(saved.placement(number))
         basis = (clean(words), clean(meaning))

@@ -10,6 +10,7 @@ import re
 import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
+from holdfast.arrays.distinct import distinct
 from holdfast.arrays.types import BoolArray, IntArray
 from holdfast.errors import LayoutError
 from holdfast.format.index import ChunkIndex
@@ -48,8 +49,8 @@ class SavedPlacement:
         self._writers = np.array([file.writer for file in manifest.files], dtype=np.int64)
         self.writer = self._writers[index.file[self.rows]]
         self.layouts = [_rebuild(info) for info in manifest.layouts]
-        of_layouts = [rank for info in manifest.layouts for rank in info.ranks]
-        self.ranks: list[int] = np.union1d(index.holder, of_layouts).astype(np.int64).tolist()
+        of_layouts = (np.array(info.ranks, dtype=np.int64) for info in manifest.layouts)
+        self.ranks: list[int] = distinct(np.concatenate([index.holder, *of_layouts])).tolist()
         self._copies = find_copies(index)
 
     def is_held(self, rank: int) -> BoolArray:

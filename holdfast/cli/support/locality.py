@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.arrays.box_table import unique_boxes
+from holdfast.arrays.distinct import distinct
 from holdfast.arrays.types import IntArray
 from holdfast.cli.support.holders import SavedPlacement, kind_of, parts_of, placement_in_words
 
@@ -87,7 +88,7 @@ def rank_localities(saved: SavedPlacement) -> Iterator[RankLocality]:
             rank=rank,
             own_nbytes=int(index.nbytes[rows[is_own]].sum()),
             other_nbytes=int(index.nbytes[rows[~is_own]].sum()),
-            num_files=len(np.unique(index.file[rows])),
+            num_files=len(distinct(index.file[rows])),
             nbytes_by_part=dict(zip(names, by_part.tolist(), strict=True)),
         )
 

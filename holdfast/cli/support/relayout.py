@@ -16,6 +16,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.boxes import Box
+from holdfast.arrays.distinct import distinct
 from holdfast.arrays.intervals import Intervals, boxes_of, shard_intervals
 from holdfast.arrays.types import IntArray
 from holdfast.cli.support.holders import SavedPlacement
@@ -220,7 +221,7 @@ class _Maker:
         except LayoutError:
             return "axes"
         rows = self._saved.rows[self._saved.ptr[number] : self._saved.ptr[number + 1]]
-        sets = np.unique(self._saved.index.holders[rows])
+        sets = distinct(self._saved.index.holders[rows])
         # Most tensors share their sets of holders.
         key = sets.tobytes(), tuple(sorted(tokens))
         if key not in self._where:
@@ -247,7 +248,7 @@ class _Maker:
             return "axes"
         at = [
             old.coordinate(rank) if view == DENSE_AXES else old.expert_coordinate(rank)
-            for rank in np.unique(np.concatenate(holders)).tolist()
+            for rank in distinct(np.concatenate(holders)).tolist()
         ]
         free = [axis for axis in view if axis not in tokens]
         members = {axis: frozenset(each[axis] for each in at) for axis in free}

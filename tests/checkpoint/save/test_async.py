@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -80,31 +81,38 @@ def test_a_change_of_structure_while_a_save_is_under_way(tmp_path: Path) -> None
 
 
 def test_a_busy_writer_skips_or_waits_by_policy(tmp_path: Path) -> None:
-    """E12. A file that asks for a save which is skipped asks again."""
-    ask = tmp_path.parent / f"{tmp_path.name}-ask"
-    checkpointer = Checkpointer(tmp_path, save_when=OnFile(ask))
+    """E12. A file that asks for a save which is skipped asks again, and the last save waits."""
+    ask, stop = (tmp_path.with_name(f"{tmp_path.name}-{name}") for name in ["ask", "stop"])
+    checkpointer = Checkpointer(tmp_path, save_when=OnFile(ask) | OnFile(stop, stop=True))
     checkpointer.save_async(0, _filled(0.0)).result(30)
-    os.kill(checkpointer.stats.writer_pid or 0, signal.SIGSTOP)
+    pid = checkpointer.stats.writer_pid or 0
+    os.kill(pid, signal.SIGSTOP)
     try:
         slow = checkpointer.save_async(1, _filled(1.0))
         skipped = checkpointer.save_async(2, _filled(2.0), when_busy="skip")
         assert skipped.skipped
         assert skipped.phase == "skipped"
         assert skipped.result().skipped
+        with pytest.raises(DeadlineError, match="step 1"):
+            slow.result(0.05)
         ask.touch()
         asked = checkpointer.maybe_save(2, _filled(2.0), when_busy="skip")
         assert asked is not None
         assert asked.skipped
-        with pytest.raises(DeadlineError, match="step 1"):
-            slow.result(0.05)
+        # Also in a loop that saves by itself.
+        assert checkpointer.should_save(3)
+        assert checkpointer.save_async(3, _filled(3.0), when_busy="skip").skipped
+        assert checkpointer.should_save(4)
+        stop.touch()
+        assert checkpointer.should_save(5)
+        assert checkpointer.preempted
+        threading.Timer(0.2, os.kill, (pid, signal.SIGCONT)).start()
+        assert not checkpointer.save_async(5, _filled(5.0), when_busy="skip").skipped
     finally:
-        os.kill(checkpointer.stats.writer_pid or 0, signal.SIGCONT)
-    asked = checkpointer.maybe_save(3, _filled(3.0))
-    assert asked is not None
-    asked.result(30)
-    assert checkpointer.maybe_save(4, _filled(4.0)) is None
+        os.kill(pid, signal.SIGCONT)
+    assert checkpointer.maybe_save(6, _filled(6.0)) is None
     checkpointer.close()
-    assert checkpointer.steps() == [0, 1, 3]
+    assert checkpointer.steps() == [0, 1, 5]
     with pytest.raises(ConfigError, match="when_busy"):
         checkpointer.save_async(4, _filled(0.0), when_busy="never")  # type: ignore[arg-type]
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, DeadlineError, PendingSave, StorageError
+from holdfast.checkpoint.save.pending import InFlightSave
 from tests.checkpoint.common import wait
 
 STATE: dict[str, object] = {"t": {"x": torch.ones(4)}}
@@ -199,6 +200,21 @@ def test_a_failure_that_was_raised_is_not_logged_again(
         del checkpointer
         gc.collect()
     assert caplog.messages == []
+
+
+def test_a_failure_that_comes_as_the_time_of_result_is_over_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as raised, since the save was done when the DeadlineError left."""
+    checkpointer = Checkpointer(tmp_path)
+    pending = doomed(checkpointer, 7)
+    wait(pending)
+    monkeypatch.setattr(InFlightSave, "wait", lambda save, timeout_s: False)
+    with pytest.raises(DeadlineError):
+        pending.result(0.1)
+    monkeypatch.undo()
+    with pytest.raises(StorageError, match="cannot"):
+        checkpointer.close()
 
 
 ENDING = """
