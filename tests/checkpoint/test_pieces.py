@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import Checkpointer, MismatchError
 from holdfast.errors import HoldfastError, PlacementError
 from holdfast.state import Pieces
+from tests.drawn import drawn
 from tests.harness import RankContext, run_ranks
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -54,12 +54,11 @@ def pieces_of(whole: torch.Tensor, boxes: list[Box], *, strided: bool = False) -
     return Pieces(tuple(parts), tuple(offset for offset, _ in boxes), tuple(whole.shape))
 
 
-@settings(max_examples=30)
-@given(drawn=cuttings(), strided=st.booleans())
+@drawn(quick=10, slow=60, cutting=cuttings(), strided=st.booleans())
 def test_any_cutting_loads_into_any_other(
-    drawn: tuple[tuple[int, ...], list[Box], list[Box]], strided: bool
+    cutting: tuple[tuple[int, ...], list[Box], list[Box]], strided: bool
 ) -> None:
-    shape, ones, others = drawn
+    shape, ones, others = cutting
     whole = torch.randn(shape)
     with tempfile.TemporaryDirectory() as root:
         with Checkpointer(root) as checkpointer:

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.arrays.boxes import Box
@@ -19,6 +18,7 @@ from holdfast.cli.support.compare import compare_tensors
 from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
 from tests.cli.conftest import Holdfast
+from tests.drawn import drawn
 from tests.format.fingerprints import snapshot_fingerprints
 from tests.format.making import Chunk, Tensor, make, random_tensor, sample_tensors, write
 
@@ -224,13 +224,14 @@ TOLERANT = st.sampled_from(
 )
 
 
-@given(
+@drawn(
+    quick=15,
+    slow=60,
     pairs=st.lists(st.tuples(TOLERANT, TOLERANT), min_size=1, max_size=12),
     rtol=st.sampled_from([0.0, 1e-2, 0.5, 1.0]),
     atol=st.sampled_from([0.0, 1e-3, 1.0]),
     dtype=st.sampled_from(["F32", "F64", "C64"]),
 )
-@settings(max_examples=60, deadline=None)
 def test_tolerance_is_that_of_numpy(
     tmp_path_factory: pytest.TempPathFactory,
     pairs: list[tuple[float, float]],

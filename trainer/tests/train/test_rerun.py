@@ -163,7 +163,7 @@ def test_a_broken_device_is_named_and_training_goes_on_bitwise(
 @pytest.mark.parametrize(
     ("kind", "devices", "codes"),
     [
-        ("transient_error", "aa", [17, 0]),
+        pytest.param("transient_error", "aa", [17, 0], marks=pytest.mark.slow),
         pytest.param("correct_result", "abb", [16, 19, 0], marks=pytest.mark.slow),
         # The scheduler gives the same device each time: an end after so many starts.
         ("persistent_error --rerun-max-restarts 2", "aaaa", [16, 16, 20, 0]),
