@@ -63,6 +63,8 @@ class Prefetch:
 
     def begin(self) -> None:
         """Note that a forward of the model begins."""
+        for each in self._requested:  # by one that an error has left
+            _torch.drop_ahead(each)
         self._now, self._place, self._requested = [], 0, []
         self._num_ran = _torch.num_ran(self._root)
 
@@ -100,6 +102,13 @@ class Prefetch:
             _torch.forget_ran(self._root, first=self._num_ran)
         elif self._num:
             self._choose_behind(_torch.ran(self._root, first=self._num_ran))
+
+    def leave(self) -> None:
+        """Note that no forward of the model runs: also one that an error has left is over.
+
+        What it has gathered ahead others may not have: nobody waits for that here.
+        """
+        self._now = None
 
     def _find(self, state: Any) -> int | None:
         """Return the place of a unit that is not where it is expected: a later one, or any."""

@@ -704,6 +704,7 @@ class ShardedModel(MicrobatchTaker):
     def _leave_forward(self, module: nn.Module, args: object, output: object) -> None:
         """Put shards in the parameters' places after a forward, or an error in it."""
         del module, args, output
+        self._prefetch.leave()
         _torch.put_aside_if_idle(self._groups)
 
     def check_ended(self) -> None:

@@ -160,6 +160,8 @@ class Course:
         self._fault_id = ""
         self._num_reruns = 0
         self._num_restarts = 0
+        self._restarted = ""
+        """The fault that the report has this start from its checkpoint of."""
         self._was_given_up = False
         """True if the fault that is rerun was undecided once."""
         self._confirmed: set[Call] = set()
@@ -324,13 +326,15 @@ class Course:
             return self._drop_fault(f"the run continues at step {step}")
         if self.fault.experts not in (None, self.team.experts):  # the same on all ranks
             return self._drop_fault("experts are laid out otherwise here, so no rank does its work")
-        # Starts on devices that were never tried are not counted against the fault.
-        if history.num_restarts >= self._limits.max_restarts and is_known:
-            self._give_up(at, history)
-            return {}
-        self._num_restarts = history.num_restarts + 1
-        self._was_given_up = bool(history.verdict)
-        self.record("restart", number=self._num_restarts, places=self._places())
+        if self._restarted != self._fault_id:  # else the loop has left the step, in this start
+            # Starts on devices that were never tried are not counted against the fault.
+            if history.num_restarts >= self._limits.max_restarts and is_known:
+                self._give_up(at, history)
+                return {}
+            self._num_restarts = history.num_restarts + 1
+            self._was_given_up = bool(history.verdict)
+            self.record("restart", number=self._num_restarts, places=self._places())
+            self._restarted = self._fault_id
         return {
             Call(each.call, each.occurrence): each.trials
             for each in history.trials
@@ -893,7 +897,7 @@ class Course:
             # The step was left. What else it has borrowed is overwritten by the load.
             assert isinstance(self.batches, ReplayableBatches)
             self.batches.give_back()
-        self.state, self.fault = State.NOT_RUNNING_YET, None
+        self.state, self.fault, self._restarted = State.NOT_RUNNING_YET, None, ""
 
     def _keep_fault(
         self, judgement: Judgement, suspects: Mapping[Call, Suspect], message: str
@@ -901,6 +905,9 @@ class Course:
         """Keep what a new process needs to run the step again on another device."""
         # The checkpoint is one of the start of the step: a save refuses gradients in buckets.
         self._training_state.drop_gradients()
+        replayed = self.team.together(
+            lambda: self._replayed.kept(codecs=self.codecs), step=self.step
+        )
         batches = self.batches
         here = self.team.here
         self.fault = PendingFault(
@@ -912,7 +919,7 @@ class Course:
             device=here.device,
             suspects=[*suspects.values()],
             batches=batches.kept() if isinstance(batches, ReplayableBatches) else None,
-            replayed=self._replayed.kept(codecs=self.codecs),
+            replayed=replayed,
             experts=self.team.experts,
         )
         self.enter(judgement.event)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.arguments import check_instance
 from holdfast.errors import ConfigError
 from holdfast.format.rerun_report import device_key
 
@@ -32,19 +33,24 @@ class DeviceIdentity:
     uuid: str
 
     @classmethod
-    def of(cls, device: torch.device | None = None) -> DeviceIdentity:
+    def of(cls, device: torch.device | DeviceIdentity | None = None) -> DeviceIdentity:
         """Return the identity of a device of this process.
 
         Args:
             device: default: the current device of the accelerator if there is one, else the CPU.
+                An identity is returned as it is.
 
         The environment variable `HOLDFAST_DEVICE` overrides it: for virtual machines that hide
         their devices, and to try things out on a single device. A list ("A,B") has a name for each
         process of the host, by the `LOCAL_RANK` that launchers set.
 
         Raises:
-            ConfigError: such a list has no name for this process.
+            ConfigError: such a list has no name for this process, or `device` is something else.
         """
+        if isinstance(device, DeviceIdentity):
+            return device
+        if device is not None:
+            check_instance(device, name="device", kind=torch.device)
         host = socket.gethostname()
         named = _name_of_process(os.environ.get(DEVICE_VARIABLE, ""))
         if named:

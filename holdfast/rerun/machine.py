@@ -136,7 +136,7 @@ class RerunMachine(OptionalPart):
         self.groups = groups
         self.name = name
         self.directory = None if directory is None else Path(directory)
-        self.device = device if isinstance(device, DeviceIdentity) else DeviceIdentity.of(device)
+        self.device = DeviceIdentity(host="", uuid="")
         self.mode = Mode.DISABLED
         self._injector = injector
         self._batches: object = None
@@ -155,6 +155,7 @@ class RerunMachine(OptionalPart):
         # A rank with a wrong argument still meets the others, which would wait for it otherwise.
         error: HoldfastError | None = None
         try:
+            self.device = DeviceIdentity.of(device)
             self.mode = _check_settings(
                 mode, directory=directory, report_every=report_every, skip_rejected=skip_rejected
             )
@@ -295,11 +296,19 @@ class RerunMachine(OptionalPart):
         self._course.iterators[self._batches] = 0
         return self._batches
 
-    def skips(self, step: int) -> bool:
+    def skips(self, step: int, batches: object = None) -> bool:
         """Return True if a step is bad wherever it runs, and must not be trained on.
 
         Take its batches, and do not use them. The step of a pending fault is run until the fault
         has its verdict; the iterator from `replayable` then returns the kept batches.
+
+        Args:
+            step: its number.
+            batches: the iterator that `attempts` gets. Only needed if there are several, as for an
+                evaluation.
+
+        Raises:
+            ConfigError: the kept batches could be those of several iterators.
         """
         step = checked_step(step)
         if step not in self._skipped:
@@ -310,7 +319,13 @@ class RerunMachine(OptionalPart):
         if fault.fault not in self._course.judged:
             return False
         if not self._is_left:
-            fault.replay_batches(self._batches)
+            if batches is None and fault.batches and len(self._course.iterators) > 1:
+                raise ConfigError(
+                    f"skips({step}): the checkpoint holds the batches of that step, and the "
+                    f"program has {len(self._course.iterators)} iterators of machine.replayable; "
+                    f"pass that of the step: machine.skips(step, batches)"
+                )
+            fault.replay_batches(self._batches if batches is None else batches)
             self._is_left = True
         return True
 
@@ -475,14 +490,7 @@ class RerunMachine(OptionalPart):
         course = self._course
         if self._injector is not None:
             value = self._injector.injected(value)
-        why = rule.rejects(value, self.learned.of(call.name))
-        if why is not None and not isinstance(why, str):
-            raise ConfigError(
-                f"validate({call.name!r}): {type(rule).__name__}.rejects returned {why!r}; return "
-                f"None, or a text that says why the value is rejected"
-            )
-        if why is not None:  # it goes to other ranks and into the report, whatever is in it
-            why = why.encode(errors="backslashreplace").decode()
+        why = self._reason(call.name, value, rule)
         if self.mode is not Mode.DISABLED:
             course.attempt.take(
                 call, value, why, fatal=fatal, tolerance=tolerance, compare=compare,
@@ -492,6 +500,19 @@ class RerunMachine(OptionalPart):
             self._refuse_when_disabled(call.name, why, fatal=fatal)
         if why is None:
             self.learned.accept(call.name, value, window=rule.window)
+
+    def _reason(self, name: str, value: Value, rule: Rule) -> str | None:
+        """Return why a rule rejects a value; None if it accepts it."""
+        why = rule.rejects(value, self.learned.of(name))
+        if why is None:
+            return None
+        if not isinstance(why, str):
+            raise ConfigError(
+                f"validate({name!r}): {type(rule).__name__}.rejects returned {why!r}; return "
+                f"None, or a text that says why the value is rejected"
+            )
+        # It goes to other ranks and into the report, whatever is in it.
+        return why.encode(errors="backslashreplace").decode()
 
     def vetoes(self) -> bool:
         """Return True if this rank does not want the step that runs to be updated.
@@ -523,7 +544,7 @@ class RerunMachine(OptionalPart):
         check_call(name, rule, 0.0)
         ranks = course.team.feeders.of([self.groups.rank] if local else fed_by)
         value = host_value(value)
-        why = rule.rejects(value, self.learned.of(name))
+        why = self._reason(name, value, rule)
         if why is None:
             self.learned.accept(name, value, window=rule.window)
             self.learned.commit()

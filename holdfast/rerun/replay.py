@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import ConfigError, CorruptionError, ErrorRecord
@@ -76,6 +76,8 @@ class ReplayableBatches(Iterator[Any]):
         self._keeps = keeps
         self._kept: list[_Drawn] = []
         self._position = 0
+        self._taken: tuple[Any, Sequence[CapturedStreams]] | None = None
+        """A batch that the source has passed and that is not kept yet, and the streams then."""
         self._entries: Sequence[Any] | None = None
         """The saved batches that the step starts with, if any."""
         self._borrowed: list[_Drawn] | None = None
@@ -112,15 +114,19 @@ class ReplayableBatches(Iterator[Any]):
 
     def _answer(self, drawn: _Drawn, number: int) -> Any:
         """Return a kept batch as it was, or raise what the source had raised."""
-        if len(drawn.streams) == len(self._streams):
-            for stream, states in zip(self._streams, drawn.streams, strict=True):
+        self._set_streams(drawn.streams)
+        if drawn.error is not None:
+            raise drawn.error.with_traceback(None)
+        return self._revive(drawn.batch, number)
+
+    def _set_streams(self, drawn: Sequence[CapturedStreams | Mapping[str, Any]]) -> None:
+        """Set the streams to where the source had left them, if it had drawn from them."""
+        if len(drawn) == len(self._streams):
+            for stream, states in zip(self._streams, drawn, strict=True):
                 if isinstance(states, Mapping):  # of another process
                     known = stream.capture().states()
                     states = {name: state for name, state in states.items() if name in known}
                 stream.reset(states)
-        if drawn.error is not None:
-            raise drawn.error.with_traceback(None)
-        return self._revive(drawn.batch, number)
 
     @property
     def is_replaying(self) -> bool:
@@ -149,7 +155,7 @@ class ReplayableBatches(Iterator[Any]):
 
         Batches that a rerun has not taken again count as not consumed: they come next.
         """
-        self._entries = None
+        self._entries = self._taken = None
         del self._kept[: self._position]
         self._num_to_pass_over = max(0, self._num_to_pass_over - self._position)
         self._num_passed_over = max(0, self._num_passed_over - self._position)
@@ -201,7 +207,7 @@ class ReplayableBatches(Iterator[Any]):
         for number, drawn in enumerate(kept):
             # To fail now, before anything has changed, and not in the middle of the step.
             self._revive(drawn.batch, number)
-        self._kept, self._entries = kept, entries
+        self._kept, self._entries, self._taken = kept, entries, None
         self._position = self._num_passed_over = 0
         self._num_to_pass_over = len(kept) if self._is_rewound else 0
 
@@ -212,33 +218,41 @@ class ReplayableBatches(Iterator[Any]):
         """Take a batch from the source, and keep a copy: the caller may change the original."""
         if not self._keeps:
             return next(self._source)
-        before = self._capture()
-        try:
-            batch = next(self._source)
-        except StopIteration as end:
-            # A new object, which holds no frames of the caller.
-            self._keep(_Drawn(error=StopIteration(*end.args)), before)
-            raise
-        except Exception as error:
-            self._keep(_Drawn(error=error), before)
-            raise
+        if self._taken is None:
+            before = self._capture()
+            try:
+                batch = next(self._source)
+            except StopIteration as end:
+                # A new object, which holds no frames of the caller.
+                self._keep(_Drawn(error=StopIteration(*end.args), streams=self._drawn(before)))
+                raise
+            except Exception as error:
+                self._keep(_Drawn(error=error, streams=self._drawn(before)))
+                raise
+            self._taken = batch, self._drawn(before)
+        else:
+            self._set_streams(self._taken[1])
+        batch, streams = self._taken
+        # The source has passed it, and a step that starts again does not run on the batch behind
+        # it: it is refused again, or kept then, after an interrupt or for want of memory now.
         try:
             kept = keep_tree(batch, path=f"batch {self._position}", codecs=self._codecs)
-        except Exception as error:
-            # The source has passed it. A step that starts again is refused again, and does not run
-            # on the batch behind it.
-            self._keep(_Drawn(error=error), before)
+        except ConfigError as error:
+            self._keep(_Drawn(error=error, streams=streams))
             raise
-        self._keep(_Drawn(kept), before)
+        self._keep(_Drawn(kept, streams=streams))
         return batch
 
-    def _keep(self, drawn: _Drawn, before: Sequence[CapturedStreams]) -> None:
-        """Keep an answer of the source, and the streams if it has drawn from them since then."""
+    def _drawn(self, before: Sequence[CapturedStreams]) -> Sequence[CapturedStreams]:
+        """Return the streams if the source has drawn from them since then; else nothing."""
         now = self._capture()
-        if not all(map(CapturedStreams.is_same, before, now)):
-            drawn = replace(drawn, streams=now)
+        return () if all(map(CapturedStreams.is_same, before, now)) else now
+
+    def _keep(self, drawn: _Drawn) -> None:
+        """Keep an answer of the source."""
         self._kept.append(drawn)
         self._position += 1
+        self._taken = None
 
     def _capture(self) -> list[CapturedStreams]:
         return [each.capture() for each in self._streams]

@@ -49,6 +49,7 @@ class HasSteps(Protocol):
 
 
 Root = TypeVar("Root", bound=HasSteps)
+T = TypeVar("T")
 
 
 class _Meeting(msgspec.Struct, frozen=True, array_like=True):
@@ -324,7 +325,7 @@ class Team:
         outgoing: Mapping[int, bytes],
         source: int | None,
         *,
-        error: HoldfastError | None,
+        error: BaseException | None,
         phase: str,
     ) -> bytes | None:
         """Send bytes to some ranks, and return those of a source. Collective.
@@ -361,15 +362,16 @@ class Team:
         """Raise the error of any rank on all of them. Collective."""
         self.exchange(b"", phase=phase, error=error)
 
-    def together(self, action: Callable[[], object], *, step: int) -> None:
-        """Set up what a run starts with, on each rank by itself; all raise what one does.
+    def together(self, action: Callable[[], T], *, step: int) -> T:
+        """Take or set up what a run starts with, on each rank by itself; all raise what one does.
 
         Functions of the user's run then, and a rank that left alone would leave the others in the
         collectives of the run. Collective.
         """
         error: HoldfastError | None = None
+        results: list[T] = []
         try:
-            action()
+            results.append(action())
         except HoldfastError as reason:
             error = reason
         except Exception as reason:
@@ -379,6 +381,8 @@ class Team:
             )
             error.__cause__ = reason
         self.agree(error, phase=f"step {step}: restore")
+        (result,) = results
+        return result
 
     def name_fault(self) -> str:
         """Return an id for what was rejected, the same on all ranks. Collective."""

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from holdfast._torch import registrations, write_counter
 from holdfast.errors import ConfigError
-from holdfast.rerun.kept_trees import is_strided
+from holdfast.rerun.kept_trees import is_sparse, is_strided, members_of
 from holdfast.state.optimizer_protocol import OptimizersByModule
 from holdfast.state.tensor_elements import local_of, tensor_digest
 from holdfast.state.unfinished import unfinished_on, workers_on
@@ -196,14 +196,12 @@ class TrainingState:
         now = self._settings_now()
         if now == self._settings:
             return []
+        before, after = _by_name(self._settings), _by_name(now)
         return [
-            f"{name} of group {number} of optimizer {index}"
-            for index, optimizer in enumerate(self._settings)
-            for number, group in enumerate(optimizer)
-            for name, value in group.items()
-            if index >= len(now)
-            or number >= len(now[index])
-            or now[index][number].get(name) != value
+            name
+            for name in before | after
+            # A NaN is another one only if it is another object, as it was above.
+            if name not in before or name not in after or [before[name]] != [after[name]]
         ]
 
     def _settings_now(self) -> list[list[dict[str, Any]]]:
@@ -299,7 +297,9 @@ class TrainingState:
                     continue  # of a kind that may have no rows
                 while local.dim() > 1 and local.numel():
                     local = local[0]
-            text = f"{name} {local.dtype} {tuple(local.shape)} {tensor_digest(local)} "
+            parts = members_of(local) if is_sparse(local) else [local]
+            elements = " ".join(map(tensor_digest, parts))
+            text = f"{name} {local.dtype} {tuple(local.shape)} {elements} "
             text += f"{_shard_of(parameter)} "
             digest.update(text.encode())
         return digest.hexdigest()
@@ -332,9 +332,21 @@ class TrainingState:
                             yield f"{name} ({key})", value, False
 
 
+def _by_name(settings: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the settings of all groups of all optimizers, each under a name for a message."""
+    return {
+        f"{name} of group {number} of optimizer {index}": value
+        for index, optimizer in enumerate(settings)
+        for number, group in enumerate(optimizer)
+        for name, value in group.items()
+    }
+
+
 def _floats(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's part of a tensor in a form that can be looked at; None if it is exact."""
     local = local_of(tensor)
+    if is_sparse(local):  # torch asks no sparse tensor whether it is finite
+        local = members_of(local)[-1]
     if local.is_meta or not (local.is_floating_point() or local.is_complex()):
         return None
     return local.float() if local.element_size() == 1 else local

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.errors import ConfigError, DriftError
+from holdfast.errors import DriftError
 from holdfast.format.values import Codecs
 from holdfast.rerun.kept_trees import keep_tree, revive_tree
 from holdfast.rerun.packing import pack_tree, unpack_tree
@@ -94,18 +94,18 @@ class Vouching:
         here = team.here.rank
         mine = next(i for i, replica in enumerate(replicas) if here in replica)
         part = replicas[mine].index(here)
-        self._replayed.take()
         payload, error = b"", None
-        if mine in source_of.values():
-            try:
+        try:  # functions and codecs of the user's run here
+            self._replayed.take()
+            if mine in source_of.values():
                 payload = pack_tree(
                     {
                         "batch": keep_tree(batch, path="batch", codecs=self._codecs),
                         "replayed": self._replayed.lent(codecs=self._codecs),
                     }
                 )
-            except ConfigError as reason:
-                error = reason
+        except Exception as reason:
+            error = reason
         outgoing = {
             replicas[other][part]: payload for other, one in source_of.items() if one == mine
         }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from holdfast import HoldfastError, Layout, ProcessGroups
 from holdfast.fsdp import ShardedModel, fully_shard_model
@@ -144,22 +146,44 @@ def in_vain(context: RankContext) -> None:
             with without():
                 net(rows(2))
             sharded.reshard()
-            expected = Picky()
-            with torch.no_grad():
-                for parameter, other in zip(net.parameters(), expected.parameters(), strict=True):
-                    parameter.mul_(0.5)
-                    other.copy_(parameter.full_tensor())  # type: ignore[attr-defined]
-            net.order = expected.order = UP
-            with torch.no_grad():
-                assert torch.allclose(net(rows(3)), expected(rows(3)), atol=1e-6), without
+            computes_with_what_is_written(net)
             order = net._get_fsdp_state()._comm_ctx.post_forward_order  # type: ignore[operator]
             if without is not torch.enable_grad:
                 assert not order  # evaluations leave nothing behind
 
 
-def test_what_was_gathered_ahead_in_vain_is_never_used() -> None:
+@torch.no_grad()
+def computes_with_what_is_written(net: Picky) -> None:
+    expected = Picky()
+    for parameter, other in zip(net.parameters(), expected.parameters(), strict=True):
+        parameter.mul_(1.5)
+        other.copy_(parameter.full_tensor())  # type: ignore[attr-defined]
+    net.order = expected.order = UP
+    assert torch.allclose(net(rows(3)), expected(rows(3)), atol=1e-6)
+
+
+def in_vain_before_an_error(context: RankContext) -> None:
+    """An evaluation fails between two units; weights are written."""
+    with ProcessGroups.create(Layout(dp=2)) as groups:
+        for strategy, is_dropped in (("optim_grads_params", False), ("optim", True)):
+            net, sharded, _ = make(groups, strategy=strategy)
+            computes_with_what_is_written(net)  # a first forward would notice the wrong weights
+            net.order = [*UP[:2], NUM]
+            with torch.no_grad(), pytest.raises(IndexError):
+                net(rows(2))
+            if is_dropped:
+                sharded.drop_gradients()
+                with torch.no_grad():
+                    net.layers[0](rows(2))  # alone: it is no part of the forward that has failed
+                assert all(isinstance(parameter, DTensor) for parameter in net.parameters())
+                sharded.reshard()
+            computes_with_what_is_written(net)
+
+
+@pytest.mark.parametrize("case", [in_vain, in_vain_before_an_error])
+def test_what_was_gathered_ahead_in_vain_is_never_used(case: Callable[[RankContext], None]) -> None:
     """F15: before, the next forward used weights of before a write."""
-    run_ranks(2, in_vain)
+    run_ranks(2, case)
 
 
 def ended_in_another_order(context: RankContext) -> None:

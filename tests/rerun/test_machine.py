@@ -701,8 +701,12 @@ def test_a_step_that_is_bad_everywhere_is_skipped(groups: ProcessGroups, tmp_pat
         assert fourth.step == 3
         source = iter([torch.full((8, 4), float(i)) for i in range(4 if is_rewound else 5, 9)])
         fourth.batches = fourth.machine.replayable(source, is_rewound=is_rewound)
+        evaluated = fourth.machine.replayable(iter([]))
+        with pytest.raises(ConfigError, match=r"2 iterators .*machine\.skips\(step, batches\)"):
+            fourth.machine.skips(3)
+        assert fourth.machine.skips(3, fourth.batches)
         assert fourth.machine.skips(3)
-        assert fourth.machine.skips(3)
+        del evaluated
         assert next(fourth.batches)[0, 0] == 4.0  # as it was kept: the batch of step 3
         fourth.step = 4
         for _ in fourth.machine.attempts(4, fourth.batches):
@@ -744,6 +748,7 @@ def _skips(own: ThreadGroups, tmp_path: Path) -> bool:
         ({"name": "other"}, "disagree on name"),
         ({"limits": Limits(max_restarts=1)}, "disagree on limits"),
         ({"policy": Policy(on_transient="continue")}, "disagree on policy"),
+        ({"device": "cpu"}, "rank 2: device must be a device, got 'cpu'"),
         ({"report_every": 7}, "disagree on report_every: 100 on ranks 0, 1; 7 on rank 2"),
         ({"skip_rejected": True}, "disagree on skip_rejected"),
         ({"mode": "report_determinism_stats", "directory": None}, "disagree on mode"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -207,15 +207,22 @@ def test_masks_of_infinities_are_no_fault(
     assert fresh.machine.decision.exit_code == 21
 
 
-def test_parameters_of_one_byte_floats_are_looked_at(groups: ProcessGroups, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "convert",
+    [lambda t: t.to(torch.float8_e4m3fn), torch.Tensor.to_sparse],
+    ids=["one byte", "sparse"],
+)
+def test_parameters_of_other_forms_are_looked_at(
+    groups: ProcessGroups, tmp_path: Path, convert: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """D20: as others are."""
     loop = Loop(groups, tmp_path)
     loop.model.register_parameter(
-        "scale", nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
+        "scale", nn.Parameter(convert(torch.ones(2)), requires_grad=False)
     )
     loop.run(2, loop.machine.replayable(loop.source()))
     assert loop.step == 2
-    loop.model.scale.data = torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fn)
+    loop.model.scale = nn.Parameter(convert(torch.tensor([1.0, math.nan])), requires_grad=False)
     fresh = Loop(groups, tmp_path / "fresh", replayed=Replayed(modules=[loop.model]))
     fresh.run(1, fresh.machine.replayable(fresh.source()))
     assert fresh.machine.decision.exit_code == 21

@@ -34,6 +34,7 @@ from holdfast import (
 from holdfast.errors import ConfigError, CorruptionError, MismatchError
 from holdfast.rerun import (
     DeviceIdentity,
+    Limits,
     NotFinite,
     Rejects,
     Replayed,
@@ -486,7 +487,10 @@ class Scheduled(Loop):
         inner.param_groups[0] = group
 
         def schedule() -> None:
-            group["lr"] *= 0.5
+            if how == "by a new setting":
+                group[f"scale {len(group)}"] = 0.5
+            else:
+                group["lr"] *= 0.5
 
         def step() -> None:
             if not self.optimizer.step(veto=self.machine).vetoed or how == "after a veto":
@@ -501,6 +505,7 @@ class Scheduled(Loop):
     ("how", "refused_at"),
     [
         ("in any step", 0),
+        ("by a new setting", 0),
         ("another hook", 1),
         ("after a veto", 1),
         ("a hook", None),
@@ -514,7 +519,9 @@ def test_a_schedule_is_not_stepped_twice(
     loop = Scheduled(groups, tmp_path / "loop", how=how)
     batches = loop.machine.replayable(numbered())
     if refused_at is not None:
-        with pytest.raises(ConfigError, match=r"hyperparameters have changed.*lr of group 0"):
+        with pytest.raises(
+            ConfigError, match=r"hyperparameters have changed.*(lr|scale \d+) of group 0"
+        ):
             loop.run(3, batches, bad=(1, 0))
         assert loop.step == refused_at
         return
@@ -774,20 +781,28 @@ def test_batches_of_a_fault_that_one_rank_cannot_take_are_refused_on_all(tmp_pat
             assert "rank 1: the kept batches" in said
 
 
-def test_a_buffer_that_one_rank_cannot_keep_is_refused_on_all(tmp_path: Path) -> None:
-    """D24: in the first step, and not by a wait of the others in the second."""
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_buffer_that_one_rank_cannot_keep_is_refused_on_all(
+    tmp_path: Path, is_there: bool
+) -> None:
+    """D24: in the first step, or in that of a fault, and not by a wait of the others."""
 
     def body(groups: ThreadGroups) -> str:
         layer = nn.Linear(1, 1)
         odd = torch.nested.nested_tensor([torch.ones(1)]) if groups.rank else torch.ones(1)
-        layer.register_buffer("odd", odd, persistent=False)
+        layer.register_buffer("odd", odd if is_there else torch.ones(1), persistent=False)
         machine = RerunMachine(
             groups,  # type: ignore[arg-type]
             directory=tmp_path,
             replayed=Replayed(modules=[layer], rng=False),
+            note=lambda line: None,
         )
-        with pytest.raises(ConfigError) as refused:
+        if not is_there:
             [None for _ in machine.attempts(0)]
+            layer.register_buffer("odd", odd, persistent=False)
+        value = 1.0 if is_there else math.nan
+        with pytest.raises(ConfigError) as refused:
+            [machine.validate("loss", value, NotFinite()) for _ in machine.attempts(1)]
         return str(refused.value)
 
     for said in run_threads(2, body):
@@ -849,10 +864,11 @@ def test_a_rerun_from_a_checkpoint_that_was_left_loses_no_batch(
 ) -> None:
     """D9: what the source repeats is passed over once, however often the step starts."""
     faults = with_fault(groups, tmp_path, is_rewound=is_rewound)
-    loop = Loop(groups, tmp_path, device="B")
+    loop = Loop(groups, tmp_path, device="B", limits=Limits(max_restarts=1))
     loop.load(faults)
     source = numbered(2 if is_rewound else 4)
     loop.run(3, loop.machine.replayable(source, is_rewound=is_rewound), left_in=0)
+    assert loop.machine.decision.exit_code is None  # D10: it is one start
     assert loop.first_numbers == [2, 3, 4, 5]
 
 

@@ -468,6 +468,30 @@ def test_what_a_checkpoint_cannot_hold_is_refused_early(
         batches.rewind()
 
 
+def test_a_batch_whose_copy_was_interrupted_is_the_next_one() -> None:
+    """D7: a loop that catches that starts the step again, with the draws of the source, too."""
+    interrupts = [KeyboardInterrupt()]
+
+    def encode(batch: Any) -> dict[str, Any]:
+        if interrupts:
+            raise interrupts.pop()
+        return dict(batch)
+
+    codecs = Codecs(codecs=[Codec(name="d", type=UserDict, encode=encode, decode=UserDict)])
+    source = (UserDict(number=number, noise=torch.rand(1)) for number in range(2))
+    batches = ReplayableBatches(source, codecs=codecs, streams=[RNG()])
+    torch.manual_seed(0)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    behind = torch.get_rng_state()
+    torch.manual_seed(0)
+    for _ in range(2):
+        batches.give_back()
+        assert next(batches)["number"] == 0
+        assert torch.equal(torch.get_rng_state(), behind)
+    assert next(batches)["number"] == 1
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

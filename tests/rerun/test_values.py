@@ -167,6 +167,9 @@ def test_arguments_that_a_fault_could_not_be_recorded_with_are_refused_at_once(
 
     with ProcessGroups.single() as groups:
         machine = RerunMachine(groups, directory=tmp_path)
+        if "rule" in arguments:
+            with pytest.raises(ConfigError, match=message):
+                machine.observe("x", 1.0, **arguments)
         with pytest.raises(ConfigError, match=message):
             [call(machine) for _ in machine.attempts(step)]
         with pytest.raises(ConfigError, match="step must be an integer"):

@@ -18,6 +18,7 @@ from holdfast import Layout, ModuleLayouts, ProcessGroups
 from holdfast.errors import ConfigError, DriftError, HoldfastError
 from holdfast.rerun import (
     DeviceIdentity,
+    Rejects,
     Replayed,
     RerunMachine,
     gradient_norm,
@@ -207,7 +208,8 @@ def test_a_replica_that_computes_otherwise_is_noticed(
         assert [place["device"] for place in each["odd"]] == ([] if layout.dp == 2 else ["GPU 1"])
 
 
-def test_a_replica_that_fails_has_its_own_state_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails_in", ["a hook", "compute"])
+def test_a_replica_that_fails_has_its_own_state_again(tmp_path: Path, fails_in: str) -> None:
     """D24: a loop may catch the error, which is one of all ranks, and continue."""
 
     def body(groups: ThreadGroups) -> str:
@@ -216,12 +218,17 @@ def test_a_replica_that_fails_has_its_own_state_again(tmp_path: Path) -> None:
         machine = RerunMachine(
             groups,  # type: ignore[arg-type]
             directory=tmp_path,
-            replayed=Replayed(modules=[layer], rng=False),
+            replayed=Replayed(
+                modules=[layer], rng=False, hooks=[(lambda: fail("a hook"), lambda state: None)]
+            ),
         )
 
-        def compute(batch: object) -> list[torch.Tensor]:
-            if groups.rank:
+        def fail(where: str) -> None:
+            if groups.rank and where == fails_in:
                 raise MemoryError("too large")
+
+        def compute(batch: object) -> list[torch.Tensor]:
+            fail("compute")
             return []
 
         with pytest.raises(HoldfastError) as raised:
@@ -245,6 +252,7 @@ def test_norms_between_steps_are_in_the_report(tmp_path: Path) -> None:
                 runs += 1
                 machine.validate("gradient", 1.0, gradient_norm(num_samples=1, window=1))
             machine.observe("update", norm, rule)
+        machine.observe("odd", 1.0, Rejects(bool, "\ud800"))  # was an error of this rank alone
         for _ in machine.attempts(7):
             machine.validate("gradient", 1.0, gradient_norm())
             with pytest.raises(ConfigError, match="inside of a step"):
@@ -253,8 +261,9 @@ def test_norms_between_steps_are_in_the_report(tmp_path: Path) -> None:
         assert machine.decision.exit_code is None
     events = read_report(tmp_path)
     assert [(each["event"], each["step"]) for each in events] == [
-        ("observed", 4), ("observed", 5), ("observed", 6),
+        ("observed", 4), ("observed", 5), ("observed", 6), ("observed", 7),
     ]  # fmt: skip
-    assert [each["values"][0]["why"].split()[0] for each in events] == ["its", "it", "it"]
+    reasons = [each["values"][0]["why"].split()[0] for each in events]
+    assert reasons == ["its", "it", "it", "\\ud800"]
     with pytest.raises(ConfigError, match="largest"):
         update_norm(largest=0)

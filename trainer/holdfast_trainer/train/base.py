@@ -239,7 +239,7 @@ class BaseTrainer(ABC):
         """
         started = time.perf_counter()
         step = self.progress.step + 1
-        if self.machine.skips(step):
+        if self.machine.skips(step, self._batches):
             return self._leave_out(step, started=started)
         loss, outcome = math.nan, None
         for number in self.machine.attempts(step, self._batches):
