@@ -283,8 +283,18 @@ def dies(rank: RankContext, victim: int, moment: str) -> tuple[str, str, float]:
         return "", "", 0.0
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-@pytest.mark.parametrize("moment", ["before the forward", "in a message", "before the backward"])
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    [
+        ("before the forward", 3),
+        ("in a message", 0),
+        ("before the backward", 3),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("before the forward", 0), ("in a message", 3), ("before the backward", 0))
+        ),
+    ],
+)
 def test_a_dead_rank_is_named_on_all_others(victim: int, moment: str) -> None:
     """Within the deadline, wherever it died; no rank hangs, and none goes on without it."""
     outcome = run_ranks(4, dies, victim, moment, expect_failure=True, timeout_s=60)

@@ -111,7 +111,7 @@ def test_one_piece_of_each_of_many(tmp_path: Any) -> None:
         assert not there[name].sum(1)[: rows.start].any()
 
 
-@pytest.mark.parametrize("num_boxes", [1, 2])
+@pytest.mark.parametrize("num_boxes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_save_takes_the_pieces_that_it_is_given(tmp_path: Any, num_boxes: int) -> None:
     """X11. In other memory than at the save before, with other elements, or cut at other places."""
     cuts: dict[int, tuple[list[Box], list[Box]]] = {

@@ -166,7 +166,9 @@ def test_killed_at_every_boundary(fast_dir: Path, killed: Killed) -> None:
     print(f"{killed}: {len(names)} boundaries, {num_committed} kills after the commit")
 
 
-@pytest.mark.parametrize("ckpt_format", ["holdfast", "torch_dist"])
+@pytest.mark.parametrize(
+    "ckpt_format", [pytest.param("holdfast", marks=pytest.mark.slow), "torch_dist"]
+)
 def test_killed_around_the_commit(fast_dir: Path, ckpt_format: CkptFormat) -> None:
     """E1, P6, X6: where one version becomes the other; PyTorch's reader finds one wholly, too."""
     killed = Killed("async", "overwrite", ckpt_format)

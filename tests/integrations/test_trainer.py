@@ -262,7 +262,7 @@ if "native" """
     "last_ranks",
     [
         None,
-        0,
+        pytest.param(0, marks=pytest.mark.slow),
         pytest.param(2, marks=pytest.mark.slow, id="averages"),
         pytest.param(3, marks=pytest.mark.slow, id="pattern"),
     ],

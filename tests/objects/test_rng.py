@@ -202,8 +202,8 @@ def value_at(at: dict[str, int], leave_out: str = "") -> int:
 
 
 @drawn(
-    quick=20,
-    slow=50,
+    quick=10,
+    slow=60,
     saved=grids,
     loaded=grids,
     equal_along_tp=st.booleans(),
@@ -329,7 +329,7 @@ def growing(
         return draw(), torch.rand(2, generator=own).tolist(), kept, dropped, log.lines
 
 
-@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("declared", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_default_and_a_model_parallel_stream(tmp_path: Path, declared: bool) -> None:
     """(10): one tensor rank, then two: the default stream is copied."""
     root = str(tmp_path)

@@ -518,7 +518,7 @@ NESTED = st.recursive(
 )  # fmt: skip
 
 
-@drawn(quick=15, slow=40, tree=NESTED)
+@drawn(quick=8, slow=60, tree=NESTED)
 def test_generated_trees_round_trip(tmp_path: Path, tree: Any) -> None:
     try:
         round_trip(tmp_path, tree)

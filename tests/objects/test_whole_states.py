@@ -135,6 +135,6 @@ def hold_to_the_invariant(spec: dict[str, Any]) -> None:
         assert twin.train(2) == expected
 
 
-@drawn(quick=10, slow=60, spec=SPECS)
+@drawn(quick=6, slow=64, spec=SPECS)
 def test_a_twin_goes_on_as_the_original(spec: dict[str, Any]) -> None:
     hold_to_the_invariant(spec)
