@@ -186,6 +186,14 @@ def span_in(inner: Box, outer: Box) -> tuple[int, int]:
     return first, last - first + 1
 
 
+def strided_span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the elements from the first to the last one of a strided view that is not empty.
+
+    Strides are never negative: the last index of every dim is the last one in memory.
+    """
+    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+
 def contiguous_start(inner: Box, outer: Box) -> int | None:
     """Return the first element of `inner` in row-major `outer` if it is one run, else None.
 

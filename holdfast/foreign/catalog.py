@@ -16,7 +16,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, check_tilings
-from holdfast.arrays.boxes import Box, contiguous_start, cover, flat_range_boxes, span_in
+from holdfast.arrays.boxes import (
+    Box,
+    contiguous_start,
+    cover,
+    flat_range_boxes,
+    span_in,
+    strided_span,
+)
 from holdfast.arrays.types import AnyArray
 from holdfast.errors import (
     CorruptionError,
@@ -25,7 +32,6 @@ from holdfast.errors import (
     PlacementError,
     some_of,
 )
-from holdfast.foreign.pickled_values import span_of
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import Node, join_path
 from holdfast.storage import Source, Storage
@@ -191,7 +197,7 @@ class StridedBytes:
 
         def read(box: Box, piece: memoryview) -> None:
             begin = sum(o * s for o, s in zip(box.offset, strides, strict=True))
-            data = memoryview(bytearray(span_of(box.shape, self.stride) * self.itemsize))
+            data = memoryview(bytearray(strided_span(box.shape, self.stride) * self.itemsize))
             files.source(self.file).readinto(data, start=self.start + begin)
             values = np.ndarray(box.shape, dtype=kind, buffer=data, strides=strides)
             np.frombuffer(piece, dtype=kind).reshape(box.shape)[...] = values
@@ -479,7 +485,7 @@ def chunks_of_view(
         return ()
     # Cut where the memory is cut: along the dim with the widest steps.
     dim = max(range(len(shape)), key=lambda d: stride[d] if shape[d] > 1 else -1)
-    nbytes = span_of(shape, stride) * itemsize
+    nbytes = strided_span(shape, stride) * itemsize
     parts = min(max(-(-nbytes // _STRIDED_NBYTES), 1), shape[dim])
     step = -(-shape[dim] // parts)
     chunks = []

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from holdfast.arrays.boxes import strided_span
 from holdfast.arrays.types import AnyArray
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import MAX_NDIM
@@ -241,7 +242,7 @@ class PickledTensor:
             raise ValueError("a tensor whose shape and stride have different lengths")
         if any(size == 0 for size in self.shape):
             return
-        end = self.offset + span_of(self.shape, self.stride)
+        end = self.offset + strided_span(self.shape, self.stride)
         if end * DTYPES[self.dtype].itemsize > self.storage.nbytes:
             raise ValueError(
                 f"a tensor of shape {self.shape} that ends outside of its storage of "
@@ -262,11 +263,6 @@ class PickledTensor:
     def identity(self) -> tuple[object, ...]:
         """Equal for tied tensors: the same elements of the same storage, in the same view."""
         return (self.storage.key, self.dtype, self.offset, self.shape, self.stride)
-
-
-def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the elements from the first to the last one of a view that is not empty."""
-    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def index(value: object, what: str = "a size") -> int:

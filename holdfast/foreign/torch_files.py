@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from holdfast.arrays.boxes import Box
+from holdfast.arrays.boxes import Box, strided_span
 from holdfast.errors import CorruptionError, PlacementError, some_of
 from holdfast.foreign import safetensors_files
 from holdfast.foreign.catalog import (
@@ -31,7 +31,7 @@ from holdfast.foreign.draft import Draft, twice
 from holdfast.foreign.location import Location, is_step, why_none
 from holdfast.foreign.other_formats import is_cut_by_rank, note_on_ranks
 from holdfast.foreign.pickle_nodes import NodeLeaf, array_form, module_versions, to_node
-from holdfast.foreign.pickled_values import PickledStorage, PickledTensor, span_of
+from holdfast.foreign.pickled_values import PickledStorage, PickledTensor
 from holdfast.foreign.pickles import NOT_READ
 from holdfast.foreign.shard_index import (
     note_on_siblings,
@@ -306,7 +306,7 @@ class FileMemory:
         key = self._first.setdefault(value.identity, leaf.key)
         if key == leaf.key and value.nbytes:
             self._nbytes += value.nbytes
-            reach = span_of(value.shape, value.stride) * DTYPES[value.dtype].itemsize
+            reach = strided_span(value.shape, value.stride) * DTYPES[value.dtype].itemsize
             self._spans[value.storage.key].append((value.start, value.start + reach, key))
         return key
 

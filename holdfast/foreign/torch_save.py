@@ -11,9 +11,10 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from holdfast.arrays.boxes import strided_span
 from holdfast.errors import CorruptionError
 from holdfast.foreign.pickle_types import torch_storage
-from holdfast.foreign.pickled_values import PickledStorage, PickledTensor, span_of
+from holdfast.foreign.pickled_values import PickledStorage, PickledTensor
 from holdfast.foreign.pickles import MAX_PICKLE_NBYTES, NOT_READ, read_pickle, read_pickle_at
 from holdfast.foreign.zip_files import ZipEntry, checked_range, read_bytes, read_directory
 from holdfast.format.dtypes import DTYPES
@@ -59,7 +60,7 @@ class TorchFile:
         if 0 in tensor.shape:
             return self.storages[tensor.storage.key].start, 0
         start = self.storages[tensor.storage.key].start + tensor.start
-        return start, span_of(tensor.shape, tensor.stride) * DTYPES[tensor.dtype].itemsize
+        return start, strided_span(tensor.shape, tensor.stride) * DTYPES[tensor.dtype].itemsize
 
 
 def open_torch_save(

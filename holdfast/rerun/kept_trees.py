@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from holdfast._torch import sparse_members
+from holdfast.arrays.boxes import strided_span
 from holdfast.errors import ConfigError, CorruptionError, PlacementError
 from holdfast.format.values import Codecs, Node, decode_tree, encode_tree, leaf_node, tag_of
 from holdfast.state.tensor_elements import (
@@ -259,7 +260,7 @@ class _Reviver:
             raise ValueError(f"shape {shape}, strides {strides} and offset {offset}")
         if 0 in shape:
             return torch.empty_strided(shape, strides, dtype=dtype, device=copy.device)
-        end = offset + 1 + _last_element(shape, strides)
+        end = offset + strided_span(shape, strides)
         # `set_` would enlarge the memory, with elements that nobody has written.
         if end * dtype.itemsize > copy.untyped_storage().nbytes():
             raise ValueError(f"element {end} is behind the end of the memory")
@@ -351,19 +352,13 @@ def _check_plain(path: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the distance in memory from the first element of a tensor to its last one."""
-    # Strides of torch are never negative: the last index of every dim is the last one in memory.
-    return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-
-
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the one behind its last."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if not tensor.numel():
         return start, start
-    return start, start + (_last_element(tensor.shape, tensor.stride()) + 1) * size
+    return start, start + strided_span(tensor.shape, tensor.stride()) * size
 
 
 def _clusters(

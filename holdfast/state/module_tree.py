@@ -37,6 +37,7 @@ from holdfast._torch import (
     registered_in,
     unsaved_buffers,
 )
+from holdfast.arrays.boxes import strided_span
 from holdfast.errors import ConfigError, HoldfastError, PlacementError, some_of
 from holdfast.format.manifest import USUAL_VERSION
 from holdfast.state.markers import Marked, check_real_shape
@@ -731,8 +732,8 @@ def _extent(tensor: torch.Tensor) -> tuple[str, int, int] | None:
     key = None if isinstance(tensor, DTensor) else memory_key(tensor)
     if key is None:
         return None
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return str(tensor.device), key[1], key[1] + (last + 1) * tensor.element_size()
+    span = strided_span(tensor.shape, tensor.stride())
+    return str(tensor.device), key[1], key[1] + span * tensor.element_size()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from holdfast.arrays.boxes import strided_span
 from holdfast.arrays.types import IntArray
 from holdfast.state.matcher import LocalMemory, TensorRequest
 
@@ -274,8 +275,7 @@ def span_nbytes(tensor: torch.Tensor) -> int:
     size = tensor.element_size()
     if tensor.is_contiguous():
         return tensor.numel() * size
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + int(sum((n - 1) * step for n, step in steps))) * size
+    return strided_span(tensor.shape, tensor.stride()) * size
 
 
 def _common_bytes(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
