@@ -267,10 +267,11 @@ def joined_error(
     all records (see `joined_details`), `failed_ranks`, and `missing_ranks` if there are any.
     """
     messages = {rank: record.message for rank, record in by_rank.items()}
-    lines = [f"{named_ranks(ranks)}: {message}" for message, ranks in _holders(messages).items()]
-    text = "\n".join([f"{len(by_rank)} of {num_ranks} ranks failed ({phase}):", *lines])
     if num_ranks == 1:
         text = f"{phase}: {next(iter(messages.values()))}"
+    else:
+        lines = [f"{named_ranks(ranks)}: {each}" for each, ranks in _holders(messages).items()]
+        text = "\n".join([f"{len(by_rank)} of {num_ranks} ranks failed ({phase}):", *lines])
     if missing_ranks:
         text += (
             f"\nThe others waited for {named_ranks(missing_ranks)}, which came after the time "

@@ -15,8 +15,8 @@ from holdfast.errors import ConfigError
 
 _WAYS = ("foreach", "fused", "capturable", "differentiable")
 """Settings of torch's optimizers that choose an implementation; the results are the same."""
-_VALUES = (bool, int, float, str, tuple, list, Tensor, Real)
-"""Types of settings; values of others may print differently in each process."""
+_VALUES = (Real, str, tuple, list, Tensor)
+"""Types of settings, bool as a Real; values of others may print differently in each process."""
 
 
 class TorchInterface(torch.optim.Optimizer):

@@ -288,12 +288,11 @@ class Connections:
                 for each in (self._listener, *self._unnamed):
                     poll.register(each, select.POLLIN)
         left = deadline - time.monotonic()
-        if self.when_long is not None:
-            while left > self.after_s:
-                if poll.poll(math.ceil(self.after_s * 1000)) or self.when_long():
-                    break
-                left = deadline - time.monotonic()
+        while self.when_long is not None and left > self.after_s:
+            is_done = bool(poll.poll(math.ceil(self.after_s * 1000))) or self.when_long()
             left = deadline - time.monotonic()
+            if is_done:
+                break
         # Rounded up: a wait of less than a millisecond would spin.
         if left <= 0 or not poll.poll(math.ceil(left * 1000)):
             return False
