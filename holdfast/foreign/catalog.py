@@ -33,7 +33,7 @@ from holdfast.errors import (
     some_of,
 )
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.values import Node, join_path
+from holdfast.format.values import Node, is_unicode, join_path
 from holdfast.storage import Source, Storage
 
 
@@ -419,6 +419,20 @@ def require_tilings(catalog: Catalog) -> None:
             f"{catalog.label}: the chunks of tensor {tensor.key!r} do not tile its shape "
             f"{list(tensor.shape)}: {flaw}" + (f" ({files})" if files else "")
         )
+
+
+def require_text(catalog: Catalog) -> None:
+    """Raise CorruptionError if the name of a part or a tensor is no text that UTF-8 can hold.
+
+    Pickles hold any string. Index and headers, of our own format and of others, hold text.
+    """
+    for what, names in (("part", catalog.parts), ("tensor", catalog.tensors)):
+        for name in names:
+            if not name.isascii() and not is_unicode(name):
+                raise CorruptionError(
+                    f"{catalog.label}: {what} {name!r} is not read: its name has a lone surrogate, "
+                    f"which is not text; rename it in the program that wrote it"
+                )
 
 
 def free_key(path: str, taken: Container[str]) -> str:

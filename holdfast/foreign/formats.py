@@ -16,7 +16,7 @@ from holdfast.foreign import (
     torchsnapshot,
     zero,
 )
-from holdfast.foreign.catalog import Catalog
+from holdfast.foreign.catalog import Catalog, require_text
 from holdfast.foreign.location import Location
 from holdfast.foreign.other_formats import refuse_by_name, unread_files, unread_folders
 from holdfast.foreign.shared_opening import behind
@@ -47,6 +47,7 @@ class Format:
         """Describe the checkpoint at a location of this format; errors as of `open`."""
         with collector_paused():  # a description has as many objects as it has chunks, and stays
             catalog = self.open(location)
+            require_text(catalog)
         step = catalog.step or (0 if location.file else location.step)
         notes = [*catalog.left_out]
         if self.is_flat and location.file is None:

@@ -48,7 +48,7 @@ from holdfast.format.index import (
     parse_header,
 )
 from holdfast.format.names import INDEX, MANIFEST
-from holdfast.format.values import tensor_node
+from holdfast.format.values import is_unicode, tensor_node
 
 FORMAT = "safetensors"
 PART = "model"
@@ -329,7 +329,7 @@ def layout(
     words = {
         key: text
         for key, text in catalog.metadata.items()
-        if isinstance(text, str) and _is_utf8(key + text)
+        if isinstance(text, str) and is_unicode(key + text)
     }
     notes = [*weights.left_out, *catalog.lost_versions([choose_part(catalog, part)])]
     if odd := [key for key in catalog.metadata if key not in words]:
@@ -427,11 +427,6 @@ def _carried(folder: Path) -> tuple[dict[str, Path], list[str]]:
     return carried, [
         path.name for path in others if path.name not in carried and path.name[0] != "."
     ]
-
-
-def _is_utf8(text: str) -> bool:
-    """Return False for a text with half of a pair of surrogates, as JSON can have."""
-    return not any(0xD800 <= ord(letter) < 0xE000 for letter in text)
 
 
 def _is_of_weights(name: str) -> bool:

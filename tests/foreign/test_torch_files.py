@@ -263,6 +263,22 @@ def test_shards_that_do_not_fit_together_are_refused(
         open_catalog(tmp_path)
 
 
+def test_a_name_that_is_no_text_is_refused_by_it(tmp_path: Path) -> None:
+    """A conversion ended with the traceback of an encoder, which names neither."""
+    for kind, value in {
+        "tensor 'model.w": {"model": {"w\udcff": torch.ones(2)}},
+        "part 'm": {"m\udcff": {"w": torch.ones(2)}},
+    }.items():
+        torch.save(value, tmp_path / "x.pt")
+        with pytest.raises(
+            CorruptionError, match=rf"x\.pt: {kind}\\udcff' is not read: .*surrogate"
+        ):
+            open_catalog(tmp_path / "x.pt")
+    torch.save({"m": {"w": torch.ones(2), "k\udcff": "v\udcff"}}, tmp_path / "x.pt")
+    values = Checkpointer(tmp_path / "run").load_all(source=tmp_path / "x.pt").values["m"]
+    assert values["k\udcff"] == "v\udcff"
+
+
 def test_memory_in_common_is_kept_or_noted(tmp_path: Path) -> None:
     weight, flat = torch.randn(3, 4), torch.randn(8)
     value = {
