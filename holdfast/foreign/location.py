@@ -18,7 +18,6 @@ from holdfast.storage import PosixStorage, Source, Storage, is_url, open_storage
 from holdfast.storage.places import Opener, as_url
 from holdfast.storage.reading import is_unknown
 
-_MAX_NAMES = 1_000_000
 _MAX_STEP = 10**18
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -50,6 +49,19 @@ class Folder(PosixStorage):
         if target is None:
             return super().read(path, start=start, nbytes=nbytes)
         return PosixStorage(target.parent).read(target.name, start=start, nbytes=nbytes)
+
+    def folders(self) -> list[str]:
+        """Return the names of folders in the root, and of links to some, sorted.
+
+        Cost: a read of the directory, whose entries say what they are, and a look behind each link.
+        """
+        with self._guard("list", ""), os.scandir(self.root) as entries:
+            return sorted(
+                entry.name
+                for entry in entries
+                if entry.is_dir(follow_symlinks=False)
+                or (entry.is_symlink() and os.path.isdir(entry))
+            )
 
     def modified(self, path: str) -> float:
         """Return when a file was written, in seconds since 1970; 0 if it is not there."""
@@ -147,7 +159,7 @@ class Location:
 
     @cached_property
     def _names(self) -> list[str]:
-        return self.storage.list("")[:_MAX_NAMES]
+        return self.storage.list("")
 
     def has(self, name: str) -> bool:
         """Return True if the folder has a file of that name."""

@@ -134,6 +134,9 @@ STATE_SUFFIXES = (
 )
 """How the names of files end that have the state of a model, or a part of it."""
 
+_PROGRESS = {"trainer_state.json": "the Trainer's step, epoch and log, not read"}
+"""What has state under the suffix of a configuration."""
+
 
 def refuse_by_name(location: Location, known_below: Callable[[Location], str]) -> str:
     """Return the message for a place that is not read; empty if nothing is known about it.
@@ -204,6 +207,8 @@ def unread_files(location: Location, own: Sequence[str]) -> list[str]:
             other = next((each for each in _OTHERS if each.names.fullmatch(name)), None)
             what = "name this file to read it" if other is None else f"{other.title}, not read"
             notes.append(f"{name}: {what}")
+        elif name in _PROGRESS:
+            notes.append(f"{name}: {_PROGRESS[name]}")
     return notes
 
 

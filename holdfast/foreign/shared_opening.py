@@ -20,13 +20,6 @@ from holdfast.storage.reading import is_absence
 
 T = TypeVar("T")
 
-_MAX_NAMES = 1000
-"""So many names that may be folders are looked at."""
-_FILES = (
-    *(".json", ".txt", ".md", ".py", ".model"),
-    *(".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp"),
-)
-
 _Known = dict[bytes, tuple[bool, Any]]
 
 
@@ -183,10 +176,9 @@ def modified(storage: Storage, path: str) -> float:
 def folders_in(storage: Storage) -> Sequence[str]:
     """Return the names of folders in the root, also those that a store of objects does not list.
 
-    Names with the suffix of a file that is next to weights are not looked at.
+    Cost: where a storage has no `folders`, it is asked for each name.
     """
     look = getattr(storage, "folders", None)
     if look is not None:
         return cast(Sequence[str], look())
-    names = [name for name in storage.list("") if not name.endswith(_FILES)]
-    return [name for name in names[:_MAX_NAMES] if storage.is_dir(name)]
+    return [name for name in storage.list("") if storage.is_dir(name)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from safetensors.torch import save_file
 
 from holdfast import ConfigError, CorruptionError
 from holdfast.foreign.formats import open_catalog
+from holdfast.foreign.location import Location
+from holdfast.storage import Storage
 from tests.cli.conftest import Holdfast, holdfast
 
 __all__ = ["holdfast"]
@@ -116,25 +120,32 @@ def test_what_is_next_to_a_checkpoint_is_listed(tmp_path: Path, holdfast: Holdfa
     dcp.save({"w": torch.ones(4)}, checkpoint_id=place)
     for name in ("meta.pt", "__7_0.distcp"):
         torch.save({"epoch": 3}, place / name)
-    for rank in range(8, 1010):
-        (place / f"__{rank}_0.distcp").touch()  # of ranks that had nothing to write
+    (place / "__8_0.distcp").touch()  # of a rank that had nothing to write
+    for number in range(1010):
+        (place / f"events.{number}").touch()  # before the folders, by name
     write(
         place, {"old/pytorch_model.bin": WEIGHTS, "zero/latest_universal": b"x", "config.json": b""}
     )
+    (place / "newest").symlink_to("old")
+    (place / "nowhere").symlink_to("nowhere")
     expected = [
         "__7_0.distcp: .metadata has no item of it; it is left from another save, or .metadata is",
         "meta.pt: name this file to read it",
+        "newest/: a folder with torch.save; name it to read it",
         "old/: a folder with torch.save; name it to read it",
         "zero/: a folder with DeepSpeed, not read",
     ]
     assert [*open_catalog(place).left_out] == expected
     shown = holdfast("show", place)
     assert all(each.partition(":")[0] in shown.out for each in expected), shown.out
-    state = write(tmp_path / "accelerate", {"random_states_0.pkl": WEIGHTS})
-    place.rename(state / "pytorch_model_fsdp_0")
-    assert "pytorch_model_fsdp_0/: a folder with PyTorch DCP" in " ".join(
-        open_catalog(state).left_out
+    state = write(
+        tmp_path / "trainer", {"random_states_0.pkl": WEIGHTS, "trainer_state.json": b"{}"}
     )
+    place.rename(state / "pytorch_model_fsdp_0")
+    assert [*open_catalog(state).left_out] == [
+        "trainer_state.json: the Trainer's step, epoch and log, not read",
+        "pytorch_model_fsdp_0/: a folder with PyTorch DCP; name it to read it",
+    ]
     folder = tmp_path / "hub"
     folder.mkdir()
     save_file({"w": torch.ones(2)}, folder / "model.safetensors")
@@ -154,6 +165,13 @@ def test_what_is_next_to_a_checkpoint_is_listed(tmp_path: Path, holdfast: Holdfa
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     torch.save({"w": torch.ones(2)}, folder / "pytorch_model.bin")
     assert "model.safetensors: it is not a safetensors file" in open_catalog(folder).left_out
+
+
+def test_every_name_of_a_large_folder_is_looked_at() -> None:
+    """The last of more than a million names was not there, and nothing said so."""
+    names = ["0.log"] * 1_000_000 + ["model.safetensors"]
+    folder = cast(Storage, SimpleNamespace(list=lambda path: names))
+    assert Location(folder, None, "large").names()[-1] == "model.safetensors"
 
 
 def test_a_cut_file_of_dcp_is_found_before_anything_is_read(tmp_path: Path) -> None:
