@@ -422,7 +422,7 @@ def require_tilings(catalog: Catalog) -> None:
 
 
 def require_text(catalog: Catalog) -> None:
-    """Raise CorruptionError if the name of a part or a tensor is no text that UTF-8 can hold.
+    """Raise CorruptionError if the name of a part or a tensor is not text that UTF-8 can hold.
 
     Pickles hold any string. Index and headers, of our own format and of others, hold text.
     """
