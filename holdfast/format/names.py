@@ -15,7 +15,7 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError, StorageError, counted
 from holdfast.storage import Storage
-from holdfast.storage.reading import read_tail
+from holdfast.storage.reading import is_unknown, read_tail
 
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
@@ -151,10 +151,23 @@ def _find_steps(storage: Storage) -> dict[int, bool]:
         steps = ((parse_step_dir(name), has_manifest) for name, has_manifest in shown.items())
         return {step: has_manifest for step, has_manifest in steps if step is not None}
     return {
-        step: is_committed(storage, step)
+        step: _is_listed(storage, step)
         for name in storage.list("")
         if (step := parse_step_dir(name)) is not None
     }
+
+
+def _is_listed(storage: Storage, step: int) -> bool:
+    """Return True if a step is committed, or may not be examined: a read of it has the reason.
+
+    So it stands in the way of no other step, and no older one is taken for it.
+    """
+    try:
+        return is_committed(storage, step)
+    except StorageError as error:
+        if not is_unknown(error):
+            raise
+        return True
 
 
 def is_committed(storage: Storage, step: int) -> bool:

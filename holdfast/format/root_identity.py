@@ -108,6 +108,16 @@ def require_root(storage: Storage, root_id: str) -> None:
         raise _other_root(storage, root_id, read_root_id(storage))
 
 
+def is_other_root(storage: Storage, root_id: str) -> bool:
+    """Return True if the root is seen to have another id than this one, or none; empty for any."""
+    if not root_id or getattr(storage, "is_one_place", False):
+        return False
+    try:
+        return read_root_id(storage) != root_id
+    except StorageError:
+        return False
+
+
 def _settled(storage: Storage, root_id: str, *, limit_s: float) -> str:
     """Wait for this id, or for any; return the one that is there then."""
     deadline = time.monotonic() + limit_s

@@ -148,8 +148,14 @@ def _collect(storage: Storage, *, dry_run: bool) -> list[Leftover]:
         return []
     try:
         removed, problem = collect(dry_run=dry_run)
-    except StorageError as error:
-        return [Leftover(name="data without a name", step=None, fate="kept", why=str(error))]
+    except (StorageError, CorruptionError) as error:
+        is_damaged = isinstance(error, CorruptionError)
+        return [
+            Leftover(
+                name="data without a name", step=None, fate="kept", why=str(error),
+                is_damaged=is_damaged,
+            )
+        ]  # fmt: skip
     leftovers = [Leftover(name=n, step=None, fate="removed", why=why) for n, why in removed.items()]
     if problem:
         why = f"{problem}; a lifecycle rule of the bucket removes them (see docs/object-stores.md)"

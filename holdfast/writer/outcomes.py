@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.errors import DeadlineError, ErrorRecord, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST, parse_saving_dir, step_dir, unclaimed
+from holdfast.format.root_identity import is_other_root
 from holdfast.format.versions import known_save_id
 from holdfast.storage import Storage
 from holdfast.storage.reading import pause_of
@@ -38,7 +39,11 @@ def publish_failure(
     others' wait, too.
 
     The record is not synced: the ranks that wait for it do not survive the machine either.
+
+    Nothing is written to another root, where no rank looks for it.
     """
+    if is_other_root(storage, job.root):
+        return
     if not committer:
         record = msgspec.structs.replace(
             record,

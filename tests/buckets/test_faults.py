@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import secrets
@@ -29,6 +30,7 @@ from holdfast import (
     StorageError,
 )
 from holdfast.cli.main import main
+from holdfast.cli.support.messages import EXIT_DAMAGED
 from holdfast.format import versions as versions_of_steps
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.format.versions import read_lease
@@ -575,9 +577,38 @@ def test_a_name_that_is_cut_on_its_way_is_never_a_free_one(nbytes: int) -> None:
 
     reader = ObjectStorage(storage.url)
     reader._bucket._obstore = Cutting()
-    for look in (Checkpointer(reader).latest, Checkpointer(reader).load_all):
-        with pytest.raises(CorruptionError, match=r"iter_0000002\.dir is not the name of a dir"):
-            look()
+    assert Checkpointer(reader).latest() == 2
+    with pytest.raises(CorruptionError, match=r"iter_0000002\.dir is not the name of a dir"):
+        Checkpointer(reader).load_all()
+
+
+def test_one_name_that_cannot_be_read_stands_in_the_way_of_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """P19, P27: no list, save or removal ends by it, and its data stays until it is mended."""
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    with Checkpointer(storage, settle_s=0.0) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, _small(step))
+    good = storage._bucket.get("iter_0000002.dir")
+    assert good is not None
+    storage._bucket.put("x.dir", b"of another program" * 9)
+    assert main(["ls", storage.url]) == 0
+    storage._bucket.put("iter_0000002.dir", bytes(good[0])[:150])
+    capsys.readouterr()
+    assert main(["ls", storage.url, "--json"]) == EXIT_DAMAGED
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert [(each["step"], bool(each["damage"])) for each in steps] == [
+        (1, False), (2, True), (3, False),
+    ]  # fmt: skip
+    with Checkpointer(ObjectStorage(storage.url), settle_s=0.0) as checkpointer:
+        checkpointer.save(4, _small(4))
+    # Its data has no other name, and is not garbage for that.
+    kept = [each for each in repair(ObjectStorage(storage.url), alive_s=0.0) if each.is_damaged]
+    assert "iter_0000002.dir" in kept[0].why
+    assert main(["prune", storage.url, "--keep-last", "1", "--yes"]) == EXIT_DAMAGED
+    storage._bucket.put("iter_0000002.dir", bytes(good[0]))
+    assert {step: _version(storage, step) for step in list_steps(storage)} == {2: 2, 4: 4}
 
 
 def test_what_was_gone_already_is_deleted() -> None:

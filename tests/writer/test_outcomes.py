@@ -322,3 +322,10 @@ def test_the_committer_learns_of_a_rank_that_can_write_nothing(tmp_path: Path) -
     first, second = run_ranks(2, _saved_on_full_disks, str(tmp_path)).results
     assert "the save was discarded" in first
     assert "No space left on device" in second
+
+
+def test_a_failure_is_not_published_in_another_root(tmp_path: Path) -> None:
+    """R6: where the root is not mounted, no directory is made in its place."""
+    for job, is_there in ((msgspec.structs.replace(JOB, root="5" * 32), False), (JOB, True)):
+        publish_failure(PosixStorage(tmp_path), job, FAILURE, committer=False)
+        assert any(tmp_path.iterdir()) == is_there

@@ -229,6 +229,9 @@ def _survey(storage: Storage) -> tuple[Sequence[str], list[Step], Collection[str
         if step is not None and MANIFEST in files:
             summary = read_summary(shows.notes.get(name, ""), step=step)
             steps[step] = _read_step(storage, step) if summary is None else _line(summary)
+    for name in shows.unread:
+        if (step := parse_step_dir(name)) is not None:
+            steps[step] = _read_step(storage, step)
     good = (steps[step] for step in sorted(steps))
     return shows.names, [step for step in good if step is not None], shows.moved
 

@@ -82,6 +82,8 @@ _FREE = re.compile(rb"(?:[0-9a-f]{16}){1,%d}" % (1 + _MAX_MADE_FREE))
 _NUM_THREADS = 16
 MAX_HELD_NBYTES = 1 << 18
 """Bytes of small files that a name holds; what has more is objects."""
+Unread = CorruptionError | RequestFailed
+"""Why a name that is there could not be read: it is damaged, another program's, or denied."""
 _MAX_OTHERS = 128
 _MAX_OTHERS_NBYTES = 1 << 17
 """How much a name says of other names."""
@@ -389,10 +391,13 @@ class Names:
         """Return the key of a file in a directory; without names the prefix of all of them."""
         return "/".join((DATA, record.prefix, *names))
 
-    def records(self, listing: ObjectListing, *, steps_only: bool = False) -> dict[str, NameRecord]:
+    def records(
+        self, listing: ObjectListing, *, steps_only: bool = False
+    ) -> dict[str, NameRecord | Unread]:
         """Return what all names of a listing stand for, or those without a dot.
 
         Without the small files that they hold. Of a name with a dot the move may have been made.
+        One name that cannot be read stands in the way of no other: it has its error.
 
         Cost: one request for the newest name that this process has not seen, which says what it
         knows of others; one for each that is unknown then, several at a time.
@@ -401,38 +406,50 @@ class Names:
         if steps_only:
             listed = [name for name in listed if not name.startswith(".")]
         self._has_looked = True
-        records: dict[str, NameRecord] = {}
+        records: dict[str, NameRecord | Unread] = {}
+
+        def read(name: str) -> None:
+            try:
+                record = self.look(name)
+            except CorruptionError as error:
+                records[name] = error
+            except RequestFailed as error:
+                if error.failure.kind != "final":
+                    raise
+                records[name] = error
+            else:
+                if record is not None:
+                    records[name] = record
+
         unknown = [name for name in listed if _known_key(listing, name) not in self._known]
         while len(unknown) > 1:
             newest = max(unknown, key=lambda each: (listing.objects[each + SUFFIX].changed, each))
-            entry = self.entry(newest)
-            if entry is not None and entry.record is not None:
-                records[newest] = entry.record
-            before = len(unknown) - 1
-            unknown = [name for name in unknown if name != newest]
+            read(newest)
+            unknown.remove(newest)
+            before = len(unknown)
             unknown = [name for name in unknown if _known_key(listing, name) not in self._known]
-            if len(unknown) == before:
+            if len(unknown) == before and not isinstance(records.get(newest), Unread):
                 break
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            for name, entry in zip(unknown, pool.map(self.entry, unknown), strict=True):
-                if entry is not None and entry.record is not None:
-                    records[name] = entry.record
+            list(pool.map(read, unknown))
         for name in listed:
             known = self._known.get(_known_key(listing, name))
-            if known is not None and known.move is not None and not known.move.early:
+            if known is None or name in records:
+                continue
+            if known.move is not None and not known.move.early:
                 # In progress, or left by a dead process: only the target says which.
-                known = self.look(name)
-            if known is not None:
-                records.setdefault(name, known)
+                read(name)
+            else:
+                records[name] = known
         return records
 
     def tidy(self, listing: ObjectListing) -> list[str]:
         """Complete the moves that were made and not tidied; return the names."""
         done = []
-        self.records(listing)
+        records = self.records(listing)
         for name in listed_names(listing):
             known = self._known.get(_known_key(listing, name))
-            if known is not None and known.move is None:
+            if isinstance(records.get(name), Unread) or (known is not None and known.move is None):
                 continue
             entry = self._get(name)
             if entry is not None and self._tidy_if_made(name, entry):
@@ -451,14 +468,19 @@ class Names:
         if not prefixes:
             return set()
         listing = listing or self._bucket.list("")
-        records = [*self.records(listing).values()]
+        looks = self.records(listing).values()
+        records = [each for each in looks if isinstance(each, NameRecord)]
         records += [
             self._known[version]
             for name in listed_names(listing)
             if (version := _known_key(listing, name)) in self._known
         ]
         unseen = {*prefixes} - _prefixes_of(records)
-        return {prefix for prefix in unseen if not self._is_at_home(prefix)}
+        nameless = {prefix for prefix in unseen if not self._is_at_home(prefix)}
+        for each in looks:
+            if nameless and isinstance(each, Unread):
+                raise each  # it may stand for any of these
+        return nameless
 
     def _is_at_home(self, prefix: str) -> bool:
         """Return True if the name that a prefix was made for, or that of its step, stands for it.

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.errors import ConfigError, StorageError
+from holdfast.errors import ConfigError, CorruptionError, StorageError
 from holdfast.storage.objects._obstore import Failure, Options
 from holdfast.storage.objects.bucket import (
     BucketClient,
@@ -82,13 +82,15 @@ _MAX_PART_NBYTES = 64 << 20
 class Survey:
     """What one look at a root shows: its names, and by directory the files and the note.
 
-    `moved` are names of saves that were committed, and that nobody could delete.
+    `moved` are names of saves that were committed, and that nobody could delete; `unread` those
+    that are there, and damaged or denied.
     """
 
     names: Sequence[str]
     moved: Collection[str]
     files: Mapping[str, Sequence[str]]
     notes: Mapping[str, str]
+    unread: Collection[str]
 
 
 class ObjectStorage:
@@ -255,10 +257,13 @@ class ObjectStorage:
         return meta.nbytes
 
     def exists(self, path: str) -> bool:
-        """See `Storage.exists`."""
+        """See `Storage.exists`; of a directory whose name is damaged, a read has the reason."""
         names = split_path(path)
         if len(names) > 1 and not self._is_in_fixed(names):
-            record = self._do("examine", path, lambda: self._find(names[0]))
+            try:
+                record = self._do("examine", path, lambda: self._find(names[0]))
+            except CorruptionError:
+                return True
             if record is None or "/".join(names[1:]) in record.held:
                 return record is not None
         return self._do("examine", path, lambda: self._examine(path) is not None)
@@ -306,19 +311,23 @@ class ObjectStorage:
         """Return which directories of the first level had a file when they got their name.
 
         Only names without a dot, which a whole directory gets in one step. One that is removed
-        after the listing had it not. Two requests, and one for each name that has changed since
-        this process looked and that the newest does not know.
+        after the listing had it not; of one that cannot be read, a read of it has the reason. Two
+        requests, and one for each name that has changed since this process looked and that the
+        newest does not know.
         """
-        listing, records = self._look()
+        listing, records, unread = self._look()
         names = (name for name in listed_names(listing) if not name.startswith("."))
-        return {name: name in records and file in records[name].files for name in names}
+        return {
+            name: name in unread or (name in records and file in records[name].files)
+            for name in names
+        }
 
     def survey(self) -> Survey:
         """Return all names of the first level, and what is known of the directories; two requests.
 
         See `dirs_with` for what is known without a request for each.
         """
-        listing, records = self._look()
+        listing, records, unread = self._look()
         made_for = {record.prefix.partition("-")[2] for record in records.values()}
         names = self._names_in(listing)
         return Survey(
@@ -326,6 +335,7 @@ class ObjectStorage:
             moved={name for name in names if name[:200] in made_for and name.startswith(".")},
             files={name: record.files for name, record in records.items()},
             notes={name: record.note for name, record in records.items() if record.note},
+            unread=unread,
         )
 
     def annotate(
@@ -708,10 +718,15 @@ class ObjectStorage:
         listing = self._bucket.list(self._names.data_key(record, *names[1:]))
         return bool(listing.dirs or listing.objects)
 
-    def _look(self) -> tuple[ObjectListing, dict[str, NameRecord]]:
-        """Return the listing of the root, and what the names in it without a dot stand for."""
+    def _look(self) -> tuple[ObjectListing, dict[str, NameRecord], Collection[str]]:
+        """Return the listing of the root, and what the names in it without a dot stand for.
+
+        And those of these names that cannot be read.
+        """
         listing = self._do("list", "", lambda: self._bucket.list(""))
-        return listing, self._do("list", "", lambda: self._names.records(listing, steps_only=True))
+        looks = self._do("list", "", lambda: self._names.records(listing, steps_only=True))
+        records = {name: each for name, each in looks.items() if isinstance(each, NameRecord)}
+        return listing, records, looks.keys() - records
 
     def folders(self) -> builtins.list[str]:
         """Return the names of folders in the root that other programs have made.

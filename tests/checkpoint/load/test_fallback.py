@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import shutil
@@ -25,6 +27,7 @@ from holdfast import (
     Stored,
 )
 from holdfast.cli.main import main
+from holdfast.cli.support.messages import EXIT_MISTAKE
 from holdfast.format.digest import digest128
 from holdfast.format.index import ChunkIndex, decode_index, encode_index
 from holdfast.format.manifest import Manifest, decode_manifest, encode_manifest
@@ -187,14 +190,14 @@ def test_a_step_that_may_not_be_read_stands_in_the_way_of_no_other(
 ) -> None:
     """P27: a step is loaded, shown, verified, copied and tagged by its number; none is guessed."""
     checkpointer = _alone(tmp_path / "run", *STEPS)
-    exists = PosixStorage.exists
+    open_, denied = os.open, {"iter_0000020"}
 
-    def denied(storage: PosixStorage, path: str) -> bool:
-        if path.startswith("iter_0000020/"):
-            raise StorageError("Permission denied", details={"is_unknown": True})
-        return exists(storage, path)
+    def refuse(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if os.path.basename(path) in denied:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return open_(path, flags, mode, dir_fd=dir_fd)
 
-    monkeypatch.setattr(PosixStorage, "exists", denied)
+    monkeypatch.setattr(os, "open", refuse)
     root = str(tmp_path / "run")
     for step in (10, 30):
         assert checkpointer.load(_blank(), step=step).step == step
@@ -204,11 +207,19 @@ def test_a_step_that_may_not_be_read_stands_in_the_way_of_no_other(
         at = [root, "--step", str(step)]
         for command in (["show", *at], ["verify", *at], ["copy", *at, str(tmp_path / "copied")]):
             assert main(command) == 0, capsys.readouterr().err
-    for step in (20, None):
-        with pytest.raises(StorageError, match="Permission denied"):
-            checkpointer.load(_blank(), step=step)
+    assert checkpointer.load(_blank()).step == 30
     with pytest.raises(StorageError, match="Permission denied"):
         set_tag(PosixStorage(root), "best", step=20)
+    capsys.readouterr()
+    assert main(["ls", root, "--json"]) == EXIT_MISTAKE
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert [(each["step"], "denied" in (each["problem"] or "")) for each in steps] == [
+        (10, False), (20, True), (30, False),
+    ]  # fmt: skip
+    denied.add("iter_0000030")
+    for step in (20, None):
+        with pytest.raises(StorageError, match="Permission denied"):
+            checkpointer.load(_blank(), step=step, max_fallbacks=2 if step is None else 0)
 
 
 def _alone(root: Path, *steps: int) -> Checkpointer:
