@@ -198,18 +198,23 @@ def linked_steps(storage: Storage, steps: Iterable[int]) -> str:
 
 
 def _require_dir_if_any(root: Path) -> None:
-    """Raise StorageError if something else than a directory has the name of a root."""
-    try:
-        if stat.S_ISDIR(os.stat(root).st_mode):
-            return
-        why = "is not a directory, so no checkpoint is in it"
-    except FileNotFoundError:
-        if not os.path.islink(root):
-            return
-        why = f"is a link to {os.readlink(root)}, which does not exist; if it is a volume, mount it"
-    except OSError:
-        return  # the first read of it raises this by name
-    raise StorageError(f"{root} {why}")
+    """Raise StorageError if something else than a directory has the name of a root.
+
+    Or of a directory above: no save could make the root.
+    """
+    for place in (root, *root.parents):
+        try:
+            if stat.S_ISDIR(os.stat(place).st_mode):
+                return
+            raise StorageError(f"{place} is not a directory, so no checkpoint is in it")
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.islink(place):
+                raise StorageError(
+                    f"{place} is a link to {os.readlink(place)}, which does not exist; if it is a "
+                    f"volume, mount it"
+                ) from None
+        except OSError:
+            return  # the first read of it raises this by name
 
 
 def require_root_of_checkpoints(storage: Storage) -> None:

@@ -23,6 +23,7 @@ from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.devices import DeviceIdentity
 from holdfast.rerun.injection import point_of
 from holdfast.rerun.states import Outcome, Verdict
+from holdfast.storage.posix import absolute
 
 _OWNER_NAME = "owner"
 
@@ -82,7 +83,7 @@ class Journal:
 
     def __init__(self, directory: Path) -> None:
         """Name the file; nothing is read or written yet."""
-        self.path = directory.absolute() / REPORT_NAME
+        self.path = absolute(directory) / REPORT_NAME
         self._owner = self._owner_before = ""
 
     def append(self, event: str, fields: Mapping[str, Any]) -> None:

@@ -67,6 +67,21 @@ _preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 _preadv.restype = ctypes.c_ssize_t
 
 
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Return a path that means the same after `os.chdir`.
+
+    Raises:
+        StorageError: It is relative to a working directory that was removed.
+    """
+    try:
+        return Path(path).absolute()
+    except FileNotFoundError:
+        raise StorageError(
+            f"{os.fspath(path)} is relative, and the working directory of this process was "
+            f"removed: write an absolute path"
+        ) from None
+
+
 class PosixStorage:
     """The storage protocol over one directory.
 
@@ -80,7 +95,7 @@ class PosixStorage:
     """
 
     def __init__(self, root: str | Path, *, observer: Observer | None = None) -> None:
-        self._root = Path(root).absolute()
+        self._root = absolute(root)
         self._observer = observer
         self._place = RootPlace(self._root)
         self._pinned: _Pinned | None = None

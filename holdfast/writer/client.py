@@ -49,6 +49,7 @@ class Ticket:
         commits: True if the job commits the save.
         nbytes: Size of the image.
         after: Called with the outcome, by the thread that receives it.
+        receiver: That thread, in which nothing may wait for the outcome.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Ticket:
         commits: bool,
         nbytes: int,
         after: Callable[[SaveOutcome], object] | None = None,
+        receiver: threading.Thread | None = None,
     ) -> None:
         self.job = job
+        self.receiver = receiver
         self.commits = commits
         self.nbytes = nbytes
         self.nbytes_written = 0
@@ -155,10 +158,10 @@ class WriterProcess:
         self._is_left = False
         if settings is not None:
             self._send(OpenBucket(dict(settings)))
-        self._listener = threading.Thread(
+        self.receiver = threading.Thread(
             target=self._listen, name="holdfast-writer-listener", daemon=True
         )
-        self._listener.start()
+        self.receiver.start()
 
     @property
     def pid(self) -> int:
@@ -221,8 +224,8 @@ class WriterProcess:
     def close(self, *, timeout_s: float) -> None:
         """Let the writer finish and end; after `timeout_s` it is left to itself."""
         self._connection.shutdown()
-        self._listener.join(timeout_s)
-        if not self._listener.is_alive():
+        self.receiver.join(timeout_s)
+        if not self.receiver.is_alive():
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
             self._connection.close()
@@ -235,8 +238,8 @@ class WriterProcess:
         """
         self._is_left = True
         self._connection.leave()
-        if threading.current_thread() is not self._listener:  # in which garbage is collected, too
-            self._listener.join(_LEAVE_S)  # what has arrived is recorded
+        if threading.current_thread() is not self.receiver:  # in which garbage is collected, too
+            self.receiver.join(_LEAVE_S)  # what has arrived is recorded
         return ""
 
     def _map(self, buffer: int, memory: SharedMemory) -> None:
@@ -335,8 +338,8 @@ class WriterThread:
         self._storage = storage
         self._jobs: queue.Queue[tuple[Ticket, memoryview, EncodedPlan | None] | None]
         self._jobs = queue.Queue()
-        self._thread = threading.Thread(target=self._serve, name="holdfast-writer", daemon=True)
-        self._thread.start()
+        self.receiver = threading.Thread(target=self._serve, name="holdfast-writer", daemon=True)
+        self.receiver.start()
 
     def submit(
         self,
@@ -357,7 +360,7 @@ class WriterThread:
     def close(self, *, timeout_s: float) -> None:
         """Finish the queued jobs and end."""
         self._jobs.put(None)
-        self._thread.join(timeout_s)
+        self.receiver.join(timeout_s)
 
     def leave(self) -> str:
         """Return why the jobs that it has are not finished: the thread ends with this process."""

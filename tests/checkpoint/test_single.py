@@ -439,15 +439,18 @@ def test_one_checkpoint_is_no_root(in_bucket: bool, tmp_path: Path) -> None:
     assert inside.storage.list("") == before
 
 
-@pytest.mark.parametrize("place", ["file", "link to file", "link to nothing"])
+@pytest.mark.parametrize(
+    "place", ["file", "link to file", "link to nothing", "file/run", "link to nothing/a/run"]
+)
 def test_a_file_is_no_root(tmp_path: Path, place: str) -> None:
     """R6: and was none before, so it has not vanished. Nothing advises to remove a user's file.
 
     `latest` found nothing: a run would have started afresh, and failed at its first save.
     """
     (tmp_path / "file").write_text("")
-    if place != "file":
-        (tmp_path / place).symlink_to(place.removeprefix("link to "))
+    first = place.split("/")[0]
+    if first != "file":
+        (tmp_path / first).symlink_to(first.removeprefix("link to "))
     checkpointer = Checkpointer(tmp_path / place)
     for call in (
         checkpointer.latest,
@@ -458,6 +461,19 @@ def test_a_file_is_no_root(tmp_path: Path, place: str) -> None:
         with pytest.raises(StorageError, match=r"not a directory|link to nothing, which") as raised:
             call()
         assert "remove it" not in str(raised.value)
+
+
+def test_a_relative_root_needs_a_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was removed, below a process that is still in it, was a FileNotFoundError."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for make in (Checkpointer, PosixStorage):
+        with pytest.raises(StorageError, match=r"^run is relative, and"):
+            make("run")
+    Checkpointer(tmp_path / "run").save(1, {"t": 1})
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from holdfast.format.names import parse_step_dir
 from holdfast.parallel import Control
 from holdfast.storage import Storage, is_url
 from holdfast.storage.places import Opener, as_url
+from holdfast.storage.posix import absolute
 
 
 class _Place(msgspec.Struct, array_like=True, frozen=True):
@@ -114,7 +115,7 @@ def _label_of(source: LoadSource, name_map: NameMap | None) -> str:
         return source.label
     if not isinstance(source, str | os.PathLike):
         return cast(Storage, source).describe("")
-    label = as_url(source).rstrip("/") if is_url(source) else str(Path(source).absolute())
+    label = as_url(source).rstrip("/") if is_url(source) else str(absolute(source))
     return label.encode(errors="backslashreplace").decode()
 
 

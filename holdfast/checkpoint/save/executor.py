@@ -99,6 +99,7 @@ class SaveExecutor:
             commits=commits,
             nbytes=plan.image.nbytes,
             after=after if commits else None,
+            receiver=writer.receiver,
         )
         now = [row for row in others if row not in rows.all_compared]
         digests = self._digests_of_others(now, local, phases)

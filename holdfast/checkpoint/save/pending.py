@@ -13,6 +13,7 @@ from functools import partial
 
 from holdfast.checkpoint.reports import SaveReport
 from holdfast.errors import (
+    ConfigError,
     DeadlineError,
     GroupError,
     HoldfastError,
@@ -108,7 +109,8 @@ class PendingSave:
 
         It is called by the thread that receives the outcome from the writer, or at once by the
         calling thread if the save is done; several are called in the order they were added. It
-        must be short, and must not save, load or communicate. An exception that leaves it is
+        must be short, and must not save, load, communicate, close the checkpointer or wait for
+        another save, which the last two refuse (ConfigError). An exception that leaves it is
         logged (logger `holdfast`); a save's failure that leaves it through `result` still counts
         as not raised, and so comes with the next save or `close`.
         """
@@ -195,15 +197,22 @@ class InFlightSave:
 
         Raises:
             GroupError: this process was forked from the one that made it, which alone learns.
+            ConfigError: a callback of another save waits, in the thread that would learn it.
         """
-        if self.done():
+        if self.ticket is None or self.ticket.finished.is_set():
             return True
         if os.getpid() != self.pid:
             raise GroupError(
                 f"the save of step {self.step} is process {self.pid}'s, from which process "
                 f"{os.getpid()} was forked: only that one learns how it ends"
             )
-        return self.ticket is None or self.ticket.finished.wait(timeout_s)
+        if self.ticket.receiver is threading.current_thread():
+            raise ConfigError(
+                f"a callback of PendingSave.add_done_callback waits for the save of step "
+                f"{self.step}, in the thread that would learn how it ends: a callback must neither "
+                f"save nor wait for another save; set a flag there, and do it in the loop"
+            )
+        return self.ticket.finished.wait(timeout_s)
 
     def error(self) -> HoldfastError | None:
         """Why it failed, as far as known now; None otherwise."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -136,6 +137,11 @@ class Saver:
         """
         if self._groups.control.is_forked:
             return
+        if self._writer is not None and self._writer.receiver is threading.current_thread():
+            raise ConfigError(
+                "a callback of PendingSave.add_done_callback closes the checkpointer, in the "
+                "thread that has to end with it: close it in the loop, after PendingSave.result()"
+            )
         self._is_closed = True
         self._lazy.close()
         failures = self._handshake.unreported.close()

@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from holdfast import Checkpointer, DeadlineError, PendingSave, StorageError
+from holdfast import Checkpointer, ConfigError, DeadlineError, PendingSave, StorageError
 from holdfast.checkpoint.save.pending import InFlightSave
 from tests.checkpoint.common import wait
 
@@ -106,6 +107,30 @@ def test_a_callback_that_would_end_its_thread_ends_no_later_save(
         first.add_done_callback(leave)
         first.result(60)
         checkpointer.save_async(2, STATE).result(60)
+
+
+def test_a_callback_that_would_wait_for_its_own_thread_is_refused(tmp_path: Path) -> None:
+    """Its thread learns how saves end: to wait there for one, or for its own end, was for ever."""
+    checkpointer = Checkpointer(tmp_path)
+    refused: list[str] = []
+
+    def wait_in_vain(_: PendingSave) -> None:
+        other = checkpointer.save_async(2, STATE)
+        for call in (partial(other.result, 5), checkpointer.close):
+            with pytest.raises(ConfigError, match="in the thread that") as raised:
+                call()
+            refused.append(str(raised.value))
+
+    checkpointer.prepare(STATE)
+    writer = checkpointer.stats.writer_pid or 0
+    os.kill(writer, signal.SIGSTOP)
+    pending = checkpointer.save_async(1, STATE)
+    pending.add_done_callback(wait_in_vain)
+    os.kill(writer, signal.SIGCONT)
+    wait(pending)
+    checkpointer.close()
+    assert len(refused) == 2
+    assert checkpointer.steps() == [1, 2]
 
 
 @pytest.mark.parametrize("handles", [True, False])
