@@ -45,9 +45,11 @@ from holdfast.integrations.lightning_callbacks import (
     masks_kept,
     refuse_unsupported,
     restore_before_optimizers,
+    restore_modes,
     restore_tickets_and_tuned,
     state_of_callbacks,
     stop_again,
+    with_own_patience,
 )
 from holdfast.integrations.lightning_loops import Boundaries, stateful_loaders
 from holdfast.integrations.loaders import LoaderPlace, has_place, place_of, shares_of_data
@@ -189,6 +191,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             self._last_global_step_saved = self._resumed
             self._load_optimizers(trainer)
             compare_trainable(self._callbacks, trainer)
+            restore_modes(self._callbacks, trainer)
             if not self._is_within_epoch:
                 stop_again(self._callbacks, trainer)
         elif self._ended_at_once:
@@ -366,7 +369,9 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         set_streams(before.states())
         # The module has its state already: Lightning loads it into itself, and no optimizer yet.
         own = {"state_dict": trainer.lightning_module.state_dict(), "optimizer_states": []}
-        return {**own, **values["lightning"]["checkpoint"]}
+        rest = values["lightning"]["checkpoint"]
+        patient = {"callbacks": with_own_patience(rest.get("callbacks", {}), trainer)}
+        return {**own, **rest, **patient}
 
     def _load_optimizers(self, trainer: Trainer) -> None:
         """Load what the Trainer has made since the rest was loaded.

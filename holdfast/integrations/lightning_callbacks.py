@@ -41,6 +41,7 @@ def state_of_callbacks(trainer: Trainer) -> dict[str, Any]:
     pruning = _all(trainer, callbacks.ModelPruning)
     return {
         "trainable": _trainable(module),
+        "evaluating": _evaluating(module),
         "stopped": trainer.should_stop,
         "patience": _patience(trainer) if trainer.should_stop else {},
         "tuned": {name: lightning_getattr(module, name) for name in _tuned(trainer)},
@@ -63,6 +64,18 @@ def restore_tickets_and_tuned(saved: Mapping[str, Any], trainer: Trainer) -> Non
             lightning_setattr(trainer.lightning_module, name, value)
     for each in _all(trainer, callbacks.BatchSizeFinder, callbacks.LearningRateFinder):
         each.on_fit_start = lambda *args: None
+
+
+def with_own_patience(states: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """Return the states of callbacks with the patience that the program gives `EarlyStopping` now.
+
+    Lightning would restore the saved run's, and no program could let a run that was stopped go on.
+    """
+    now = _patience(trainer)
+    return {
+        key: {**state, "patience": now[key]} if key in now else state
+        for key, state in states.items()
+    }
 
 
 def restore_before_optimizers(saved: Mapping[str, Any], trainer: Trainer) -> None:
@@ -128,6 +141,22 @@ def compare_trainable(saved: Mapping[str, Any], trainer: Trainer) -> None:
     for what, names in changes.items():
         if names:
             _log(trainer, f"{what}: {some_of(sorted(names))}")
+
+
+def restore_modes(saved: Mapping[str, Any], trainer: Trainer) -> None:
+    """Put the modules into evaluation mode that were in it, the others into training mode.
+
+    A hook may have set some at the start of an epoch, of which a resume within one has no start.
+    No state dict has it.
+    """
+    before, now = set(saved["evaluating"]), set(_evaluating(trainer.lightning_module))
+    for name, each in trainer.lightning_module.named_modules():
+        each.training = name not in before
+    changes = {"evaluation": before - now, "training": now - before}
+    for mode, names in changes.items():
+        if names:
+            shown = some_of([name or "the module itself" for name in sorted(names)])
+            _log(trainer, f"put into {mode} mode, as when the checkpoint was saved: {shown}")
 
 
 @contextmanager
@@ -240,6 +269,11 @@ def _tuned(trainer: Trainer) -> list[str]:
 def _trainable(module: LightningModule) -> list[str]:
     """Return the names of the parameters that are trained."""
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def _evaluating(module: LightningModule) -> list[str]:
+    """Return the names of the modules that are in evaluation mode."""
+    return [name for name, each in module.named_modules() if not each.training]
 
 
 def _unfreeze(module: LightningModule, trained: set[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import re
 import sys
@@ -22,7 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers.trainer import TRAINER_STATE_NAME, Trainer
-from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_callback import (
+    EarlyStoppingCallback,
+    ExportableState,
+    TrainerCallback,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from holdfast.checkpoint import Checkpointer, PendingSave
@@ -406,11 +411,14 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
         def begin(max_steps: int, per_epoch: int, num_epochs: int, *args: Any) -> tuple[int, int]:
             init: Any = type(trainer)._init_training_state
+            given = [*trainer.callback_handler.callbacks]
             counted = init(trainer, max_steps, per_epoch, num_epochs, *args)
+            _put_back(given, trainer.callback_handler)
             # Of data without a length the Trainer counts all steps as of the first pass.
             is_endless = num_epochs == sys.maxsize and not trainer.args.ignore_data_skip
             self._begun = (place["epoch"], place["batches"]) if is_endless else counted
-            return self._begun
+            # No epoch is left of a run that has ended.
+            return (num_epochs, 0) if _stays_stopped(trainer, json.loads(own)) else self._begun
 
         own_methods = {
             "_load_from_checkpoint": lambda *args, **named: None,
@@ -450,6 +458,43 @@ class _BeforeOthers(TrainerCallback):  # type: ignore[misc]
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Continue with the streams of the save."""
         self._resume()
+
+
+def _put_back(given: list[Any], handler: Any) -> None:
+    """Put the callbacks that the Trainer has made of saved states where the program's own were.
+
+    The Trainer appends them, behind the one of ours, with the arguments of the saved run. How
+    patient a run is, is the program's to say.
+    """
+    made = [each for each in handler.callbacks if not any(each is other for other in given)]
+    for index, old in enumerate(given):
+        new = next((each for each in made if type(each) is type(old)), None)
+        if new is not None:
+            made.remove(new)
+            given[index] = new
+            if isinstance(old, EarlyStoppingCallback):
+                new.early_stopping_patience = old.early_stopping_patience
+                new.early_stopping_threshold = old.early_stopping_threshold
+    handler.callbacks[:] = given
+
+
+def _stays_stopped(trainer: Any, saved: Mapping[str, Any]) -> bool:
+    """Return True for a run that had been stopped early, unless it has more patience now."""
+    if not trainer.control.should_training_stop or saved["global_step"] >= saved["max_steps"]:
+        return False
+    stays = any(
+        isinstance(each, EarlyStoppingCallback)
+        and each.early_stopping_patience_counter >= each.early_stopping_patience
+        for each in trainer.callback_handler.callbacks
+    )
+    if trainer.is_world_process_zero():
+        logging.getLogger("holdfast").warning(
+            "the run had been stopped early; EarlyStoppingCallback(early_stopping_patience=...) "
+            "lets it go on"
+            if stays
+            else "the run had been stopped early (should_training_stop), and goes on now"
+        )
+    return stays
 
 
 def _position_template() -> dict[str, object]:

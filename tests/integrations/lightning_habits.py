@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stopped by the module": {"stops": True},
     "weights of 64 bits": {"precision": "64-true"},
     "adapters with other ranks": {"adapted": True},
+    "modes that a hook sets": {"modes": True},
 }  # fmt: skip
 
 
@@ -83,8 +84,10 @@ class Network(LightningModule):
             self.layers.base_model.update_and_allocate(self.global_step)
 
     def on_train_epoch_start(self) -> None:
-        """Draw."""
+        """Draw, and let dropout begin in the second epoch, after which it stays."""
         torch.rand(2)
+        if "modes" in self.case and self.current_epoch <= 1:
+            self.layers.train(self.current_epoch == 1)
 
     def on_train_epoch_end(self) -> None:
         """Change something, once for each epoch."""
@@ -133,7 +136,7 @@ def train(name: str, root: Path, seed: int) -> str:
     when = case.get("when", {})
     if "every_n_epochs" not in when:
         when = {"every_n_train_steps": 1, **when}
-    own = ("when", "by_hand", "second", "mode", "stream", "stops", "adapted")
+    own = ("when", "by_hand", "second", "mode", "stream", "stops", "adapted", "modes")
     settings = {key: each for key, each in case.items() if key not in own}
     trainer = Trainer(
         callbacks=[HoldfastCheckpoint(root, **when)],

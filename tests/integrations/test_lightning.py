@@ -305,6 +305,21 @@ def test_a_second_fit_goes_on_or_is_refused(server: ForkServer, tmp_path: Path) 
     assert "had nothing left to train" in ends[0].output
 
 
+@pytest.mark.slow
+def test_more_patience_lets_a_stopped_run_go_on(server: ForkServer, tmp_path: Path) -> None:
+    """X22. Lightning restores the patience of the saved run: a program could not give it more."""
+    stops = 'callbacks=[EarlyStopping("noise", patience=2, min_delta=1e9), '
+    program = PROGRAM.replace("callbacks=[", stops).replace("loss {model.loss.item():.17g}, ", "")
+    program = "from lightning.pytorch.callbacks import EarlyStopping\n" + program
+    stopped = server.lines(program, tmp_path / "a", 9, directory=tmp_path)
+    assert stopped[0].startswith("step 30, ")
+    assert server.lines(program, tmp_path / "a", 9, directory=tmp_path) == stopped
+    patient = program.replace("patience=2", "patience=3")
+    straight = server.lines(patient, tmp_path / "b", 9, directory=tmp_path)
+    assert straight[0].startswith("step 40, ")
+    assert server.lines(patient, tmp_path / "a", 9, directory=tmp_path) == straight
+
+
 def test_what_is_frozen_now_is_named(server: ForkServer, tmp_path: Path) -> None:
     """By the program itself, whose reasons no checkpoint has; Lightning trains on silently."""
     server.lines(PROGRAM, tmp_path / "a", 1, directory=tmp_path)

@@ -199,6 +199,28 @@ HoldfastCallback.on_train_begin = replace
 """
 
 
+@pytest.mark.slow
+def test_a_run_that_was_stopped_early_stays_stopped(server: ForkServer, tmp_path: Path) -> None:
+    """X20. Until it has more patience; its callbacks are where they were, ours behind them."""
+    stops = "eval_dataset=Samples(), callbacks=[EarlyStoppingCallback(2, 1e9)]"
+    program = PROGRAM.replace("eval_dataset=Samples()", stops).replace(
+        'eval_strategy="epoch"',
+        'eval_strategy="steps", eval_steps=2, metric_for_best_model="eval_loss"',
+    )
+    program = "from transformers import EarlyStoppingCallback\n" + program
+    last = "{type(trainer.callback_handler.callbacks[-1]).__name__} at the end"
+    program = program.replace(
+        "{trainer.state.global_step},", f"{{trainer.state.global_step}}, {last},"
+    )
+    stopped = server.lines(program, tmp_path / "a", 3, directory=tmp_path)
+    assert stopped[0].startswith("step 6, HoldfastCallback at the end, ")
+    assert server.lines(program, tmp_path / "a", 3, directory=tmp_path) == stopped
+    patient = program.replace("(2, 1e9)", "(3, 1e9)")
+    straight = server.lines(patient, tmp_path / "b", 3, directory=tmp_path)
+    assert straight[0].startswith("step 8, HoldfastCallback at the end, ")
+    assert server.lines(patient, tmp_path / "a", 3, directory=tmp_path) == straight
+
+
 def test_adapters_callbacks_and_the_trainers_own_files(server: ForkServer, tmp_path: Path) -> None:
     """PEFT, patience of early stopping, the best model, rotation, `resume_from_checkpoint=True`.
 

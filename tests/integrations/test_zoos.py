@@ -99,6 +99,7 @@ def test_hooks_means_and_schedules_of_lightning_go_on(
         ("stopped by the module", (9,)),
         ("weights of 64 bits", (12,)),
         ("adapters with other ranks", (5,)),
+        ("modes that a hook sets", (3, 14)),
     ],
 )
 def test_habits_of_users_of_lightning_go_on(
