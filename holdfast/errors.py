@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from numbers import Integral, Real
@@ -55,6 +56,11 @@ def counted(number: int, noun: str) -> str:
     ends_in_ies = noun.endswith("y") and noun[-2] not in "aeiou"
     nouns = f"{noun[:-1]}ies" if ends_in_ies else f"{noun}s"
     return f"{number:,} {noun if number == 1 else nouns}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; "signal 35" for one without a name, as most real-time ones."""
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def some_of(names: Sequence[str], *, most: int = 10) -> str:

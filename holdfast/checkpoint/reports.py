@@ -20,6 +20,7 @@ _NAMES = (
     "loaded",
     "handed_over",
     "other_rates",
+    "other_kinds",
     "missing",
     "fresh",
     "unexpected",
@@ -232,6 +233,10 @@ class LoadReport:
     other_rates: tuple[str, ...] = ()
     """Schedules (`LambdaLR`, `CyclicLR`) whose functions, which no checkpoint has, compute another
     learning rate for the epoch of the save than the stored one: training continues by them."""
+    other_kinds: tuple[str, ...] = ()
+    """Optimizers (by a group or an attribute: `optimizer.groups.0`), schedules and other objects
+    that took the state of another class, and data sets and samplers of loaders that are of another
+    one than in the saved run: training continues by the class that is there now."""
     missing: tuple[str, ...] = ()
     """Requested, absent, and allowed: their targets keep what they had."""
     fresh: tuple[str, ...] = ()
@@ -340,6 +345,7 @@ class LoadReport:
             for what, names in (
                 ("handed over", self.handed_over),
                 ("schedules of other rates", self.other_rates),
+                ("of another class", self.other_kinds),
                 ("missing", self.missing),
                 ("started fresh", self.fresh),
                 ("unexpected", self.unexpected),

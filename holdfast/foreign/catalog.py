@@ -349,6 +349,7 @@ class Catalog:
         left_out: What the checkpoint has and the catalog has not, one sentence each.
         metadata: The user's own JSON object, where the format has one.
         versions: Of modules by part, as in a manifest; None if they are not known.
+        kinds: Classes of objects by part, as in a manifest; None if they are not known.
         drift: Which stored copies of a tensor differ, and in which files; empty if none does, or if
             nothing but digests could tell. The first copy is the one that is read.
         checksums: Returns those that the files state of their bytes.
@@ -365,6 +366,7 @@ class Catalog:
     left_out: Sequence[str] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Mapping[str, int]] | None = None
+    kinds: Mapping[str, Mapping[str, Sequence[str]]] | None = None
     drift: str = ""
     checksums: Callable[[OpenFiles], Iterable[Checksum]] = no_checksums
 

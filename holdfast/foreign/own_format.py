@@ -104,6 +104,7 @@ def catalog_of(snapshot: Snapshot) -> Catalog:
         parts=manifest.parts,
         metadata=manifest.metadata,
         versions=manifest.versions,
+        kinds=manifest.kinds,
     )
 
 
@@ -296,6 +297,7 @@ def _records(
         totals=Totals(num_tensors=len(catalog.tensors), nbytes=stored, stored_nbytes=stored),
         metadata=dict(catalog.metadata),
         versions=catalog.versions,
+        kinds=catalog.kinds,
     )
     return [OutputFile.of(INDEX, data), OutputFile.of(MANIFEST, encode_manifest(manifest))]
 

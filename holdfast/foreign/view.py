@@ -239,6 +239,7 @@ class CatalogStorage:
             ),
             metadata=dict(catalog.metadata),
             versions=catalog.versions,
+            kinds=catalog.kinds,
         )
         try:
             return encode_manifest(manifest), data

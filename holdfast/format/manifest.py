@@ -66,6 +66,8 @@ METADATA_PART = "$metadata"
 """Its name in `parts`; the name of a part of the state does not start with `$`."""
 VERSIONS_PART = "$versions"
 """Its name in `parts`, for the versions of modules."""
+KINDS_PART = "$kinds"
+"""Its name in `parts`, for the classes of optimizers and stateful objects."""
 USUAL_VERSION = 1
 """torch's, of a class of modules that says nothing of its version; not noted."""
 MAX_METADATA_NBYTES = 64 * 1024
@@ -223,10 +225,13 @@ class Manifest(_Members, frozen=True, kw_only=True, dict=True):
         metadata: The user's own JSON object, which is stored among the `parts`; may be empty.
         versions: By part, the versions (torch's `_version`) other than 1 of the modules in it, by
             their names; stored among the `parts`, too. None if the save has noted none.
+        kinds: By part, the classes of the optimizers and stateful objects in it, by path, each as
+            `module:name`; stored among the `parts`, too. None if the save has noted none.
     """
 
     metadata: dict[str, Any] = {}
     versions: Mapping[str, Mapping[str, int]] | None = None
+    kinds: Mapping[str, Mapping[str, Sequence[str]]] | None = None
 
     @cached_property
     def forms(self) -> TensorForms:
@@ -461,6 +466,8 @@ def _members(
     added: dict[str, Node] = {}
     if manifest.versions is not None:
         added[VERSIONS_PART] = encode_tree(manifest.versions)
+    if manifest.kinds is not None:
+        added[KINDS_PART] = encode_tree(manifest.kinds)
     if manifest.metadata:
         added[METADATA_PART] = encode_tree(manifest.metadata)
     table["tensors"], table["parts"] = rows, {**parts, **added}
@@ -487,6 +494,8 @@ def _decode(text: bytes) -> Manifest:
         table["metadata"] = decode_metadata(node)
     if VERSIONS_PART in decoded.parts:
         table["versions"] = decode_versions(decoded.parts.pop(VERSIONS_PART))
+    if KINDS_PART in decoded.parts:
+        table["kinds"] = decode_kinds(decoded.parts.pop(KINDS_PART))
     fill_implied_keys(decoded.parts, limit=MAX_MANIFEST_NBYTES)
     return Manifest(**table)
 
@@ -666,6 +675,15 @@ def decode_versions(node: Node) -> dict[str, dict[str, int]]:
         return msgspec.convert(versions, dict[str, dict[str, int]], strict=True)
     except msgspec.ValidationError as error:
         raise CorruptionError(f"'{VERSIONS_PART}' has no versions of modules: {error}") from None
+
+
+def decode_kinds(node: Node) -> dict[str, dict[str, list[str]]]:
+    """Return the classes of objects; CorruptionError for another tree than that."""
+    kinds = decode_tree(node)
+    try:
+        return msgspec.convert(kinds, dict[str, dict[str, list[str]]], strict=True)
+    except msgspec.ValidationError as error:
+        raise CorruptionError(f"'{KINDS_PART}' has no classes of objects: {error}") from None
 
 
 def decode_metadata(node: Node) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, ClassVar, Literal, Self
 
 from holdfast.arguments import check_int, check_number
-from holdfast.errors import ConfigError, StorageError
+from holdfast.errors import ConfigError, StorageError, signal_name
 
 _CAN_NAME_SENDERS = hasattr(socket, "SO_PASSCRED")
 _SENDER = struct.Struct("3i")
@@ -220,11 +220,6 @@ class OnFile(SavePolicy):
         return f"{os.fspath(self.path)} was there"
 
 
-def _name_of(number: int) -> str:
-    """Return the name of a signal; the number of one that has no name, as most real-time ones."""
-    return signal.Signals(number).name if number in {*signal.Signals} else str(number)
-
-
 def _restore_in_child() -> None:
     """Leave signals to a forked process, such as a worker of a pool, as without a policy.
 
@@ -290,7 +285,7 @@ class OnSignal(SavePolicy):
 
     def __repr__(self) -> str:
         """Return the expression that makes it."""
-        names = ", ".join(map(_name_of, self.signals))
+        names = ", ".join(signal_name(each).removeprefix("signal ") for each in self.signals)
         return f"OnSignal({names}, stop={self.stop}, check_every={self.check_every})"
 
     def __enter__(self) -> Self:
@@ -335,7 +330,7 @@ class OnSignal(SavePolicy):
         return received
 
     def reason(self, vote: int) -> str:
-        return _name_of(vote)
+        return signal_name(vote)
 
     def _restore(self) -> None:
         """Restore the earlier handlers, and end the thread; nothing if that is done."""

@@ -68,10 +68,11 @@ class SaveSchedule:
         self._began = clock()
         self._saved_step: int | None = None
         self._fired: set[int] = set()
-        # The votes for a save that was skipped; and of a save that was only decided, its votes and
-        # what was known before.
+        # The votes for a save that was not made; and of a save that was only decided, its votes,
+        # the policies that it is the last one of, and what was known before.
         self._owed = bytes(len(self._policies))
         self._before: tuple[int | None, float, bytes] | None = None
+        self._stopping: set[int] = set()
         self._is_first = True
         # The guard needs no call at the end: if `decide` makes one, it has all ranks in step.
         self._guard: Guard[SaveDecision] = Guard(
@@ -109,14 +110,15 @@ class SaveSchedule:
         self._saved_step, self._began = step, self._clock()
         self._owed, self._before = bytes(len(self._policies)), None
 
-    def skipped(self, step: int) -> None:
-        """Take back the save of this step if it was the one decided last: it was skipped.
+    def not_saved(self) -> None:
+        """Take back the save that was decided last and has not started: it was skipped, or failed.
 
         What has asked for it by a clock, a file or a signal asks again at its next look; a policy
-        of steps at its next step.
+        of steps at its next step, or if it is asked about this one again.
         """
-        if self._before is not None and self._saved_step == step:
+        if self._before is not None:
             self._saved_step, self._began, self._owed = self._before
+            self._fired -= self._stopping
             self._before = None
 
     def close(self) -> None:
@@ -186,7 +188,7 @@ class SaveSchedule:
             owed = bytes(0 if each else vote for each, vote in zip(of_steps, votes, strict=True))
             before = (self._saved_step, self._began, owed)
             self.saved(step)
-            self._before = before
+            self._before, self._stopping = before, set(stopping)
         elif step != self._saved_step:
             # The run has passed it: if the number comes again (from step 0), the state differs.
             self._saved_step = None

@@ -159,6 +159,7 @@ def flatten_state(
     orders: dict[str, str] = {}
     nodes: dict[str, object] = {}
     versions: dict[str, Mapping[str, int]] = {}
+    kinds: dict[str, Mapping[str, str]] = {}
     # The sort is stable: parts keep the user's order, but for random streams at the end.
     entries = entries_of(state, layout)
     for name, (home, _, value) in sorted(entries.items(), key=lambda e: is_last(e[1].value)):
@@ -184,6 +185,8 @@ def flatten_state(
         if isinstance(part, TreePart | ModuleState):
             forms = part.forms if isinstance(part, ModuleState) else ()
             flattener.fills_in_place(since=num_before, but_for={f"{name}.{form}" for form in forms})
+        if isinstance(part, OptimizerState | StatefulPart) and (found := part.kinds()):
+            kinds[name] = found
         if isinstance(part, StatefulPart):
             orders |= unstored_orders(part.owner, name, kept=_streams_in(entries))
         if isinstance(part, OptimizerState):
@@ -213,6 +216,7 @@ def flatten_state(
         labels=flattener.labels,
         nodes={name: nodes[name] for name in state if name in nodes},
         versions=versions,
+        kinds=kinds,
         structure=made.structure,
         unstored=unstored,
         unstored_orders=orders,

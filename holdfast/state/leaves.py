@@ -94,6 +94,8 @@ class FlatState:
     """Part name -> encoded tree, in which each tensor is a reference to its key."""
     versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Part name -> versions of the modules in it that are not 1, for each part that is a module."""
+    kinds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Part name -> by path, the classes of the optimizers and stateful objects in it."""
     labels: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Key -> where coordinates of this rank stand in it, as position and length, in order."""
     addresses: Sequence[int] = ()

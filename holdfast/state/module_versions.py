@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
@@ -17,6 +18,8 @@ from holdfast._torch import give_metadata, module_version
 from holdfast.errors import MismatchError
 from holdfast.format.manifest import USUAL_VERSION
 from holdfast.state.module_tree import has_user_loader, walk
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +42,13 @@ class ChangedModule:
         return self.prefix.rstrip(".") or "(root)"
 
 
-def versions_below(
-    noted: Mapping[str, Mapping[str, int]] | None, part: str, source: str
-) -> dict[str, int] | None:
+def noted_below(
+    noted: Mapping[str, Mapping[str, T]] | None, part: str, source: str
+) -> dict[str, T] | None:
     """Return what a save has noted of a part, or of a branch of it, by the rest of the names.
 
     Args:
-        noted: By part, as in a manifest; None if the save notes none.
+        noted: By part and name, versions or classes of a manifest; None if the save notes none.
         part: The part's name.
         source: The part's name again, or a path below it.
 
@@ -59,8 +62,8 @@ def versions_below(
     branch = source[len(part) + 1 :]
     below = f"{branch}."
     return {
-        name.removeprefix(branch).removeprefix("."): version
-        for name, version in noted[part].items()
+        name.removeprefix(branch).removeprefix("."): each
+        for name, each in noted[part].items()
         if name == branch or name.startswith(below)
     }
 

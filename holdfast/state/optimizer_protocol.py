@@ -10,7 +10,7 @@ import itertools
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -98,6 +98,15 @@ class OptimizersByModule(Protocol):
         """Return the optimizer of each module on this rank."""
 
 
+class GroupLoaded(NamedTuple):
+    """Where a parameter group has its settings from."""
+
+    homes: list[int]
+    """The numbers of the stored groups; empty if it stayed as it was built."""
+    first: int
+    """The number of the first stored group of its optimizer, of several inside of one."""
+
+
 def stored_form(param: OptimizerParameter, entry: str, value: object) -> object:
     """Return what is saved for an entry of a parameter's state.
 
@@ -147,15 +156,19 @@ _DEPTH = 3
 _MAX_MEMBERS = 1000
 
 
+def is_wrapper(value: object) -> bool:
+    """Return True if a class of these packages is among those that an object is of."""
+    bases = (base.__module__ or "" for base in type(value).__mro__)
+    return any(base.partition(".")[0] in _WRAPPERS for base in bases)
+
+
 def unwrapped_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside a wrapper that adds nothing to it; any other optimizer itself.
 
     Seen through are the wrappers of Accelerate and Lightning Fabric, as long as their state and
     groups are the very objects of the one inside.
     """
-    while any(
-        (base.__module__ or "").split(".")[0] in _WRAPPERS for base in type(optimizer).__mro__
-    ):
+    while is_wrapper(optimizer):
         for name in _INNER:
             inner = vars(optimizer).get(name)
             if isinstance(inner, torch.optim.Optimizer) and _states_the_same(optimizer, inner):

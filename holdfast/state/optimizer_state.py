@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +14,15 @@ from holdfast._torch import module_table
 from holdfast.errors import ConfigError, MismatchError, PlacementError
 from holdfast.format.values import is_plain_dict
 from holdfast.state.followed_dims import followed_dims
+from holdfast.state.kinds import Noted, names_of, other_kinds
 from holdfast.state.markers import Fresh, Stored, Transient
-from holdfast.state.memory_order import in_orders, unusual_orders
+from holdfast.state.memory_order import in_orders, map_tensors, unusual_orders
 from holdfast.state.module_tree import declared_padding, parameter_names, walk_all
 from holdfast.state.optimizer_forms import (
     TorchForm,
     has_own_form,
     homes_of,
+    hyperparameters,
     load_form,
     read_form,
     set_groups,
@@ -28,6 +30,7 @@ from holdfast.state.optimizer_forms import (
     stored_settings,
 )
 from holdfast.state.optimizer_protocol import (
+    GroupLoaded,
     OptimizerParameter,
     OptimizersByModule,
     PartitionedOptimizer,
@@ -50,22 +53,13 @@ from holdfast.state.optimizer_targets import (
     why_fresh,
 )
 from holdfast.state.stored import StoredPart, StoredTensor, follow_stored
-from holdfast.state.tensor_elements import tensors_of
+from holdfast.state.tensor_elements import equal_trees, tensors_of
 from holdfast.state.unfinished import unfinished_on
 
 SHARDING = "param_state_sharding_type"
 """Key of the sharding records, which are stored for people."""
 NUM_GROUPS = "num_groups"
 """Key of the number of groups of each optimizer inside a sharded one."""
-
-
-class GroupLoaded(NamedTuple):
-    """Where a parameter group has its settings from."""
-
-    homes: list[int]
-    """The numbers of the stored groups; empty if it stayed as it was built."""
-    first: int
-    """The number of the first stored group of its optimizer, of several inside of one."""
 
 
 class UnshardedOptimizer(PartitionedOptimizer):
@@ -177,6 +171,7 @@ class OptimizerState:
         """By optimizer inside, the number of its first stored group, where there are several."""
         self.groups_loaded: dict[int, GroupLoaded] = {}
         """What the last load gave to each group, by `id`: none to one that stayed as built."""
+        self._noted: Noted | None = None
 
     def unfinished_work(self) -> str | None:
         """Return what the optimizer, or the objects that train the modules, have not finished."""
@@ -276,6 +271,42 @@ class OptimizerState:
         params = self._optimizer.optimizer_parameters()
         return list({id(param.optimizer): param.optimizer for param in params}.values())
 
+    def kinds(self) -> dict[str, str]:
+        """Return the class that updates each group, and those of optimizers in attributes."""
+        owners: dict[int, Any]
+        if self._own is None:
+            parameters = self._optimizer.optimizer_parameters()
+            owners = {each.group: each.optimizer for each in parameters}
+            inner: dict[str, Any] = {}
+        else:
+            groups = enumerate(self._own.param_groups)
+            owners = {number: self._own for number, group in groups if group["params"]}
+            inner = inner_optimizers(self._own)
+        return names_of(
+            {f"groups.{number}": owner for number, owner in owners.items()}
+            | {f"inner.{path}": each for path, each in inner.items()}
+        )
+
+    def other_kinds(self) -> dict[str, str]:
+        """Return, by path, what is of another class than the one that was saved, in words.
+
+        Of groups that differ alike the first is named.
+        """
+        noted = self._noted or {}
+        homes = {
+            f"groups.{number}": [f"groups.{home}" for home in loaded.homes]
+            for number, group in enumerate(self._optimizer.param_groups)
+            if (loaded := self.groups_loaded.get(id(group))) is not None
+        }
+        names = self.kinds()
+        followed = {
+            path: [name for home in homes.get(path, [path]) for name in noted.get(home, ())]
+            for path in names
+        }
+        others = other_kinds(names, followed, self._name)
+        first = {words: path for path, words in reversed(others.items())}
+        return {path: words for path, words in others.items() if first[words] == path}
+
     def changed_by_steps(self) -> dict[Any, list[torch.Tensor]]:
         """Return the optimizers that a step runs, each with the tensors that only steps change.
 
@@ -326,7 +357,7 @@ class OptimizerState:
 
     def template(self, stored: StoredPart) -> dict[str, object]:
         """Return targets for the state that the checkpoint has, placed like what is held."""
-        self._name = stored.name
+        self._name, self._noted = stored.name, stored.kinds
         self._check_num_groups(stored)
         self._optimizer.synchronize()
         form, by_name = self._forms()
@@ -453,6 +484,26 @@ class OptimizerState:
         for path, state in self._inner(saving=True, shown=shown).items():
             if path not in stored_inner:
                 state._own.state.clear()  # the saved run had none there
+
+    def restore_apart(self, tree: object, others: Sequence[OptimizerState]) -> None:
+        """Restore, and leave others that the same load has restored as they are.
+
+        Optimizers that are built with one tensor as learning rate share it, and the saved run may
+        have replaced it in some of them.
+        """
+        own = {id(group) for group in self._optimizer.param_groups}
+        held = [
+            (group, name, map_tensors(value, lambda _, tensor: tensor.detach().clone()))
+            for other in others
+            for group in other._optimizer.param_groups
+            if id(group) not in own
+            for name, value in hyperparameters(group).items()
+            if isinstance(value, torch.Tensor | list | tuple | dict) and any(tensors_of(value))
+        ]
+        self.restore(tree)
+        for group, name, value in held:
+            if not equal_trees(group[name], value):
+                group[name] = value
 
     def _restore_by_name(self, tree: Mapping[str, Any], form: TorchForm) -> None:
         """Set state by parameter, main parameters and the settings of groups."""

@@ -26,6 +26,7 @@ from holdfast.state.data_positions import (
     with_measures,
     without_measures,
 )
+from holdfast.state.kinds import Noted, names_of, objects_in, other_kinds
 from holdfast.state.markers import AppliesLater, FromPart, OnLayout
 from holdfast.state.module_state import ModuleState
 from holdfast.state.optimizer_protocol import PartitionedOptimizer
@@ -109,6 +110,7 @@ class StatefulPart:
         self._name = ""
         self._built: dict[str, list[object]] = {}
         """What schedules had for each parameter group before the load."""
+        self._noted: Noted | None = None
 
     def tree(self) -> object:
         """Return the object's state dict."""
@@ -117,6 +119,7 @@ class StatefulPart:
     def template(self, stored: StoredPart) -> object:
         """Whatever is stored, placed as it is now; a per-rank state dict requests its own."""
         refuse_other_shares(self.owner, stored)
+        self._noted = stored.kinds
         self._name, self._built = stored.name, values_by_group(self.owner, stored.name)
         current: object = self.owner.state_dict()
         self._stored = stored
@@ -169,6 +172,14 @@ class StatefulPart:
         if not self.applies_later:
             for each in optimizers:
                 follow_groups(self.owner, self._name, each.groups_loaded, self._built)
+
+    def kinds(self) -> dict[str, str]:
+        """Return the classes of the object and of what is known inside of it, by path."""
+        return names_of(objects_in(self.owner))
+
+    def other_kinds(self) -> dict[str, str]:
+        """Return, by path, what is of another class than the one that was saved, in words."""
+        return other_kinds(self.kinds(), self._noted, self._name)
 
     def unfinished_work(self) -> str | None:
         """Return what the object has not finished."""

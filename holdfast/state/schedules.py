@@ -22,7 +22,7 @@ from typing import Any
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler
 
 from holdfast.errors import MismatchError
-from holdfast.state.optimizer_state import GroupLoaded
+from holdfast.state.optimizer_protocol import GroupLoaded
 from holdfast.state.tensor_elements import equal_trees
 
 _TOLERANCE = 1e-6
@@ -55,7 +55,7 @@ def other_rates(schedule: object, path: str) -> dict[str, str]:
     Cost: one call of each function.
     """
     named: dict[str, str] = {}
-    for where, each in _schedules(schedule, path):
+    for where, each in schedules_in(schedule, path):
         for stored, computed in _rates(each):
             if not math.isclose(stored, computed, rel_tol=_TOLERANCE):
                 text = (
@@ -74,7 +74,7 @@ def values_by_group(schedule: object, path: str) -> dict[str, list[object]]:
     """
     return {
         f"{where}.{name}": copy.deepcopy(values)
-        for where, each in _schedules(schedule, path)
+        for where, each in schedules_in(schedule, path)
         for name, values in vars(each).items()
         if name in _BY_GROUP and isinstance(values, list)
     }
@@ -97,7 +97,7 @@ def follow_groups(
     Raises:
         MismatchError: It has other values by position of which nothing tells to what they belong.
     """
-    for where, each in _schedules(schedule, path):
+    for where, each in schedules_in(schedule, path):
         optimizer = getattr(each, "optimizer", None)
         held = list(map(groups.get, map(id, getattr(optimizer, "param_groups", ()))))
         loaded = [group for group in held if group is not None]
@@ -157,7 +157,7 @@ def _refuse_other_order(
                 )
 
 
-def _schedules(schedule: object, path: str) -> Iterator[tuple[str, Any]]:
+def schedules_in(schedule: object, path: str) -> Iterator[tuple[str, Any]]:
     """Yield each schedule, and those in it, with its path."""
     if isinstance(schedule, LRScheduler):
         yield path, schedule
@@ -168,7 +168,7 @@ def _schedules(schedule: object, path: str) -> Iterator[tuple[str, Any]]:
         for number, each in enumerate(value if several else [value]):
             if isinstance(each, LRScheduler):
                 below = f"{path}.{name}.{number}" if several else f"{path}.{name}"
-                yield from _schedules(each, below)
+                yield from schedules_in(each, below)
 
 
 def _rates(schedule: Any) -> Iterator[tuple[float, float]]:

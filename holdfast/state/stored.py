@@ -11,7 +11,7 @@ here; a plain tensor says nothing, and is loaded whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -84,6 +84,8 @@ class StoredPart:
     """Whether the caller allows that a path is not stored."""
     versions: Mapping[str, int] | None = None
     """Of the modules in a module's part, those other than 1; None if the save noted none."""
+    kinds: Mapping[str, Sequence[str]] | None = None
+    """Classes of the objects in a part, by path; None if the save noted none."""
 
     def find(self, path: str) -> object | None:
         """Return the node at a path of names joined by dots, from this part on; None if nothing is.

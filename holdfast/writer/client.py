@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from holdfast.errors import ErrorRecord, StorageError
+from holdfast.errors import ErrorRecord, StorageError, signal_name
 from holdfast.format.names import step_dir
 from holdfast.storage import PosixStorage, Storage
 from holdfast.storage.reading import shared_lock
@@ -398,6 +398,5 @@ def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "closed its socket"
     if code < 0:
-        names = {each.value: each.name for each in signal.Signals}  # real-time ones have none
-        return f"was killed by {names.get(-code, f'signal {-code}')}"
+        return f"was killed by {signal_name(-code)}"
     return f"ended with status {code}"

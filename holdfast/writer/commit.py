@@ -33,6 +33,7 @@ from holdfast.format.envelopes.torch_dist import MetadataMemo, extra_files
 from holdfast.format.fingerprint import Partial, combine
 from holdfast.format.index import ChunkIndex, encode_index, validate_index
 from holdfast.format.manifest import (
+    KINDS_PART,
     VERSIONS_PART,
     ExtraInfo,
     FileInfo,
@@ -745,6 +746,7 @@ def _build_manifest(
     nbytes = np.asarray(index.nbytes, dtype=np.int64)
     primary = np.asarray(index.copy) == 0
     noted = parts.pop(VERSIONS_PART, None)
+    kinds = parts.pop(KINDS_PART, None)
     return Manifest(
         step=header.step,
         save_id=header.save_id,
@@ -759,6 +761,7 @@ def _build_manifest(
         parts=parts,
         metadata=_metadata(header),
         versions=None if noted is None else decode_versions(noted),
+        kinds=None if kinds is None else _kinds(kinds),
         files=[
             FileInfo(
                 name=files[number],
@@ -780,6 +783,15 @@ def _build_manifest(
             stored_nbytes=int(nbytes.sum()),
         ),
     )
+
+
+def _kinds(merged: Node) -> dict[str, dict[str, list[str]]]:
+    """Return the classes of objects from the tree in which all ranks have entered theirs."""
+    by_part = msgspec.convert(merged, dict[str, dict[str, dict[str, bool]]])
+    return {
+        part: {path: [*names] for path, names in by_path.items()}
+        for part, by_path in by_part.items()
+    }
 
 
 def _tensors(plan: CommitPlan, records: list[DoneRecord], memo: PlanMemo) -> list[TensorInfo]:

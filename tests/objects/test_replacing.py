@@ -424,3 +424,28 @@ def test_a_refusal_names_both_names_of_what_was_renamed(tmp_path: Path) -> None:
     for message in (*first[:2], *second[:2]):
         assert "holds 2 entries that the state does not ask for: model.first.weight" in message
         assert "second" not in message
+
+
+def test_optimizers_that_share_a_tensor_keep_their_own_rate(tmp_path: Path) -> None:
+    """O4: a tensor for two was filled twice; both continued with the last one's rate."""
+
+    def built(model: nn.Module) -> dict[str, Any]:
+        rate = torch.tensor(0.1)
+        halves = [each.parameters() for each in (model.first, model.second)]
+        pair = [Adam(half, lr=rate, foreach=False) for half in halves]
+        return {name: OptimizerState(each, model) for name, each in zip("ab", pair, strict=True)}
+
+    def rates(state: dict[str, Any]) -> list[Any]:
+        return [part.torch_optimizers()[0].param_groups[0]["lr"] for part in state.values()]
+
+    checkpointer = Checkpointer(tmp_path)
+    saved = built(net(0))
+    checkpointer.save(1, saved)
+    saved["b"].torch_optimizers()[0].param_groups[0]["lr"] = torch.tensor(0.5)
+    checkpointer.save(2, saved)
+    for step, right in ((1, [0.1, 0.1]), (2, [0.1, 0.5])):
+        for order in ("ab", "ba"):
+            twin = built(net(1))
+            checkpointer.load({name: twin[name] for name in order}, step=step)
+            assert torch.equal(torch.stack(rates(twin)), torch.tensor(right))
+            assert (rates(twin)[0] is rates(twin)[1]) == (step == 1)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ from holdfast import (
     SavePolicy,
     StorageError,
 )
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.parallel import Control
 from holdfast.policies.save import Moment
 from holdfast.policies.schedule import SaveSchedule
@@ -121,7 +122,7 @@ def test_what_asks_once_asks_again_if_its_save_is_skipped(tmp_path: Path) -> Non
     def decide(step: int, *, is_skipped: bool) -> str:
         decision = schedule.decide(step)
         if is_skipped:
-            schedule.skipped(step)
+            schedule.not_saved()
         assert decision.save == bool(decision.reason)
         return decision.reason
 
@@ -138,10 +139,30 @@ def test_what_asks_once_asks_again_if_its_save_is_skipped(tmp_path: Path) -> Non
     now = 122.0
     assert "EveryMinutes" in decide(11, is_skipped=True)
     schedule.saved(12)
-    schedule.skipped(12)
+    schedule.not_saved()
     assert decide(13, is_skipped=False) == "", "a save by hand has answered it, whatever came later"
     assert "EverySteps" in decide(100, is_skipped=True)
     assert decide(101, is_skipped=False) == "", "a step's turn is over"
+
+
+def test_a_save_that_fails_is_asked_for_again(tmp_path: Path) -> None:
+    """Its step counted as saved: a retry did nothing, and a run that was to stop saved no more."""
+    ask = tmp_path / "stop"
+    policy = EverySteps(2) | OnFile(ask, stop=True)
+    with Checkpointer(tmp_path / "run", save_when=policy) as checkpointer:
+        whole: dict[str, Any] = {"x": torch.arange(3.0)}
+        with pytest.raises(HoldfastError, match="object"):
+            checkpointer.maybe_save(2, {"x": object()})
+        assert checkpointer.maybe_save(2, whole)
+        ask.touch()
+        with pytest.raises(HoldfastError, match="object"):
+            checkpointer.maybe_save(3, {"x": object()})
+        assert checkpointer.maybe_save(3, whole), "the file is gone, and its save was not made"
+        assert checkpointer.maybe_save(3, whole) is None
+        assert checkpointer.should_save(4)
+        with pytest.raises(HoldfastError, match="object"):
+            checkpointer.save(4, {"x": object()})
+        assert checkpointer.should_save(4)
 
 
 def test_a_file_may_stop_the_run(tmp_path: Path) -> None:
@@ -206,7 +227,8 @@ def test_a_signal_may_ask_for_a_save_each_time(number: int, name: str) -> None:
             os.kill(os.getpid(), number)
         decision = schedule.decide(step)
         assert not decision.stop
-        assert decision.reason == (name if decision.save else "")
+        word = name if number == signal.SIGUSR1 else f"signal {name}"
+        assert decision.reason == (word if decision.save else "")
         found.append(decision.save)
     schedule.close()
     assert found == [False, True, False, False, True, False]

@@ -50,7 +50,7 @@ from holdfast.parallel.control.guard import Guard
 from holdfast.state.markers import Stored
 from holdfast.state.matcher import LocalMemory, Matcher, MatchResult
 from holdfast.state.module_state import ModuleState
-from holdfast.state.module_versions import versions_below
+from holdfast.state.module_versions import noted_below
 from holdfast.state.optimizer_state import OptimizerState
 from holdfast.state.parts import (
     OptionalPart,
@@ -232,6 +232,7 @@ class Loader:
             else tuple(paths),
             handed_over=later,
             other_rates=others,
+            other_kinds=_objects_of_other_kinds(parts, control.rank),
             missing=tuple(sorted({*result.missing, *result.allowed, *result.fresh})),
             fresh=tuple(result.fresh),
             unexpected=tuple(unexpected),
@@ -360,9 +361,10 @@ class Loader:
                 refuse_unfinished(part, operation="load")
                 where = source or name
                 whole = where if where in files.manifest.parts else stored.name_in(where)
-                versions = versions_below(files.manifest.versions, whole, where)
+                versions = noted_below(files.manifest.versions, whole, where)
+                kinds = noted_below(files.manifest.kinds, whole, where)
                 template = part.template(
-                    StoredPart(node, tensors, name, self._codecs, matcher.may_miss, versions)
+                    StoredPart(node, tensors, name, self._codecs, matcher.may_miss, versions, kinds)
                 )
             except MismatchError as error:
                 matcher.result.mismatched.append(str(error))
@@ -445,9 +447,14 @@ class Loader:
             trees.append(matcher.build(each.template, each.node, each.name))
         # Random streams last: other parts may draw from them while they are restored.
         built = zip(parts, trees, strict=True)
+        optimizers: list[OptimizerState] = []
         for each, tree in sorted(built, key=lambda pair: is_last(pair[0].part)):
             try:
-                each.part.restore(tree)
+                if isinstance(each.part, OptimizerState):
+                    each.part.restore_apart(tree, optimizers)
+                    optimizers.append(each.part)
+                else:
+                    each.part.restore(tree)
             except Exception as error:
                 if not isinstance(error, HoldfastError):
                     error.add_note(f"state part '{each.name}'")
@@ -456,7 +463,6 @@ class Loader:
                 values[each.name] = tree
             if isinstance(each.part, StatefulPart):
                 matcher.result.allowed += each.part.missing
-        optimizers = [each.part for each in parts if isinstance(each.part, OptimizerState)]
         for each in parts:
             if isinstance(each.part, StatefulPart):
                 each.part.follow(optimizers)
@@ -524,6 +530,22 @@ def _schedules_of_other_rates(parts: Sequence[PartRequest], rank: int) -> tuple[
             "is there now",
             rank,
             some_of([*others.values()]),
+        )
+    return tuple(others)
+
+
+def _objects_of_other_kinds(parts: Sequence[PartRequest], rank: int) -> tuple[str, ...]:
+    """Return the objects that took the state of another class; say so once."""
+    others: dict[str, str] = {}
+    for each in parts:
+        if isinstance(each.part, StatefulPart | OptimizerState):
+            others |= each.part.other_kinds()
+    if others:
+        logging.getLogger("holdfast").warning(
+            "rank %s: the state was saved from other classes (%s): what is stored fits, and "
+            "training continues by the class that is there now",
+            rank,
+            some_of([f"{path}: {words}" for path, words in others.items()]),
         )
     return tuple(others)
 

@@ -40,7 +40,7 @@ from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan, rank_plan
 from holdfast.collector import collector_paused
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.digest import digest128
-from holdfast.format.manifest import VERSIONS_PART, Envelope
+from holdfast.format.manifest import KINDS_PART, VERSIONS_PART, Envelope
 from holdfast.format.stored_copies import CopyPolicy
 from holdfast.format.values import Codecs, Node, encode_tree, union_node
 from holdfast.parallel import ProcessGroups
@@ -126,7 +126,7 @@ class Planner:
                 codecs=self._codecs,
                 cache=self._leaves,
             )
-            values = msgspec.json.encode({**flat.nodes, **_noted_versions(flat)})
+            values = msgspec.json.encode({**flat.nodes, **_noted(flat)})
             # Nothing is encoded and hashed again if the structure is the same, as in most saves.
             if self._last is not None and self._last.flat.structure is flat.structure:
                 self._last = replace(self._last, flat=flat, values=values)
@@ -333,10 +333,20 @@ def _whole_ones(flat: FlatState, rows: ClaimedRows) -> IntArray:
     )
 
 
-def _noted_versions(flat: FlatState) -> dict[str, Node]:
-    """Return the tree of the versions of modules; ranks may have different modules of one part."""
-    if not flat.versions:
-        return {}
-    versions = flat.versions.items()
-    by_part: Node = {part: union_node(encode_tree(each)) for part, each in versions}
-    return {VERSIONS_PART: union_node(by_part)}
+def _noted(flat: FlatState) -> dict[str, Node]:
+    """Return the trees of versions and of classes; ranks may have other objects of one part.
+
+    Two of one path may be of different classes: both are noted.
+    """
+    trees: dict[str, dict[str, Node]] = {
+        VERSIONS_PART: {part: encode_tree(each) for part, each in flat.versions.items()},
+        KINDS_PART: {
+            part: {path: union_node({name: True}) for path, name in each.items()}
+            for part, each in flat.kinds.items()
+        },
+    }
+    return {
+        name: union_node({part: union_node(each) for part, each in by_part.items()})
+        for name, by_part in trees.items()
+        if by_part
+    }

@@ -27,7 +27,13 @@ from holdfast.cli.support.tables import (
     progress_bar,
 )
 from holdfast.errors import ConfigError, counted, in_bytes
-from holdfast.format.manifest import METADATA_PART, USUAL_VERSION, VERSIONS_PART, Manifest
+from holdfast.format.manifest import (
+    KINDS_PART,
+    METADATA_PART,
+    USUAL_VERSION,
+    VERSIONS_PART,
+    Manifest,
+)
 from holdfast.format.reader import Snapshot
 from holdfast.format.values import Node, count_values, encode_tree, tensor_keys
 
@@ -109,6 +115,7 @@ def run(args: Args) -> int:
             result.values += value_differences(one.parts, other.parts)
             versions = _versions(one, other), _versions(other, one)
             result.values += value_differences(*versions)
+            result.values += value_differences(_kinds(one, other), _kinds(other, one))
             metadata = [{METADATA_PART: encode_tree(each.metadata)} for each in (one, other)]
             result.values += value_differences(*metadata)
             # Named tensors are compared as they are read; nothing else was asked for.
@@ -143,6 +150,21 @@ def _versions(manifest: Manifest, other: Manifest) -> dict[str, Node]:
         if part in others
     }
     return {VERSIONS_PART: parts}
+
+
+def _kinds(manifest: Manifest, other: Manifest) -> dict[str, Node]:
+    """Return the classes of objects as a tree, of those of which both checkpoints know them."""
+    mine, others = manifest.kinds or {}, other.kinds or {}
+    parts: Node = {
+        part: {
+            path or "(root)": [*names]
+            for path, names in mine[part].items()
+            if path in others.get(part, ())
+        }
+        for part in mine
+        if part in others
+    }
+    return {KINDS_PART: parts}
 
 
 def _is_tensors(difference: ValueDifference, lacking: set[str]) -> bool:

@@ -18,7 +18,7 @@ from holdfast.cli.support.messages import (
     print_error,
     print_note,
 )
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, signal_name
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN_S = 1.0
@@ -29,7 +29,7 @@ class Stopped(BaseException):
     """A signal that asks to stop has come. Not an Exception: nothing but clean-up handles it."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
+        super().__init__(signal_name(number))
         self.number = number
 
 
