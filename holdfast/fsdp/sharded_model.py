@@ -617,7 +617,9 @@ class ShardedModel(MicrobatchTaker):
         if self._is_pending and any(guard.has_gradients() for guard in self._guards):
             raise ConfigError(
                 "step: gradients of the last microbatch are not reduced; run the last one of each "
-                "step, with its backward, in microbatch(is_last=True)"
+                "step, with its backward, in microbatch(is_last=True). (What "
+                "torch.utils.checkpoint computes again in a backward of its own may come too late: "
+                "pass use_reentrant=False)"
             )
         parameters = self._parameters()
         frozen = [p for p in parameters if not p.requires_grad]

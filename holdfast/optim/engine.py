@@ -418,6 +418,18 @@ class StepEngine:
         veto: Veto | None = None,
     ) -> StepOutcome:
         """Make a step; see `Stepper.step` and `MultiModuleOptimizer.step`."""
+        if torch.is_inference_mode_enabled():
+            # What an update makes there, as moments, no later one may write to.
+            with torch.inference_mode(False), torch.no_grad():
+                return self.step(
+                    closure,
+                    max_norm=max_norm,
+                    scaler=scaler,
+                    count_zeros=count_zeros,
+                    is_finite=is_finite,
+                    num_tokens=num_tokens,
+                    veto=veto,
+                )
         if self._reason_lost:  # not by the sum of all ranks, which they make no more together
             raise ConfigError(self._reason_lost)
         mine = Contribution(number=self._number)

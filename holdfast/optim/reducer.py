@@ -393,7 +393,8 @@ class GradientReducer:
                 f"would be lost. Make one backward call in each microbatch(...), mark only the "
                 f"last one is_last=True, and step() before the next. (A model in "
                 f"DistributedDataParallel is reduced twice: take it out of that, the sharded "
-                f"optimizer reduces gradients itself)"
+                f"optimizer reduces gradients itself. torch.utils.checkpoint makes a backward for "
+                f"each place of a parameter that is used at several: pass use_reentrant=False)"
             )
         write_gradient(slot.parameter, None)
         slot.is_used = True

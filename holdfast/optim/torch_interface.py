@@ -209,6 +209,6 @@ def refuse_closure(closure: Callable[[], object] | None) -> None:
     """Raise ConfigError for a closure: backward belongs in `microbatch`, before the step."""
     if closure is not None:
         raise ConfigError(
-            "step(closure) of a sharded optimizer: call backward yourself (inside "
+            "step(closure): call backward yourself (inside "
             "microbatch(is_last=...) so that gradients are reduced during it), then step()"
         )

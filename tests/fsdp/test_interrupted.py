@@ -1172,3 +1172,35 @@ def cleared_by_hand(context: RankContext) -> None:
 def test_a_step_after_gradients_were_cleared_is_refused() -> None:
     """I1: it would be one without any gradient, which is a mistake in the loop."""
     run_ranks(1, cleared_by_hand)
+
+
+def stepped_in_inference_mode(context: RankContext) -> None:
+    with ProcessGroups.create(Layout(dp=1)) as groups:
+        nets = build(), build()
+        sharded = shard(nets[0], groups)
+        adamw = torch.optim.AdamW(nets[0].parameters())
+        zero = ShardedOptimizer(
+            nets[1],
+            list(nets[1].parameters()),
+            make=torch.optim.AdamW,
+            groups=groups,
+            over="dp_cp",
+            divisor=1,
+            elementwise=True,
+        )
+        for mode in (
+            torch.inference_mode,
+            nullcontext,
+        ):  # writes to the moments that the first made
+            for net in nets:
+                net(rows_of(0)[0]).mean().backward()
+            with mode():
+                sharded.step(adamw)
+                zero.step()
+        assert difference(nets[0], nets[1]) < 1e-6
+        zero.close()
+
+
+def test_a_step_in_inference_mode_is_one_as_any_other() -> None:
+    """I1: a fully sharded model refused it, and moments made there could not be written to."""
+    run_ranks(1, stepped_in_inference_mode)
