@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from holdfast.errors import ConfigError, DeadlineError
+from holdfast.errors import ConfigError, DeadlineError, values_by_rank
 from holdfast.optim.checks import refuse_shared
 from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import Stepper
@@ -20,6 +20,8 @@ from holdfast.optim.sharded import LAST, ShardedOptimizer
 from holdfast.optim.torch_interface import TorchInterface
 from holdfast.state.optimizer_protocol import OptimizerParameter
 from holdfast.state.unfinished import unfinished_on
+
+_CHAINED = (ShardedOptimizer, ReducedOptimizer)
 
 
 class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch's `step` returns a loss
@@ -43,21 +45,53 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
         optimizers: `ShardedOptimizer` and `ReducedOptimizer`, each under its own name.
 
     Raises:
-        ConfigError: There are no optimizers, or some are under another name than their own, on
-            different process groups, or have a parameter in common.
+        ConfigError: On all ranks: some optimizers are under another name than their own, on
+            different process groups, or have a parameter in common; or ranks have other optimizers,
+            or the same in another order. Where no entry can be chained, on that rank alone.
+
+    Cost: one small agreement.
     """
 
     def __init__(self, optimizers: Mapping[str, ShardedOptimizer | ReducedOptimizer]) -> None:
         self._optimizers = dict(optimizers)
-        if not self._optimizers:
+        chained = [each for each in self._optimizers.values() if isinstance(each, _CHAINED)]
+        if not chained:  # so there are no groups over which other ranks could be told
+            self._check_kinds()
             raise ConfigError("a ChainedOptimizer needs at least one optimizer")
+        self._groups = chained[0].groups
+        failure: Exception | None = None
+        try:
+            self._check_kinds()
+            self._check_names()
+            super().__init__(
+                [
+                    each.inner if isinstance(each, ShardedOptimizer) else each.optimizer
+                    for each in self._optimizers.values()
+                ]
+            )
+        except Exception as error:
+            failure = error
+        control = self._groups.control
+        names = ", ".join(map(str, self._optimizers))
+        answers = control.agree(failure, phase="chained optimizer", payload=names.encode())
+        by_rank = {r: a.decode() for r, a in zip(control.ranks, answers, strict=True)}
+        if len({*answers}) > 1:
+            raise ConfigError(
+                f"ChainedOptimizer: ranks chain other optimizers: {values_by_rank(by_rank)}; each "
+                f"would add its gradients to those of another one. Chain the same ones in the same "
+                f"order on all ranks (a set has another order in each process)"
+            )
+        self.number = self._groups.next_number("optimizer")
+
+    def _check_kinds(self) -> None:
         for name, optimizer in self._optimizers.items():
-            if not isinstance(optimizer, ShardedOptimizer | ReducedOptimizer):
+            if not isinstance(optimizer, _CHAINED):
                 raise ConfigError(
                     f"optimizer '{name}': a {type(optimizer).__name__} cannot be chained: give a "
                     f"ShardedOptimizer, or a ReducedOptimizer around a plain torch optimizer"
                 )
-        self._groups = next(iter(self._optimizers.values())).groups
+
+    def _check_names(self) -> None:
         for name, optimizer in self._optimizers.items():
             if optimizer.name != name:
                 raise ConfigError(f"optimizer '{optimizer.name}' is chained under name '{name}'")
@@ -65,13 +99,6 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                 raise ConfigError(f"optimizer '{name}' has other process groups than the first one")
         members = {name: each.parameters() for name, each in self._optimizers.items()}
         refuse_shared(members, where="optimizers")
-        super().__init__(
-            [
-                each.inner if isinstance(each, ShardedOptimizer) else each.optimizer
-                for each in self._optimizers.values()
-            ]
-        )
-        self.number = self._groups.next_number("optimizer")
 
     def __getitem__(self, name: str) -> Any:
         """Return one of the optimizers."""

@@ -214,7 +214,9 @@ def give_up(work: Pending) -> None:
         work.give_up()
 
 
-def lost_to_others(error: BaseException) -> DeadlineError | None:
+def lost_to_others(
+    error: BaseException, what: str = "a collective of the microbatch"
+) -> DeadlineError | None:
     """Return the error of a collective that other ranks did not complete; None for any other.
 
     Forward and backward have collectives of torch and of the model, which fail with the backend's
@@ -226,7 +228,7 @@ def lost_to_others(error: BaseException) -> DeadlineError | None:
         return error if isinstance(error, DeadlineError) else None
     if lost_after_s(error) is None:
         return None
-    return _lost(error, "a collective of the microbatch")
+    return _lost(error, what)
 
 
 def _lost(error: BaseException, what: str, *, waited_s: float = 0.0) -> DeadlineError:

@@ -18,10 +18,12 @@ from torch import nn
 
 from holdfast._torch import mark_stepped
 from holdfast.errors import ConfigError, DeadlineError, ErrorRecord
+from holdfast.optim import collectives
 from holdfast.optim.checks import check_limit, check_scaler, check_tokens, distinct_scalers
 from holdfast.optim.divisors import refuse_unequal_divisors
 from holdfast.optim.joint import JointSums
 from holdfast.optim.microbatches import (
+    START_AGAIN,
     STEP_LOST,
     Microbatches,
     MicrobatchTaker,
@@ -430,8 +432,9 @@ class StepEngine:
                     num_tokens=num_tokens,
                     veto=veto,
                 )
-        if self._reason_lost:  # not by the sum of all ranks, which they make no more together
-            raise ConfigError(self._reason_lost)
+        reason_lost = self._reason_lost or self._groups.control.reason_cut
+        if reason_lost:  # not by the sum of all ranks, which they make no more together
+            raise ConfigError(reason_lost)
         mine = Contribution(number=self._number)
         failure: Exception | None = None
         try:
@@ -456,6 +459,8 @@ class StepEngine:
                 failure = error
             failure = failure or self._refuse_interrupted()
             joint = self._joint if self._joint is not None and self._joint.is_usable else None
+            # Over sockets of its own a note is left once a wait lasts.
+            self._groups.control.begin_step(self._name, is_noted=joint is None)
             measured = self._measure(mine, joint)
             failure = failure or measured
 
@@ -495,6 +500,14 @@ class StepEngine:
                 self._reason_lost = STEP_LOST
                 for stepper in self._steppers.values():
                     stepper.lose_step()
+                self._groups.control.cut_off(
+                    DeadlineError(
+                        f"{type(error).__name__} has ended a step of {self._name} on rank "
+                        f"{self._groups.rank}. {START_AGAIN}",
+                        # As of a rank that the others have waited for.
+                        details={"waited_s": 0.0},
+                    )
+                )
             with contextlib.suppress(DeadlineError):  # of a rank that the error has named
                 self.drop_gradients()
             raise
@@ -604,7 +617,8 @@ class StepEngine:
                 mine.num_new[module] = stepper.num_new()
                 mine.hyperparameters[module] = stepper.hyperparameters()
                 mine.turns[module] = stepper.turns()
-            except Exception as error:
+            except Exception as raised:
+                error = collectives.lost_to_others(raised, "the reduction of gradients") or raised
                 failure = failure or _in_module(module, error)
                 # After a deadline the communicator is broken, and no rank waits on it any more.
                 if joint is None and not isinstance(error, DeadlineError):
@@ -621,7 +635,7 @@ class StepEngine:
         phase = "optimizer: gradients"
         if isinstance(failure, DeadlineError):
             # The others have waited for the same rank: a second wait, in the sum, helps no rank.
-            self._agree_on(failure, phase=phase)
+            self._agree_on(self._named(failure), phase=phase)
         if failure is not None:
             mine = Contribution(has_failed=True)
         values = self._sum.pack(mine, rank=self._groups.rank)
@@ -630,7 +644,7 @@ class StepEngine:
             total = add_up(values, what="the sum by which all ranks decide a step")
         except DeadlineError as error:
             # Only `control` knows which ranks are missing, and why the others failed.
-            self._agree_on(failure or error, phase=phase)
+            self._agree_on(failure or self._named(error), phase=phase)
             raise
         sums = self._sum.read(total)
         if sums.failed:
@@ -647,6 +661,19 @@ class StepEngine:
         if joint is not None:
             sums = replace(sums, gradients={ALONE: joint.measure(count_zeros=mine.count_zeros)})
         return sums
+
+    def _named(self, late: DeadlineError) -> Exception:
+        """Return why a wait has ended, if a rank that is elsewhere has ended it.
+
+        Ranks that wait for this one alone, on other communicators, hear of it by cuts of its own.
+        """
+        error = self._groups.control.why_freed()
+        if error is None:
+            return late
+        for cut in self._groups.control.cuts:
+            cut()
+        error.__cause__ = late
+        return error
 
     def _compare_new(self, sums: StepSums) -> None:
         """Raise on all ranks if what ranks have not compared yet is not the same."""

@@ -26,10 +26,10 @@ from holdfast.parallel.groups.order_comparison import (
 _PHASE = "microbatch"
 _COMPARE_AFTER_S = 1.0
 """A wait that has lasted so long looks whether other ranks have launched something else."""
-_START_AGAIN = "Create the groups and the model again, and load the last checkpoint"
+START_AGAIN = "Create the groups and the model again, and load the last checkpoint"
 STEP_LOST = (
     f"an interrupt ended the last step on this rank alone, so ranks may hold parameters of "
-    f"different steps. {_START_AGAIN}"
+    f"different steps. {START_AGAIN}"
 )
 _MODEL_AXES = ("tp", "cp", "pp", "ep")
 """Axes along which a model may have collectives of its own in forward and backward."""
@@ -234,7 +234,7 @@ def compare_launched(
                 taker.close_communicators(
                     f"an error left the ranks in the middle of different collectives of "
                     f"{name!r} ({each.count} on rank {control.rank}, others on ranks "
-                    f"{shorten_ranks(others)}). {_START_AGAIN}"
+                    f"{shorten_ranks(others)}). {START_AGAIN}"
                 )
         if not completes:
             continue
@@ -244,7 +244,7 @@ def compare_launched(
             try:
                 collectives.wait(work, "the rest of a microbatch that failed on some rank")
             except DeadlineError as error:
-                taker.close_communicators(f"{error} {_START_AGAIN}")
+                taker.close_communicators(f"{error} {START_AGAIN}")
 
 
 def _missing(
@@ -328,6 +328,8 @@ class Microbatches:
     @contextlib.contextmanager
     def enter(self, *, is_last: bool) -> Iterator[None]:
         """Enter around one microbatch of all modules; see `Stepper.microbatch`."""
+        if self._groups.control.reason_cut:
+            raise ConfigError(self._groups.control.reason_cut)
         is_inner, self._is_inside = self._is_inside, True
         try:
             try:
@@ -452,7 +454,7 @@ class Microbatches:
         for taker in self._takers.values():
             taker.close_communicators(
                 f"a forward or a backward outside of microbatches waited for launches that other "
-                f"ranks do not make. {_START_AGAIN}"
+                f"ranks do not make. {START_AGAIN}"
             )
 
     def _look(self, waited_s: float) -> None:
@@ -495,6 +497,9 @@ class Microbatches:
                     pair = first and dict(sorted(zip((control.rank, rank), first, strict=True)))
                     raise mixed_orders(pair, ranks=each.ranks)
         for rank, note in notes.items():
+            if control.is_ahead(note):
+                waits_in = next((name for each in progress if (name := each.waits_in)), "a launch")
+                raise control.free_from_step(rank, note, waits_in=waits_in)
             pairs = [(each, note.places[each.key]) for each in progress if each.key in note.places]
             missing = next((name for each, of in pairs if (name := each.awaited_from(of))), None)
             other = f"phase {note.waits_in!r}, for all ranks" if note.waits_in else None
@@ -583,7 +588,7 @@ class Microbatches:
     def _close_out_of_sync(self, error: BaseException) -> None:
         for taker in self._takers.values():
             taker.close_communicators(
-                f"the last microbatch was not one of all ranks ({error}) {_START_AGAIN}"
+                f"the last microbatch was not one of all ranks ({error}) {START_AGAIN}"
             )
 
     def _fail(self, error: BaseException, *, is_known: bool) -> BaseException:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from holdfast import Layout, ProcessGroups
-from holdfast.errors import DeadlineError, HoldfastError
+from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.parallel import Control, ModuleGroups
 from tests.harness import RankContext, run_ranks
-from tests.optim.multi_module.common import Spec, layouts_of
+from tests.optim.multi_module.common import Spec, layouts_of, rows_of, train_module
 from tests.optim.test_settings import KINDS, SIZES, Alone
 
 DEADLINE_S = 2.0
@@ -212,3 +212,92 @@ def told_in_vain(context: RankContext) -> list[int] | None:
 def test_gradients_dropped_after_an_interrupt_name_ranks_that_do_not_hear_of_it() -> None:
     """M15: the next microbatch would end with the one that they are in; before, it was no error."""
     assert run_ranks(2, told_in_vain, fresh=True, timeout_s=60).results == [None, [0]]
+
+
+def elsewhere(context: RankContext, kind: str, place: str) -> str:
+    """The error on this rank when rank 0 makes a step and rank 1 waits for it in another place."""
+    layouts = layouts_of({"one": Spec(sizes=SIZES)})
+    create: Any = ModuleGroups.create if kind == "modules" else ProcessGroups.create
+    options = {"bucket_nbytes": 1 << 10} if place == "several buckets" else {}
+    with create(layouts if kind == "modules" else Layout(**SIZES), timeout_s=300.0) as groups:
+        alone = Alone(kind, groups, **options)
+        alone.step(0)
+        for transport in (control._transport for control in controls_of(groups)):
+            assert transport is not None
+            transport._connections.after_s = 0.1
+        with pytest.raises(HoldfastError) as caught:  # noqa: PT012
+            if context.rank == 0 or place != "no backward":
+                train_module(alone.trained, rows_of(1, "one"))
+            if context.rank == 0:
+                alone.call()
+            elif place == "evaluation":
+                with torch.no_grad():
+                    alone.trained.loss(rows_of(2, "one"))
+            groups.control.agree(None, phase="after the loop")
+        with pytest.raises(ConfigError, match="Create the groups and the model again"):
+            alone.around(is_last=True).__enter__()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("sharded", "one bucket"),
+        ("sharded", "several buckets"),
+        ("reduced", "no backward"),
+        *(
+            pytest.param(kind, place, marks=pytest.mark.slow)
+            for kind, place in (
+                ("sharded", "no backward"),
+                ("chained", "no backward"),
+                ("modules", "one bucket"),
+                ("stepper", "after the loop"),
+                ("fsdp", "after the loop"),
+                ("fsdp", "evaluation"),
+            )
+        ),
+    ],
+)
+def test_a_rank_that_makes_a_step_alone_is_told_where_the_others_are(kind: str, place: str) -> None:
+    """I7: before, it waited for the limit of its communicator, and neither error had both places.
+
+    Over sockets of its own (one bucket), in the sum (several), in the reductions before it.
+    """
+    where = "the gather of unit" if place == "evaluation" else "phase 'after the loop'"
+    told = run_ranks(2, elsewhere, kind, place, fresh=True, timeout_s=60).results
+    for each in told:
+        assert each.startswith("PlanError"), each
+        assert "rank 0 waits in a step of" in each, each
+        assert f"which rank 1 has not begun; that one waits in {where}" in each
+
+
+def interrupted(context: RankContext, kind: str, phase: str) -> list[int] | None:
+    """Ranks that this one misses when an interrupt leaves the step of rank 1, which then waits."""
+    with ProcessGroups.create(Layout(**SIZES), timeout_s=300.0) as groups:
+        alone = Alone(kind, groups)
+        alone.step(0)
+        alone.backward(1)
+        missing = None
+        if context.rank == 1:
+            stepper: Any = alone.trained.stepper
+            setattr(alone.trained.sharded._stepper if kind == "fsdp" else stepper, phase, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                alone.call()
+        else:
+            with pytest.raises(DeadlineError) as caught:
+                alone.call()
+            missing = caught.value.details["missing_ranks"]
+        dist.barrier()
+        return missing
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["usage", "update"])
+@pytest.mark.parametrize("kind", ["sharded", "reduced", "fsdp"])
+def test_an_interrupt_in_a_step_ends_the_waits_of_other_ranks(kind: str, phase: str) -> None:
+    """I7: before, they waited for the limit of their communicators while that rank lived."""
+    assert run_ranks(2, interrupted, kind, phase, fresh=True, timeout_s=60).results == [[1], None]

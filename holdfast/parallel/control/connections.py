@@ -38,6 +38,8 @@ from holdfast.parallel.control.addresses import own_address
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+LONG_S = 1.0
+"""A wait that has lasted so long is noted for ranks that look."""
 _LENGTH = struct.Struct("<Q")
 _MAX_VIEWS = 64
 """Buffers in one system call: small messages are not worth a call each."""
@@ -205,7 +207,7 @@ class Connections:
         """Accepted connections, with the part of their hello that has arrived."""
         self._from: dict[int, IncomingStream] = {}
         self._to: dict[int, OutgoingStream] = {}
-        self.after_s = math.inf
+        self.after_s = LONG_S
         """Seconds of one wait after which `when_long` is called."""
         self.when_long: Callable[[], bool] | None = None
         """Called again after as long if it returns False: what it did not do, others wait for."""

@@ -9,7 +9,7 @@ collective.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -23,6 +23,7 @@ from holdfast.errors import (
     ErrorRecord,
     GroupError,
     HoldfastError,
+    PlanError,
     joined_error,
     late_ranks,
     named_ranks,
@@ -58,8 +59,12 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
     waits_in: str
     """The phase of the call that it waits in; empty if it waits in something else."""
-    places: dict[str, list[Any]]
+    places: dict[str, list[Any]] = {}
     """Its places in what ranks do outside of `control`, by keys equal on all ranks."""
+    step: int = 0
+    """Number of the steps that it has begun, see `Control.begin_step`."""
+    step_of: str = ""
+    """What makes the last of them, in words."""
 
 
 class Noted(Protocol):
@@ -215,8 +220,18 @@ class Control:
         """The last error that left a guard on all ranks, kept by `Guard`."""
         self.noted: WeakSet[Noted] = WeakSet()
         """What `leave_note` takes notes of."""
+        self.cuts: list[Callable[[], None]] = []
+        """Called by `cut_off`: each ends waits of other ranks for this one in a step."""
+        self.reason_cut = ""
+        """Why communicators that steps use are cut; empty if they are not."""
+        self._num_steps = 0
+        """Steps that this rank has begun, see `begin_step`."""
+        self._step_of = ""
+        """What makes the last of them."""
+        self._has_left_note = False
+        """True if the store has taken a note of the call in progress."""
         if transport is not None:
-            transport.call_in_long_waits(self._leave_note_in)
+            transport.call_in_long_waits(self._wait_on)
 
     @classmethod
     def single(cls, *, rank: int = 0, name: str = "model") -> Control:
@@ -462,25 +477,109 @@ class Control:
         Cost: one request to the store; none for one rank.
         """
         if self._transport is not None:
-            self._transport.note(self._sequence + 1, self._note(waits_in=""))
+            note = self._note(waits_in="", places=self._places())
+            self._transport.note(self._sequence + 1, _encoded(note))
 
     def note_of(self, rank: int) -> Note:
         """Return what a rank has left since the last call of all ranks; an empty note if nothing.
 
         Cost: at most two requests to the store.
         """
-        text = self._transport and self._transport.noted(rank, self._sequence + 1)
-        return msgspec.json.decode(text, type=Note) if text else Note(waits_in="", places={})
+        return self._note_of(rank, before=self._sequence + 1)
 
-    def _leave_note_in(self, phase: str) -> bool:
-        """Leave a note in a call that waits; return False if it is to be tried again."""
-        return self._transport is None or self._transport.note(
-            self._sequence, self._note(waits_in=phase)
+    def begin_step(self, name: str, *, is_noted: bool) -> None:
+        """Begin a step of optimizers, which no rank ends before all have begun it.
+
+        Its collectives wait for other ranks without a look at them. So those that wait elsewhere
+        find out by the note of this rank that they wait for each other, see `free_from_step`.
+
+        Args:
+            name: what makes the step.
+            is_noted: leave a note now; False if one is left once a wait lasts.
+
+        Cost: a note is handed to the thread that talks to the store; no wait.
+        """
+        self._num_steps, self._step_of = self._num_steps + 1, name
+        if is_noted and self._transport is not None:
+            note = self._note(waits_in="", places={})
+            self._transport.post_note(self._sequence + 1, _encoded(note))
+
+    def is_ahead(self, note: Note) -> bool:
+        """Return True if a rank that has left a note is in a step that this one has not begun."""
+        return note.step > self._num_steps
+
+    def free_from_step(self, rank: int, note: Note, *, waits_in: str) -> PlanError:
+        """End the step of ranks that wait in it for this one, which waits for them elsewhere.
+
+        What the steps of this rank use is cut, and cannot be used again.
+
+        Args:
+            rank: one of them.
+            note: what it has left.
+            waits_in: where this rank waits, in words.
+
+        Returns:
+            What has happened; the other ranks find it by `why_freed`.
+        """
+        error = PlanError(
+            f"rank {rank} waits in a step of {note.step_of}, which rank {self.rank} has not begun; "
+            f"that one waits in {waits_in}. All ranks make the same steps of the same optimizers "
+            f"in the same order: what decides whether to make one, or when to stop, is to be equal "
+            f"on all of them (a loss that is not finite on one rank is `step(is_finite=False)` "
+            f"there). Create the groups and the model again, and load the last checkpoint",
+            details={"ranks": [rank, self.rank]},
         )
+        self.cut_off(error)
+        return error
 
-    def _note(self, *, waits_in: str) -> str:
-        places = {key: each for noted in [*self.noted] for key, each in noted.places().items()}
-        return msgspec.json.encode(Note(waits_in=waits_in, places=places)).decode()
+    def cut_off(self, error: HoldfastError) -> None:
+        """Let ranks that wait in a step for this one find an error, see `why_freed`, and end."""
+        if self._transport is not None:
+            text = msgspec.json.encode(ErrorRecord.of(error)).decode()
+            self._transport.leave_reason(self._sequence + (not self._is_midway), text)
+        self.reason_cut = str(error)
+        for cut in self.cuts:
+            cut()
+
+    def why_freed(self) -> HoldfastError | None:
+        """Return what another rank has left in `cut_off` before the next call of all ranks.
+
+        Cost: at most two requests to the store.
+        """
+        text = self._transport and self._transport.reason(self._sequence + 1)
+        if not text:
+            return None
+        error = msgspec.json.decode(text, type=ErrorRecord).to_error()
+        self.reason_cut = str(error)
+        return error
+
+    def _wait_on(self, phase: str) -> bool:
+        """Leave a note in a call that waits, and look at the next rank; False to look again.
+
+        Where some ranks are in a step and some in a call, one is the next of another.
+        """
+        if self._transport is None or not self._is_midway:
+            return True
+        if not self._has_left_note:
+            note = self._note(waits_in=phase, places=self._places())
+            self._has_left_note = self._transport.note(self._sequence, _encoded(note))
+        rank = self.ranks[(self.index + 1) % self.size]
+        note = self._note_of(rank, before=self._sequence)
+        if not self.is_ahead(note):
+            return False
+        self.free_from_step(rank, note, waits_in=f"phase {phase!r}, for all ranks")
+        return True
+
+    def _note_of(self, rank: int, *, before: int) -> Note:
+        """Return what a rank has left that has not made a call yet."""
+        text = self._transport and self._transport.noted(rank, before)
+        return msgspec.json.decode(text, type=Note) if text else Note(waits_in="")
+
+    def _note(self, *, waits_in: str, places: dict[str, list[Any]]) -> Note:
+        return Note(waits_in=waits_in, places=places, step=self._num_steps, step_of=self._step_of)
+
+    def _places(self) -> dict[str, list[Any]]:
+        return {key: each for noted in [*self.noted] for key, each in noted.places().items()}
 
     def exchange(
         self,
@@ -575,6 +674,7 @@ class Control:
             self._transport.start(own.sequence, phase, self.limit_s)
             # Before a byte is sent: an interrupt from here on breaks the communicator.
             self._is_midway = True
+            self._has_left_note = False
             self._sequence += 1
             frames = [Frame.decode(row) for row in self._transport.all_gather(data, FRAME_NBYTES)]
         # Failures first: a failed rank is out of sync by design, as its frame stands for any call.
@@ -642,6 +742,10 @@ class Control:
             f"The ranks of layout {self.name!r} are out of sync: {'; '.join(lines)}. Every "
             "rank must make the same calls in the same order."
         )
+
+
+def _encoded(note: Note) -> str:
+    return msgspec.json.encode(note).decode()
 
 
 def _shorten(text: str, nbytes: int) -> str:

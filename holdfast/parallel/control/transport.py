@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 _PROGRESS_WAIT_S = 1.5
 """Time for the others to post their progress before a rank is called missing or silent; also the
 limit of a request to the store."""
-_LONG_S = 1.0
-"""A wait that has lasted so long is noted for ranks that look."""
 _EXPLAIN_S = 3.0
 """Time in which the store must have named who is missing; see `BoundedStore.within`."""
 
@@ -71,7 +69,6 @@ class Transport:
         self._broken = ""
         self._is_closed = False
         self._connections = Connections(index=self._index, store=store)
-        self._connections.after_s = _LONG_S
         self._post("created")
 
     def call_in_long_waits(self, call: Callable[[str], bool]) -> None:
@@ -193,6 +190,22 @@ class Transport:
         except RuntimeError:
             return False
         return True
+
+    def post_note(self, sequence: int, text: str) -> None:
+        """Leave a text as `note` does, without a wait."""
+        self._store.post(f"note/{self._rank}", f"{sequence}:{text}")
+
+    def leave_reason(self, sequence: int, text: str) -> None:
+        """Leave a text for all ranks, of the call by which they meet again."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"reason/{sequence}", text)
+
+    def reason(self, sequence: int) -> str | None:
+        """Return the text that a rank has left for a call, if one has."""
+        key = f"reason/{sequence}"
+        with contextlib.suppress(RuntimeError):
+            return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+        return None
 
     def noted(self, rank: int, sequence: int) -> str | None:
         """Return the text that a rank has left before it makes a call, if it has."""

@@ -35,6 +35,10 @@ _LATE_SHARE = 0.9
 every reason, and gloo rounds its waits."""
 
 
+_CUT_TAG = 1_887
+"""Of a message that nothing sends."""
+
+
 def is_initialized() -> bool:
     """Return True if torch.distributed has a default group in this process."""
     return dist.is_available() and dist.is_initialized()
@@ -189,6 +193,19 @@ def destroy(group: ProcessGroup) -> None:
     with contextlib.suppress(ValueError, RuntimeError, AssertionError):
         if dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+def cut(group: ProcessGroup) -> None:
+    """End the waits of other ranks for this one on a communicator of gloo; it is broken then.
+
+    Gloo closes the connections of a rank whose wait is over the limit, and has no other call for
+    that which other threads and ranks notice. NCCL has none at all.
+    """
+    with contextlib.suppress(RuntimeError, ValueError):  # it is broken or destroyed already
+        if group.size() > 1 and dist.get_backend(group) == "gloo":
+            other = 1 if group.rank() == 0 else 0
+            message = torch.empty(1, device="cpu")
+            group.recv([message], other, _CUT_TAG).wait(timedelta(milliseconds=1))
 
 
 @contextlib.contextmanager
