@@ -112,15 +112,17 @@ class TensorMemory:
         """
         if not self.is_all_plain:
             return False
-        offset, itemsize, room = (
-            np.fromiter(each, np.int64, len(self.tensors))
-            for each in (
-                map(torch.Tensor.storage_offset, self.tensors),
-                map(attrgetter("itemsize"), self.tensors),
-                map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, self.tensors)),
-            )
-        )
-        is_inside = (offset * itemsize + self.nbytes <= room) & (self.address != 0)
+        offset: list[int] = []
+        room: list[int] = []
+        for where in runs(len(self.tensors)):
+            some = self.tensors[where]
+            offset += map(torch.Tensor.storage_offset, some)
+            room += map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, some))
+        # A tensor is not asked for what its dtype tells.
+        sizes = {dtype: dtype.itemsize for dtype in set(self.dtypes)}
+        itemsize = np.array(list(map(sizes.__getitem__, self.dtypes)), dtype=np.int64)
+        ends = np.array(offset, dtype=np.int64) * itemsize + self.nbytes
+        is_inside = (ends <= np.array(room, dtype=np.int64)) & (self.address != 0)
         return bool((is_inside | (self.nbytes == 0)).all())
 
 

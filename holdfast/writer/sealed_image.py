@@ -20,6 +20,13 @@ from holdfast.writer.memory import HUGE_NBYTES, collapse_pages
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEALS = 0b1111  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE
 _FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap = _libc.mmap, _libc.munmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _COPY_NBYTES = 512 << 10
 """Bytes of one memcpy. From the size of a core's second cache on, glibc copies by another loop on
 AMD's processors, which reads each line of the target before it writes it."""
@@ -135,7 +142,7 @@ class SealedImage:
         """See `Source.close`."""
         room, self._room, self._address = self._room, 0, 0
         if room:
-            _libc().munmap(room, self._room_nbytes)
+            _munmap(room, self._room_nbytes)
 
     def _map(self, fd: int) -> None:
         """Map the image at a multiple of the size of a huge page, without which none is used.
@@ -144,28 +151,16 @@ class SealedImage:
         """
         if not self._nbytes:
             return
-        libc = _libc()
         reserve = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         room_nbytes = -(-self._nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE_NBYTES
-        room = libc.mmap(None, room_nbytes, 0, reserve, -1, 0)
+        room = _mmap(None, room_nbytes, 0, reserve, -1, 0)
         if room == _FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._room, self._room_nbytes = room, room_nbytes
         place = -(-room // HUGE_NBYTES) * HUGE_NBYTES
         flags = mmap.MAP_SHARED | 0x10  # MAP_FIXED
-        if libc.mmap(place, self._nbytes, mmap.PROT_READ, flags, fd, 0) == _FAILED:
+        if _mmap(place, self._nbytes, mmap.PROT_READ, flags, fd, 0) == _FAILED:
             code = ctypes.get_errno()
             self.close()
             raise OSError(code, os.strerror(code))
         self._address = place
-
-
-def _libc() -> ctypes.CDLL:
-    """The C library, with the functions that map memory."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-    ]  # fmt: skip
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return libc

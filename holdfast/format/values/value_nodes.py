@@ -191,9 +191,15 @@ def walk(node: Any) -> Iterator[Any]:
     while waiting:
         node = waiting.pop()
         yield node
-        if tag_of(node) in _WRAPPERS:
+        if not isinstance(node, list | dict):
+            continue
+        if isinstance(node, list):
+            waiting += reversed(node)
+        elif is_plain_dict(node):
+            waiting += reversed(node.values())
+        elif tag_of(node) in _WRAPPERS:
             waiting.append(_payload(node))
-        elif isinstance(node, list | dict):
+        else:
             waiting += [member for _, member in reversed(members(node))]
 
 
