@@ -63,18 +63,25 @@ def run(words: list[str], *, directory: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-def test_the_library_works_without_the_trainer(without: Path) -> None:
+@pytest.mark.parametrize(
+    "collected",
+    [
+        # What other files import is read above.
+        pytest.param(("tests/test_harness.py",), marks=pytest.mark.slow),
+        pytest.param((), marks=pytest.mark.nightly),
+    ],
+)
+def test_the_library_works_without_the_trainer(without: Path, collected: tuple[str, ...]) -> None:
     code = (
         "import holdfast; print(holdfast.__file__, *(getattr(holdfast, n) for n in dir(holdfast)))"
     )
     assert str(without) in run([sys.executable, "-c", code], directory=without)
     assert "verify" in run([sys.executable, "-m", "holdfast.cli.main", "--help"], directory=without)
-    # Everything is collected, and one test with ranks runs; without assertions to rewrite, which
-    # would take most of the time.
+    # One test with ranks runs of what is collected; without assertions to rewrite, which would take
+    # most of the time.
     words = [sys.executable, "-m", "pytest", "--assert=plain"]
     words += ["-k", "test_results_come_back_in_rank_order"]
-    assert "1 passed" in run([*words, "-o", "addopts="], directory=without)
+    assert "1 passed" in run([*words, "-o", "addopts=", *collected], directory=without)
 
 
 @pytest.mark.slow

@@ -19,6 +19,11 @@ CALLBACKS = (
     "StochasticWeightAveraging", "StochasticWeightAveraging, linear", "TQDMProgressBar",
     "ThroughputMonitor", "Timer", "WeightAveraging",
 )  # fmt: skip
+WITHOUT_STATE = (
+    "DeviceStatsMonitor", "LearningRateMonitor", "ModelSummary", "RichModelSummary",
+    "RichProgressBar", "TQDMProgressBar",
+)  # fmt: skip
+"""They only show something: nightly is often enough."""
 EVERY_FEW = pytest.mark.parametrize(
     "every",
     [pytest.param(4, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)],
@@ -59,6 +64,7 @@ PLACES = (8, 12, -1)
         *(
             pytest.param(name, PLACES[number % 3 :][:1], marks=pytest.mark.slow)
             for number, name in enumerate(CALLBACKS)
+            if name not in WITHOUT_STATE
         ),
         *(pytest.param(name, PLACES, marks=pytest.mark.nightly) for name in CALLBACKS),
     ],
@@ -85,21 +91,30 @@ def test_hooks_means_and_schedules_of_lightning_go_on(
     check_habits(lightning, tmp_path, "hooks, means and a schedule that follows one", (at,))
 
 
-@pytest.mark.slow
+HABITS_AT = (
+    ("validation while gradients are accumulated", (1, 2)),
+    ("accumulation by hand", (2, 1)),
+    ("saved with the validation", (7, 14)),
+    ("two loaders, made for each epoch", (7, 5)),
+    ("a loader that has ended before a longer one", (5, 7)),
+    ("a stream and a loader that begins again", (6, 3)),
+    ("stopped by the module", (9,)),
+    ("weights of 64 bits", (12,)),
+    ("adapters with other ranks", (5,)),
+    ("modes that a hook sets", (3, 14)),
+)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "at"),
     [
-        ("validation while gradients are accumulated", (1, 2)),
-        ("accumulation by hand", (1, 2)),
-        ("saved with the validation", (7, 14)),
-        ("two loaders, made for each epoch", (5, 7)),
-        ("a loader that has ended before a longer one", (5, 7)),
-        ("a stream and a loader that begins again", (3, 6)),
-        ("stopped by the module", (9,)),
-        ("weights of 64 bits", (12,)),
-        ("adapters with other ranks", (5,)),
-        ("modes that a hook sets", (3, 14)),
+        *(pytest.param(name, at[:1], marks=pytest.mark.slow) for name, at in HABITS_AT),
+        *(
+            pytest.param(name, at[1:], marks=pytest.mark.nightly)
+            for name, at in HABITS_AT
+            if at[1:]
+        ),
     ],
 )
 def test_habits_of_users_of_lightning_go_on(
