@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
-from functools import wraps
 from types import TracebackType
-from typing import (
-    Any,
-    Concatenate,
-    Literal,
-    NoReturn,
-    ParamSpec,
-    SupportsIndex,
-    TypeVar,
-    cast,
-)
+from typing import Any, Literal, NoReturn, SupportsIndex, cast
 
 import torch.distributed as dist
 
@@ -51,28 +41,6 @@ from holdfast.policies.save import SavePolicy
 from holdfast.policies.schedule import SaveSchedule
 from holdfast.storage import Storage, open_storage
 from holdfast.storage.reading import fail_within
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def counted_if_saved(
-    method: Callable[Concatenate[Checkpointer, P], T],
-) -> Callable[Concatenate[Checkpointer, P], T]:
-    """Let a save that fails leave `save_when` as if none had been decided.
-
-    Around the guard, so that every rank does it, whichever has failed.
-    """
-
-    @wraps(method)
-    def saving(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException:
-            self._note_not_saved()
-            raise
-
-    return saving
 
 
 class Checkpointer:
@@ -206,6 +174,8 @@ class Checkpointer:
         self._preempted = ""
         # Last: what it starts (handlers of signals) is given back by `close`.
         self._schedule = SaveSchedule(save_when, control=control) if save_when is not None else None
+        if self._schedule is not None:
+            self._saver.on_failure = self._schedule.not_saved
 
     def __repr__(self) -> str:
         return f"Checkpointer({self._storage.describe('')!r}, layout={self._groups.layout.name!r})"
@@ -251,7 +221,6 @@ class Checkpointer:
         """
         return self._preempted
 
-    @counted_if_saved
     @timed_report
     @guarded
     def save(
@@ -301,7 +270,6 @@ class Checkpointer:
         self._parts_left.warn_of(state)
         return report
 
-    @counted_if_saved
     @guarded
     def save_async(
         self,
@@ -360,8 +328,8 @@ class Checkpointer:
         if not pending.skipped:
             self._note_saved(request.step)
             self._parts_left.warn_of(state)
-        else:
-            self._note_not_saved()
+        elif self._schedule is not None:
+            self._schedule.not_saved()
         return pending
 
     def maybe_save(
@@ -429,11 +397,6 @@ class Checkpointer:
         """Tell the policy of `save_when` that a step is saved."""
         if self._schedule is not None:
             self._schedule.saved(step)
-
-    def _note_not_saved(self) -> None:
-        """Tell the policy of `save_when` that a save was skipped or has failed."""
-        if self._schedule is not None:
-            self._schedule.not_saved()
 
     @guarded
     def prepare(self, state: Mapping[str, object]) -> None:

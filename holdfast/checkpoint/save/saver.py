@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import dropwhile
@@ -86,11 +86,17 @@ class Saver:
         # Appended to by the thread that learns outcomes. No lock: an interrupt in the wrong place
         # would leave it held, and the next save would wait for it without end.
         self._outcomes: deque[tuple[str, int]] = deque()
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when a save has failed on all ranks, before its error is raised."""
         control = groups.control
         self.save_guard: Guard[SaveReport] = Guard(control, "save", undo=self._undo_save)
         self.prepare_guard: Guard[None] = Guard(control, "prepare", undo=self._undo_prepare)
         self.async_guard: Guard[PendingSave] = Guard(
-            control, "save_async", is_complete=is_staging, rescue=self._rescue
+            control,
+            "save_async",
+            is_complete=is_staging,
+            rescue=self._rescue,
+            undo=self._undo_async,
         )
 
     @property
@@ -183,6 +189,7 @@ class Saver:
 
     def _undo_save(self) -> None:
         """A synchronous save failed on all ranks: nothing of it is left here or on storage."""
+        self.on_failure()
         answers = self.save_guard.answers.get(BEGIN)
         if answers is None:
             return
@@ -191,6 +198,9 @@ class Saver:
         proposals = Proposals(answers)
         if self._groups.control.is_coordinator and proposals.agrees():
             discard_save(self._storage, proposals.directory)
+
+    def _undo_async(self) -> None:
+        self.on_failure()
 
     def _undo_prepare(self) -> None:
         """Free staging buffers may be half laid out: the next save does that again."""
