@@ -69,6 +69,7 @@ def test_a_loop_that_seeds_and_leaves_its_epochs(
 TWO_LOOPS = in_two_loops(PROGRAM, "fabric.setup_dataloaders")
 
 
+@pytest.mark.slow
 def test_an_epoch_of_two_loops_of_fabric(server: ForkServer, tmp_path: Path) -> None:
     """X28. Within the second loop of an epoch."""
     check_variant(server, tmp_path, TWO_LOOPS, kill=KILL.format(at=13, rank=0), epochs=2)
@@ -82,6 +83,7 @@ def test_loops_of_fabric_that_would_train_again_are_refused(
     check_refused_loops(server, tmp_path, TWO_LOOPS, kill=KILL.format(at=13, rank=0))
 
 
+@pytest.mark.slow
 def test_a_loader_of_fabric_that_has_ended_beside_a_longer_one(
     server: ForkServer, tmp_path: Path
 ) -> None:
@@ -90,6 +92,7 @@ def test_a_loader_of_fabric_that_has_ended_beside_a_longer_one(
     check_shorter_loader(server, tmp_path, program, kill=KILL.format(at=18, rank=0))
 
 
+@pytest.mark.slow
 def test_a_loop_of_fabric_within_a_loop(server: ForkServer, tmp_path: Path) -> None:
     """X28."""
     program = within_a_loop(PROGRAM, "fabric.setup_dataloaders")
