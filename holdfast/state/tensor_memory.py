@@ -112,7 +112,7 @@ class TensorMemory:
         """
         if not self.is_all_plain:
             return False
-        offset: list[int] = []
+        offset: list[int | torch.SymInt] = []
         room: list[int] = []
         for where in runs(len(self.tensors)):
             some = self.tensors[where]
