@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from bench.groups import CountingStore
 from holdfast import Layout, ProcessGroups
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
 from holdfast.parallel import Control, ModuleGroups
@@ -269,6 +271,53 @@ def test_a_rank_that_makes_a_step_alone_is_told_where_the_others_are(kind: str, 
         assert each.startswith("PlanError"), each
         assert "rank 0 waits in a step of" in each, each
         assert f"which rank 1 has not begun; that one waits in {where}" in each
+
+
+class NotingStore(CountingStore):
+    """Has the keys of the notes that were left in it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(store)
+        self.notes: list[str] = []
+
+    def set(self, key: str, value: Any) -> None:
+        super().set(key, value)
+        if "/note/" in key:
+            self.notes.append(key)
+
+
+def notes_of_steps(context: RankContext) -> tuple[int, int, int]:
+    """Requests and notes of regular steps, and notes of one that waits."""
+    store = NotingStore(_get_default_store())
+    with ProcessGroups.create(Layout(**SIZES), store=store) as groups:
+        small, large = Alone("sharded", groups), Alone("sharded", groups, bucket_nbytes=1 << 10)
+        for alone in (small, large):
+            alone.step(0)
+            alone.backward(1)
+        transport = groups.control._transport
+        assert transport is not None
+        transport._connections.after_s = 300.0
+        # Requests are made one after another: those of the microbatches come before the answer.
+        transport._store.check(["none"])
+        before = store.num_requests
+        small.call()
+        large.call()
+        transport._store.check(["none"])
+        requests, regular = store.num_requests - before - 1, len(store.notes)
+        transport._connections.after_s = 0.05
+        large.backward(2)
+        if context.rank == 1:  # which begins once the other one has left its note
+            transport._store.wait(["note/0"], timedelta(seconds=60))
+        large.call()
+        waited = len(store.notes) - regular
+    return requests, regular, waited
+
+
+def test_a_step_leaves_a_note_only_if_it_waits() -> None:
+    """I7: of thousands of ranks each would make a request at one process, in each step."""
+    first, second = run_ranks(2, notes_of_steps).results
+    assert first[:2] == second[:2] == (0, 0)
+    assert first[2] == 1
 
 
 def interrupted(context: RankContext, kind: str, phase: str) -> list[int] | None:
