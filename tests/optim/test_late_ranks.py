@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from bench.groups import CountingStore
 from holdfast import Layout, ProcessGroups
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
+from holdfast.optim import ReducedOptimizer
 from holdfast.parallel import Control, ModuleGroups
 from tests.harness import RankContext, run_ranks
 from tests.optim.multi_module.common import Spec, layouts_of, rows_of, train_module
@@ -350,3 +351,31 @@ def interrupt(*_: object) -> None:
 def test_an_interrupt_in_a_step_ends_the_waits_of_other_ranks(kind: str, phase: str) -> None:
     """I7: before, they waited for the limit of their communicators while that rank lived."""
     assert run_ranks(2, interrupted, kind, phase, fresh=True, timeout_s=60).results == [[1], None]
+
+
+def interrupted_of_four(context: RankContext) -> list[int] | None:
+    """As `interrupted`, where a rank waits for ranks that wait for the one with the interrupt."""
+    with ProcessGroups.create(Layout(tp=2, dp=2), timeout_s=300.0) as groups:
+        net = torch.nn.Linear(4, 4)
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        stepper = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
+        with stepper.microbatch(is_last=True):
+            net(torch.ones(2, 4)).sum().backward()
+        missing = None
+        if context.rank == 3:
+            stepper.update = interrupt  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                stepper.step()
+        else:
+            with pytest.raises(DeadlineError) as caught:
+                stepper.step()
+            missing = caught.value.details["missing_ranks"]
+        dist.barrier()
+        return missing
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_a_step_ends_waits_for_ranks_that_it_has_freed() -> None:
+    """I7: before, those left their step and communicators stayed open, up to their limit."""
+    told = run_ranks(4, interrupted_of_four, fresh=True, timeout_s=60).results
+    assert told == [[3], [3], [3], None]
