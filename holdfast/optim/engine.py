@@ -459,13 +459,10 @@ class StepEngine:
                 failure = error
             failure = failure or self._refuse_interrupted()
             joint = self._joint if self._joint is not None and self._joint.is_usable else None
-            # Over sockets of its own a note is left once a wait lasts.
-            self._groups.control.begin_step(self._name, is_noted=joint is None)
-            measured = self._measure(mine, joint)
-            failure = failure or measured
-
-            # Phase 2: sum. From here all ranks have the same numbers.
-            sums = self._sum_up(mine, failure, joint)
+            with self._groups.control.beginning_step(self._name):
+                measured = self._measure(mine, joint)
+                # Phase 2: sum. From here all ranks have the same numbers.
+                sums = self._sum_up(mine, failure or measured, joint)
 
             if any(sums.num_new.values()):
                 self._compare_new(sums)
@@ -644,7 +641,8 @@ class StepEngine:
             total = add_up(values, what="the sum by which all ranks decide a step")
         except DeadlineError as error:
             # Only `control` knows which ranks are missing, and why the others failed.
-            self._agree_on(failure or self._named(error), phase=phase)
+            named = self._named(error)
+            self._agree_on(failure or named, phase=phase)
             raise
         sums = self._sum.read(total)
         if sums.failed:
@@ -663,15 +661,10 @@ class StepEngine:
         return sums
 
     def _named(self, late: DeadlineError) -> Exception:
-        """Return why a wait has ended, if a rank that is elsewhere has ended it.
-
-        Ranks that wait for this one alone, on other communicators, hear of it by cuts of its own.
-        """
+        """Return why a wait has ended, if a rank that is elsewhere has ended it."""
         error = self._groups.control.why_freed()
         if error is None:
             return late
-        for cut in self._groups.control.cuts:
-            cut()
         error.__cause__ = late
         return error
 
@@ -746,7 +739,8 @@ class StepEngine:
                 if num_used < num_trained:
                     stepper.exchange_used()
                 stepper.update(factors[module])
-            except Exception as error:
+            except Exception as raised:
+                error = collectives.lost_to_others(raised, "a collective of the update") or raised
                 failure = failure or _in_module(module, error)
         if failure is None:
             try:
@@ -774,12 +768,15 @@ class StepEngine:
         add_up = self._total if joint is None else joint.sum_with_parameters
         sums: list[float] | None = None
         try:
+            if isinstance(failure, DeadlineError):
+                failure = self._named(failure)
             if self._total.is_on_host or joint is not None:
                 try:
                     sums = add_up(mine, what="the agreement on an update")
                 except DeadlineError as late:
                     # Only `control` knows which ranks are missing; and it need not wait as long.
-                    failure = failure or late
+                    named = self._named(late)
+                    failure = failure or named
             if sums is None or sums[0]:
                 payload = json.dumps(mine).encode()
                 answers = self._agree_on(failure, phase=phase, payload=payload)

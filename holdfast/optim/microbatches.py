@@ -497,15 +497,15 @@ class Microbatches:
                     pair = first and dict(sorted(zip((control.rank, rank), first, strict=True)))
                     raise mixed_orders(pair, ranks=each.ranks)
         for rank, note in notes.items():
-            if control.is_ahead(note):
-                waits_in = next((name for each in progress if (name := each.waits_in)), "a launch")
-                raise control.free_from_step(rank, note, waits_in=waits_in)
             pairs = [(each, note.places[each.key]) for each in progress if each.key in note.places]
             missing = next((name for each, of in pairs if (name := each.awaited_from(of))), None)
             other = f"phase {note.waits_in!r}, for all ranks" if note.waits_in else None
             other = other or next(
                 (name for each, of in pairs if (name := each.awaited_by(of))), None
             )
+            # Not without a look at what is missing: it may come from a third rank that is slow.
+            if missing is not None and control.is_ahead(note):
+                raise control.free_from_step(rank, note, waits_in=missing)
             if missing is not None and other is not None:
                 raise missing_launch(missing, rank=control.rank, other=rank, waits_in=other)
 

@@ -51,11 +51,48 @@ class _Request:
         self.is_over.set()
 
 
+class _Later:
+    """Requests that the line's thread makes once they are due, unless they are withdrawn by then.
+
+    It looks whether there are any, so that none of them has to wake it.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[float, Callable[[], object]]] = {}
+        """By key: when to make it, and how. Each change is one call in C, so needs no lock."""
+        self._every_s: float | None = None
+        """How often to look; None if nothing was ever held."""
+
+    def hold(self, key: str, make: Callable[[], object], *, after_s: float) -> bool:
+        """Hold a request; return True if the thread is to be woken, or it would look too late."""
+        self._held[key] = time.monotonic() + after_s, make
+        before, self._every_s = self._every_s, after_s
+        return before is None or after_s < before
+
+    def withdraw(self, key: str) -> None:
+        """Forget what is held under a key, if it was not made yet."""
+        self._held.pop(key, None)
+
+    def due_in_s(self) -> float | None:
+        """Return the seconds up to the next look; None if there is nothing to look for."""
+        dues = [due for due, _ in [*self._held.values()]]
+        return max(min(dues) - time.monotonic(), 0.0) if dues else self._every_s
+
+    def make_due(self) -> None:
+        """Make what is due."""
+        now = time.monotonic()
+        for key, (due, _) in [*self._held.items()]:
+            # Either this finds it, or who withdraws it: what that one asks for next comes after it.
+            if due <= now and (taken := self._held.pop(key, None)) is not None:
+                _Request(taken[1]).run()
+
+
 class _Line:
     """The thread that makes the requests to one store, one after another."""
 
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._later = _Later()
         self._given_up: _Request | None = None
         self._threads: list[threading.Thread] = []
         """None or one."""
@@ -83,6 +120,15 @@ class _Line:
         if not self._is_stuck() and self._requests.qsize() < _MAX_POSTED:
             self._put(make)
 
+    def post_later(self, key: str, make: Callable[[], object], *, after_s: float) -> None:
+        """Make a request as `post` does, but after that time, and not if it is withdrawn."""
+        if self._later.hold(key, make, after_s=after_s):
+            self._put(lambda: None)
+
+    def withdraw(self, key: str) -> None:
+        """Withdraw what `post_later` holds under a key."""
+        self._later.withdraw(key)
+
     def _is_stuck(self) -> bool:
         """Return True if a request that was given up still holds the store's lock."""
         if self._given_up is not None and self._given_up.is_over.is_set():
@@ -92,7 +138,10 @@ class _Line:
     def _put(self, make: Callable[[], object]) -> _Request:
         if not self._threads:
             thread = threading.Thread(
-                target=_serve, args=(self._requests,), name="holdfast-store", daemon=True
+                target=_serve,
+                args=(self._requests, self._later),
+                name="holdfast-store",
+                daemon=True,
             )
             thread.start()
             self._threads.append(thread)
@@ -101,10 +150,17 @@ class _Line:
         return request
 
 
-def _serve(requests: queue.SimpleQueue[_Request | None]) -> None:
+def _serve(requests: queue.SimpleQueue[_Request | None], later: _Later) -> None:
     """Make requests until None comes."""
-    # The queue and not the line: the thread must not keep it alive.
-    while (request := requests.get()) is not None:
+    # What the line has, and not the line: the thread must not keep it alive.
+    while True:
+        try:
+            request = requests.get(timeout=later.due_in_s())
+        except queue.Empty:
+            later.make_due()
+            continue
+        if request is None:
+            return
         request.run()
         del request
 
@@ -194,6 +250,19 @@ class BoundedStore(Store):
         """
         key, raw = self._prefix + key, self.raw  # not `self`, which the thread must not keep alive
         self._line.post(lambda: raw.set(key, value))
+
+    def post_later(self, key: str, value: str, *, after_s: float) -> None:
+        """Set a key as `post` does, but after that time, and not if it is withdrawn before.
+
+        Cost, if it is withdrawn: neither a request nor a turn of the thread, which looks by itself
+        from the first call on, every `after_s` seconds.
+        """
+        key, raw = self._prefix + key, self.raw
+        self._line.post_later(key, lambda: raw.set(key, value), after_s=after_s)
+
+    def withdraw(self, key: str) -> None:
+        """Withdraw what `post_later` was to set, if it has not yet."""
+        self._line.withdraw(self._prefix + key)
 
     def get(self, key: str) -> bytes:
         """See torch; a key that is not there within the limit is an error."""

@@ -51,12 +51,12 @@ def objects_in(owner: object) -> dict[str, object]:
     inner = getattr(owner, "scheduler", None)
     if is_wrapper(owner) and isinstance(inner, LRScheduler):
         owner = inner
-    found: dict[str, object] = {"": owner}
-    found |= {path.removeprefix("."): each for path, each in schedules_in(owner, "")}
+    owners: dict[str, object] = {"": owner}
+    owners |= {path.removeprefix("."): each for path, each in schedules_in(owner, "")}
     if isinstance(owner, DataLoader):
         members: Any = ((name, getattr(owner, name, None)) for name in _OF_LOADERS)
-        found |= {name: each for name, each in members if each is not None}
-    return found
+        owners |= {name: each for name, each in members if each is not None}
+    return owners
 
 
 def other_kinds(names: Mapping[str, str], noted: Noted | None, where: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from bench.groups import CountingStore
 from holdfast import Layout, ProcessGroups
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError
+from holdfast.optim import ReducedOptimizer
 from holdfast.parallel import Control, ModuleGroups
 from tests.harness import RankContext, run_ranks
 from tests.optim.multi_module.common import Spec, layouts_of, rows_of, train_module
@@ -271,6 +274,53 @@ def test_a_rank_that_makes_a_step_alone_is_told_where_the_others_are(kind: str, 
         assert f"which rank 1 has not begun; that one waits in {where}" in each
 
 
+class NotingStore(CountingStore):
+    """Has the keys of the notes that were left in it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(store)
+        self.notes: list[str] = []
+
+    def set(self, key: str, value: Any) -> None:
+        super().set(key, value)
+        if "/note/" in key:
+            self.notes.append(key)
+
+
+def notes_of_steps(context: RankContext) -> tuple[int, int, int]:
+    """Requests and notes of regular steps, and notes of one that waits."""
+    store = NotingStore(_get_default_store())
+    with ProcessGroups.create(Layout(**SIZES), store=store) as groups:
+        small, large = Alone("sharded", groups), Alone("sharded", groups, bucket_nbytes=1 << 10)
+        for alone in (small, large):
+            alone.step(0)
+            alone.backward(1)
+        transport = groups.control._transport
+        assert transport is not None
+        transport._connections.after_s = 300.0
+        # Requests are made one after another: those of the microbatches come before the answer.
+        transport._store.check(["none"])
+        before = store.num_requests
+        small.call()
+        large.call()
+        transport._store.check(["none"])
+        requests, regular = store.num_requests - before - 1, len(store.notes)
+        transport._connections.after_s = 0.05
+        large.backward(2)
+        if context.rank == 1:  # which begins once the other one has left its note
+            transport._store.wait(["note/0"], timedelta(seconds=60))
+        large.call()
+        waited = len(store.notes) - regular
+    return requests, regular, waited
+
+
+def test_a_step_leaves_a_note_only_if_it_waits() -> None:
+    """I7: of thousands of ranks each would make a request at one process, in each step."""
+    first, second = run_ranks(2, notes_of_steps).results
+    assert first[:2] == second[:2] == (0, 0)
+    assert first[2] == 1
+
+
 def interrupted(context: RankContext, kind: str, phase: str) -> list[int] | None:
     """Ranks that this one misses when an interrupt leaves the step of rank 1, which then waits."""
     with ProcessGroups.create(Layout(**SIZES), timeout_s=300.0) as groups:
@@ -301,3 +351,31 @@ def interrupt(*_: object) -> None:
 def test_an_interrupt_in_a_step_ends_the_waits_of_other_ranks(kind: str, phase: str) -> None:
     """I7: before, they waited for the limit of their communicators while that rank lived."""
     assert run_ranks(2, interrupted, kind, phase, fresh=True, timeout_s=60).results == [[1], None]
+
+
+def interrupted_of_four(context: RankContext) -> list[int] | None:
+    """As `interrupted`, where a rank waits for ranks that wait for the one with the interrupt."""
+    with ProcessGroups.create(Layout(tp=2, dp=2), timeout_s=300.0) as groups:
+        net = torch.nn.Linear(4, 4)
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        stepper = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
+        with stepper.microbatch(is_last=True):
+            net(torch.ones(2, 4)).sum().backward()
+        missing = None
+        if context.rank == 3:
+            stepper.update = interrupt  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                stepper.step()
+        else:
+            with pytest.raises(DeadlineError) as caught:
+                stepper.step()
+            missing = caught.value.details["missing_ranks"]
+        dist.barrier()
+        return missing
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_a_step_ends_waits_for_ranks_that_it_has_freed() -> None:
+    """I7: before, those left their step and communicators stayed open, up to their limit."""
+    told = run_ranks(4, interrupted_of_four, fresh=True, timeout_s=60).results
+    assert told == [[3], [3], [3], None]

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 LONG_S = 1.0
 """A wait that has lasted so long is noted for ranks that look."""
+_MOST_S = 8.0
+"""Up to this a wait looks twice as late each time: many ranks may wait long for one."""
 _LENGTH = struct.Struct("<Q")
 _MAX_VIEWS = 64
 """Buffers in one system call: small messages are not worth a call each."""
@@ -210,7 +212,7 @@ class Connections:
         self.after_s = LONG_S
         """Seconds of one wait after which `when_long` is called."""
         self.when_long: Callable[[], bool] | None = None
-        """Called again after as long if it returns False: what it did not do, others wait for."""
+        """Called again, later each time, if it returns False: there may be something to do yet."""
         # Last: a rank that finds the address can connect.
         port = self._listener.getsockname()[1]
         try:
@@ -226,6 +228,7 @@ class Connections:
             stream.close()
         for unused in (self._listener, *self._unnamed):
             unused.close()
+        self.when_long = None  # of who has these connections: no reference cycle stays
 
     def connect(self, indices: Iterable[int], deadline: float) -> None:
         """Connect to ranks that this one will send to.
@@ -290,9 +293,10 @@ class Connections:
                 for each in (self._listener, *self._unnamed):
                     poll.register(each, select.POLLIN)
         left = deadline - time.monotonic()
-        while self.when_long is not None and left > self.after_s:
-            is_done = bool(poll.poll(math.ceil(self.after_s * 1000))) or self.when_long()
-            left = deadline - time.monotonic()
+        after_s = self.after_s
+        while self.when_long is not None and left > after_s:
+            is_done = bool(poll.poll(math.ceil(after_s * 1000))) or self.when_long()
+            after_s, left = min(2 * after_s, _MOST_S), deadline - time.monotonic()
             if is_done:
                 break
         # Rounded up: a wait of less than a millisecond would spin.

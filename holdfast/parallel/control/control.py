@@ -9,7 +9,7 @@ collective.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -62,7 +62,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     places: dict[str, list[Any]] = {}
     """Its places in what ranks do outside of `control`, by keys equal on all ranks."""
     step: int = 0
-    """Number of the steps that it has begun, see `Control.begin_step`."""
+    """Number of the steps that it has begun, see `Control.beginning_step`."""
     step_of: str = ""
     """What makes the last of them, in words."""
 
@@ -72,6 +72,13 @@ class Noted(Protocol):
 
     def places(self) -> Mapping[str, list[Any]]:
         """Return `Note.places`."""
+
+
+class Cut(Protocol):
+    """Has communicators that steps use."""
+
+    def cut(self, reason: str) -> None:
+        """End the waits of other ranks for this one, and refuse steps for that reason."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -220,12 +227,12 @@ class Control:
         """The last error that left a guard on all ranks, kept by `Guard`."""
         self.noted: WeakSet[Noted] = WeakSet()
         """What `leave_note` takes notes of."""
-        self.cuts: list[Callable[[], None]] = []
-        """Called by `cut_off`: each ends waits of other ranks for this one in a step."""
+        self.cuts: WeakSet[Cut] = WeakSet()
+        """What `cut_off` cuts."""
         self.reason_cut = ""
         """Why communicators that steps use are cut; empty if they are not."""
         self._num_steps = 0
-        """Steps that this rank has begun, see `begin_step`."""
+        """Steps that this rank has begun, see `beginning_step`."""
         self._step_of = ""
         """What makes the last of them."""
         self._has_left_note = False
@@ -487,25 +494,39 @@ class Control:
         """
         return self._note_of(rank, before=self._sequence + 1)
 
-    def begin_step(self, name: str, *, is_noted: bool) -> None:
-        """Begin a step of optimizers, which no rank ends before all have begun it.
+    @contextmanager
+    def beginning_step(self, name: str) -> Iterator[None]:
+        """Enter from the begin of a step of optimizers up to the sum, for which all have begun it.
 
-        Its collectives wait for other ranks without a look at them. So those that wait elsewhere
-        find out by the note of this rank that they wait for each other, see `free_from_step`.
+        What is inside waits for other ranks without a look at them. So if it lasts, a note is left
+        by which those that wait elsewhere find out that they wait for each other, see `is_ahead`.
 
         Args:
             name: what makes the step.
-            is_noted: leave a note now; False if one is left once a wait lasts.
 
-        Cost: a note is handed to the thread that talks to the store; no wait.
+        Cost: if it is over within a second, neither a request to the store nor a wait.
         """
         self._num_steps, self._step_of = self._num_steps + 1, name
-        if is_noted and self._transport is not None:
-            note = self._note(waits_in="", places={})
-            self._transport.post_note(self._sequence + 1, _encoded(note))
+        if self._transport is None:
+            yield
+            return
+        note = self._note(waits_in="", places=self._places())
+        self._transport.note_later(self._sequence + 1, _encoded(note))
+        try:
+            yield
+        finally:
+            self._transport.withdraw_note()
 
     def is_ahead(self, note: Note) -> bool:
-        """Return True if a rank that has left a note is in a step that this one has not begun."""
+        """Return True if a rank that has left a note is in a step that this one has not begun.
+
+        That rank comes out of the step no earlier than this one has begun it, but by an error: then
+        it waited up to a limit, or an interrupt has ended it, and its communicators are lost. All
+        ranks begin the same steps, so a note that is older than what its rank does now is of a step
+        that this one has begun, too; a late one is found by a later look. So if this rank waits in
+        something for which that one has not come, and will not come in the step, both wait in vain.
+        A rank that is slow to begin the step does not wait here.
+        """
         return note.step > self._num_steps
 
     def free_from_step(self, rank: int, note: Note, *, waits_in: str) -> PlanError:
@@ -537,12 +558,13 @@ class Control:
         if self._transport is not None:
             text = msgspec.json.encode(ErrorRecord.of(error)).decode()
             self._transport.leave_reason(self._sequence + (not self._is_midway), text)
-        self.reason_cut = str(error)
-        for cut in self.cuts:
-            cut()
+        self._cut(error)
 
     def why_freed(self) -> HoldfastError | None:
         """Return what another rank has left in `cut_off` before the next call of all ranks.
+
+        If it has, what is cut there is cut here, too: of the ranks of a step some wait for this one
+        alone, on other communicators.
 
         Cost: at most two requests to the store.
         """
@@ -550,8 +572,13 @@ class Control:
         if not text:
             return None
         error = msgspec.json.decode(text, type=ErrorRecord).to_error()
-        self.reason_cut = str(error)
+        self._cut(error)
         return error
+
+    def _cut(self, error: HoldfastError) -> None:
+        self.reason_cut = str(error)
+        for each in [*self.cuts]:
+            each.cut(self.reason_cut)
 
     def _wait_on(self, phase: str) -> bool:
         """Leave a note in a call that waits, and look at the next rank; False to look again.
@@ -567,6 +594,8 @@ class Control:
         note = self._note_of(rank, before=self._sequence)
         if not self.is_ahead(note):
             return False
+        # It has left the note before the call in which this rank waits for it. In the step it comes
+        # to that call with an error alone, after its limit, see `is_ahead`.
         self.free_from_step(rank, note, waits_in=f"phase {phase!r}, for all ranks")
         return True
 

@@ -7,7 +7,7 @@ both ranks, which cost more than the bytes where other programs use the cores.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.errors import DeadlineError, GroupError
@@ -28,22 +28,12 @@ class Direct:
         rank: this process's global rank.
         store: holds the addresses; nothing else uses it.
         timeout_s: for one exchange.
-        when_long: called again and again while an exchange lasts long.
 
     Cost: from the first exchange on a socket, and two more for each rank exchanged with.
     """
 
-    def __init__(
-        self,
-        *,
-        ranks: Sequence[int],
-        rank: int,
-        store: Store,
-        timeout_s: float,
-        when_long: Callable[[], bool] | None = None,
-    ) -> None:
+    def __init__(self, *, ranks: Sequence[int], rank: int, store: Store, timeout_s: float) -> None:
         self.num_exchanges = 0
-        self._when_long = when_long
         self._indices = {each: index for index, each in enumerate(ranks)}
         self._rank = rank
         self._store = store
@@ -66,7 +56,6 @@ class Direct:
         try:
             if self._connections is None:  # not earlier: an error here is one of the exchange
                 self._connections = Connections(index=self._indices[self._rank], store=self._store)
-                self._connections.when_long = self._when_long
             self._connections.transfer(
                 [(self._indices[rank], mine) for rank, _ in arriving],
                 [(self._indices[rank], memory) for rank, memory in arriving],

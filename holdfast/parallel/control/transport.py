@@ -191,9 +191,14 @@ class Transport:
             return False
         return True
 
-    def post_note(self, sequence: int, text: str) -> None:
-        """Leave a text as `note` does, without a wait."""
-        self._store.post(f"note/{self._rank}", f"{sequence}:{text}")
+    def note_later(self, sequence: int, text: str) -> None:
+        """Leave a text as `note` does once a wait would, unless it is withdrawn by then."""
+        key, after_s = f"note/{self._rank}", self._connections.after_s
+        self._store.post_later(key, f"{sequence}:{text}", after_s=after_s)
+
+    def withdraw_note(self) -> None:
+        """Withdraw what `note_later` has not left yet."""
+        self._store.withdraw(f"note/{self._rank}")
 
     def leave_reason(self, sequence: int, text: str) -> None:
         """Leave a text for all ranks, of the call by which they meet again."""

@@ -47,11 +47,6 @@ class LaunchProgress:
     waited: int = -1
     """Position, in `launches`, of the one that this rank waits in; -1 if it waits in none."""
 
-    @property
-    def waits_in(self) -> str | None:
-        """What this rank waits in, in words; None if it waits in nothing here."""
-        return self.name_of(self.launches[self.waited]) if self.waited >= 0 else None
-
     def note(self) -> list[Any]:
         """Return what other ranks compare, in JSON's types, however much was launched."""
         last = [*self.launches[-_SHOWN:]]

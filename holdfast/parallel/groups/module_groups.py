@@ -114,7 +114,7 @@ class ModuleGroups:
         # Phase 2: the modules.
         for module in self.layouts.modules_of(self.rank):
             self._modules[module] = create(self.layouts[module], names=names.get(module))
-            control.cuts.append(self._modules[module].cut)  # a step is one of all modules
+            control.cuts.add(self._modules[module])  # a step is one of all modules
         control.agree(None, phase="groups of all modules")
         # Phase 3: the edges. The guard's end follows, where all ranks learn if one failed.
         for edge in self.layouts.edges:

@@ -77,6 +77,7 @@ class ProcessGroups:
     """
 
     __slots__ = (
+        "__weakref__",
         "_backend",
         "_common",
         "_data_timeout_s",
@@ -519,24 +520,20 @@ class ProcessGroups:
                 rank=self.rank,
                 store=self._store.prefixed(f"{self._prefix}/direct"),
                 timeout_s=max(self._timeout_s, self._data_timeout_s),
-                when_long=self._leave_note,
             )
         return self._direct
 
-    def cut(self) -> None:
+    def cut(self, reason: str) -> None:
         """End the waits of other ranks for this one, whose collectives it does not come to.
 
-        Communicators of gloo are broken on all their ranks then, adopted ones, too.
+        Communicators of gloo are broken on all their ranks then, adopted ones, too. So steps are
+        refused for that reason.
         """
+        self.control.reason_cut = reason
         for held in self._held.values():
             _torch.cut(held.group)
         if self._direct is not None:
             self._direct.close()
-
-    def _leave_note(self) -> bool:
-        """Leave a note in an exchange that lasts; once, since what follows is in the same step."""
-        self.control.leave_note()
-        return False
 
     def close(self) -> None:
         """Destroy the communicators created here; a second call does nothing.
@@ -682,7 +679,7 @@ class ProcessGroups:
             data_timeout_s=self._data_timeout_s,
             name=self.layout.name,
         )
-        self.control.cuts.append(self.cut)
+        self.control.cuts.add(self)
 
     def _make(self, ranks: Sequence[int], name: str, backend: str | None = None) -> ProcessGroup:
         """Make a communicator that is owned here."""
