@@ -68,20 +68,6 @@ def attempts(context: RankContext, kind: str, root: str) -> dict[str, list[str]]
         ours, theirs = alone.values(), undisturbed.values()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         checkpointer.save(1, state)
-        refuse_after_an_interrupt(undisturbed, checkpointer)
-        # What the refusal says to do.
-        groups_again = stack.enter_context(
-            create(layouts if kind == "modules" else Layout(**SIZES))
-        )
-        again = Alone(kind, groups_again)
-        model_again = again.trained.model
-        with Checkpointer(root, groups=getattr(groups_again, "union", groups_again)) as reader:
-            reader.load(
-                {"optimizer": OptimizerState(again.optimizer, model_again), "model": model_again}
-            )
-        loaded = again.values()
-        assert all(torch.equal(loaded[name], ours[name]) for name in ours)
-        again.step(3)
         if kind in BUCKETED:
             calls: list[Callable[[], object]] = [
                 lambda: checkpointer.save(2, state),
@@ -99,6 +85,22 @@ def attempts(context: RankContext, kind: str, root: str) -> dict[str, list[str]]
             alone.optimizer.step()
             checkpointer.save(2, state)
             checkpointer.load(state)
+        # Last, as it breaks the groups.
+        refuse_after_an_interrupt(undisturbed, checkpointer)
+        # What the refusal says to do.
+        groups_again = stack.enter_context(
+            create(layouts if kind == "modules" else Layout(**SIZES))
+        )
+        again = Alone(kind, groups_again)
+        model_again = again.trained.model
+        with Checkpointer(root, groups=getattr(groups_again, "union", groups_again)) as reader:
+            reader.load(
+                {"optimizer": OptimizerState(again.optimizer, model_again), "model": model_again},
+                step=1,
+            )
+        loaded = again.values()
+        assert all(torch.equal(loaded[name], ours[name]) for name in ours)
+        again.step(3)
     return told
 
 
