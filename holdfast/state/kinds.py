@@ -48,8 +48,8 @@ def objects_in(owner: object) -> dict[str, object]:
 
     Those are schedules, and the data set and the sampler of a loader.
     """
-    inner = getattr(owner, "scheduler", None)
-    if is_wrapper(owner) and isinstance(inner, LRScheduler):
+    # A user's own object is asked for no attribute: a property may raise before it is set up.
+    if is_wrapper(owner) and isinstance(inner := getattr(owner, "scheduler", None), LRScheduler):
         owner = inner
     found: dict[str, object] = {"": owner}
     found |= {path.removeprefix("."): each for path, each in schedules_in(owner, "")}
