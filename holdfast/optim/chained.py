@@ -55,7 +55,7 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     def __init__(self, optimizers: Mapping[str, ShardedOptimizer | ReducedOptimizer]) -> None:
         self._optimizers = dict(optimizers)
         chained = [each for each in self._optimizers.values() if isinstance(each, _CHAINED)]
-        if not chained:  # so there are no groups over which other ranks could be told
+        if not chained:  # so there are no groups over which other ranks could be notified
             self._check_kinds()
             raise ConfigError("a ChainedOptimizer needs at least one optimizer")
         self._groups = chained[0].groups

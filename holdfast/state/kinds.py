@@ -51,12 +51,12 @@ def objects_in(owner: object) -> dict[str, object]:
     # A user's own object is asked for no attribute: a property may raise before it is set up.
     if is_wrapper(owner) and isinstance(inner := getattr(owner, "scheduler", None), LRScheduler):
         owner = inner
-    found: dict[str, object] = {"": owner}
-    found |= {path.removeprefix("."): each for path, each in schedules_in(owner, "")}
+    objects: dict[str, object] = {"": owner}
+    objects |= {path.removeprefix("."): each for path, each in schedules_in(owner, "")}
     if isinstance(owner, DataLoader):
         members: Any = ((name, getattr(owner, name, None)) for name in _OF_LOADERS)
-        found |= {name: each for name, each in members if each is not None}
-    return found
+        objects |= {name: each for name, each in members if each is not None}
+    return objects
 
 
 def other_kinds(names: Mapping[str, str], noted: Noted | None, where: str) -> dict[str, str]:

@@ -497,7 +497,7 @@ class Control:
             name: what makes the step.
             is_noted: leave a note now; False if one is left once a wait lasts.
 
-        Cost: a note is handed to the thread that talks to the store; no wait.
+        Cost: a note is passed to the thread that talks to the store; no wait.
         """
         self._num_steps, self._step_of = self._num_steps + 1, name
         if is_noted and self._transport is not None:
