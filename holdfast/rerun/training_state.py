@@ -252,12 +252,9 @@ class TrainingState:
         frozen: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, tensor, is_buffer in self._tensors():
-                local = _floats(tensor)
-                if local is None:
+                if is_buffer and name in self._with_nan:
                     continue
-                if is_buffer and (name in self._with_nan or not is_strided(local)):
-                    continue
-                if local.numel():
+                for local in _floats(tensor):
                     names.append(name)
                     is_mask = is_buffer or name in self._with_infinity
                     flags.append(~local.isnan().any() if is_mask else local.isfinite().all())
@@ -272,7 +269,7 @@ class TrainingState:
         for indices in by_device.values():
             are_finite = torch.stack([flags[i] for i in indices]).tolist()
             bad += [i for i, is_finite in zip(indices, are_finite, strict=True) if not is_finite]
-        result = [names[i] for i in sorted(bad)]
+        result = [*dict.fromkeys(names[i] for i in sorted(bad))]
         if is_first:
             self._with_nan.update(buffers.intersection(result))
             self._with_infinity.update(
@@ -287,7 +284,9 @@ class TrainingState:
         Shards of one parameter never do, even if their bytes are equal now.
 
         Args:
-            is_sample: True to read the first row of each parameter only.
+            is_sample: True to read the first row of each parameter only: enough to tell replicas
+                that are meant to differ. A few other elements are an accident, which has to be
+                found later as a difference, and not to be taken as meant.
         """
         digest = hashlib.blake2b(digest_size=16)
         for name, parameter in self._named_parameters():
@@ -297,9 +296,10 @@ class TrainingState:
                     continue  # of a kind that may have no rows
                 while local.dim() > 1 and local.numel():
                     local = local[0]
-            parts = members_of(local) if is_sparse(local) else [local]
+            parts = _plain_parts(local)
             elements = " ".join(map(tensor_digest, parts))
-            text = f"{name} {local.dtype} {tuple(local.shape)} {elements} "
+            shape = [tuple(each.shape) for each in parts]
+            text = f"{name} {local.dtype} {shape} {elements} "
             text += f"{_shard_of(parameter)} "
             digest.update(text.encode())
         return digest.hexdigest()
@@ -342,14 +342,27 @@ def _by_name(settings: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def _floats(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's part of a tensor in a form that can be looked at; None if it is exact."""
-    local = local_of(tensor)
+def _plain_parts(local: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with memory that a tensor of any kind is made of.
+
+    What is in the place of several tensors, such as a quantized one, can often neither be looked at
+    nor digested: its class has few operations.
+    """
     if is_sparse(local):  # torch asks no sparse tensor whether it is finite
-        local = members_of(local)[-1]
-    if local.is_meta or not (local.is_floating_point() or local.is_complex()):
-        return None
-    return local.float() if local.element_size() == 1 else local
+        return members_of(local)
+    if hasattr(local, "__tensor_flatten__"):
+        inner = (getattr(local, name) for name in local.__tensor_flatten__()[0])
+        return [part for each in inner for part in _plain_parts(local_of(each))]
+    return [local.detach().values()] if local.is_nested else [local]
+
+
+def _floats(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return this rank's parts of a tensor that may not be finite, in a form to look at."""
+    return [
+        each.float() if each.element_size() == 1 else each
+        for each in _plain_parts(local_of(tensor))
+        if not each.is_meta and (each.is_floating_point() or each.is_complex()) and each.numel()
+    ]
 
 
 def _shard_of(parameter: nn.Parameter) -> list[int]:
@@ -363,8 +376,7 @@ def _shard_of(parameter: nn.Parameter) -> list[int]:
 
 @torch.no_grad()
 def _has_nan(tensor: torch.Tensor) -> bool:
-    local = _floats(tensor)
-    return local is not None and bool(local.isnan().any())
+    return any(bool(local.isnan().any()) for local in _floats(tensor))
 
 
 class _OldGradient:

@@ -185,8 +185,8 @@ def flatten_state(
         if isinstance(part, TreePart | ModuleState):
             forms = part.forms if isinstance(part, ModuleState) else ()
             flattener.fills_in_place(since=num_before, but_for={f"{name}.{form}" for form in forms})
-        if isinstance(part, OptimizerState | StatefulPart) and (of_part := part.kinds()):
-            kinds[name] = of_part
+        if isinstance(part, OptimizerState | StatefulPart) and (noted := part.kinds()):
+            kinds[name] = noted
         if isinstance(part, StatefulPart):
             orders |= unstored_orders(part.owner, name, kept=_streams_in(entries))
         if isinstance(part, OptimizerState):

@@ -48,15 +48,15 @@ def objects_in(owner: object) -> dict[str, object]:
 
     Those are schedules, and the data set and the sampler of a loader.
     """
-    inner = getattr(owner, "scheduler", None)
-    if is_wrapper(owner) and isinstance(inner, LRScheduler):
+    # A user's own object is asked for no attribute: a property may raise before it is set up.
+    if is_wrapper(owner) and isinstance(inner := getattr(owner, "scheduler", None), LRScheduler):
         owner = inner
-    owners: dict[str, object] = {"": owner}
-    owners |= {path.removeprefix("."): each for path, each in schedules_in(owner, "")}
+    objects: dict[str, object] = {"": owner}
+    objects |= {path.removeprefix("."): each for path, each in schedules_in(owner, "")}
     if isinstance(owner, DataLoader):
         members: Any = ((name, getattr(owner, name, None)) for name in _OF_LOADERS)
-        owners |= {name: each for name, each in members if each is not None}
-    return owners
+        objects |= {name: each for name, each in members if each is not None}
+    return objects
 
 
 def other_kinds(names: Mapping[str, str], noted: Noted | None, where: str) -> dict[str, str]:

@@ -79,6 +79,14 @@ class Sum(Count):
     """The same entry."""
 
 
+class Late(Count):
+    """Something else is to be set up before it answers."""
+
+    @property
+    def scheduler(self) -> Any:
+        raise RuntimeError("not set up")
+
+
 def momentum(kind: Any) -> Callable[[Any], Any]:
     return lambda groups: kind(groups, lr=0.1, momentum=0.9)
 
@@ -145,6 +153,7 @@ OBJECTS = [
         "Backwards takes .*SequentialSampler",
     ),
     (Count(), Sum(), "part", "Sum takes .*Count"),
+    (Late(), Late(), "", ""),
     (torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", 2.0), "", ""),
 ]
 
@@ -249,6 +258,7 @@ def of_two_ranks(context: RankContext, root: str) -> list[tuple[str, ...]]:
         ]
 
 
+@pytest.mark.slow
 def test_ranks_note_the_classes_of_their_own(tmp_path: Path) -> None:
     """R1: by group of a chained optimizer; of what is of another class on each rank, all."""
     swapped = ("optimizer.groups.0", "optimizer.groups.1")

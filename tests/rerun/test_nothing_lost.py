@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from holdfast import Checkpointer, Layout, ProcessGroups
 from holdfast.errors import ConfigError, FaultError, MismatchError, StorageError
@@ -209,8 +210,13 @@ def test_masks_of_infinities_are_no_fault(
 
 @pytest.mark.parametrize(
     "convert",
-    [lambda t: t.to(torch.float8_e4m3fn), torch.Tensor.to_sparse],
-    ids=["one byte", "sparse"],
+    [
+        lambda t: t.to(torch.float8_e4m3fn),
+        torch.Tensor.to_sparse,
+        lambda t: TwoTensor(torch.ones(2), t),  # type: ignore[no-untyped-call]
+        lambda t: torch.nested.nested_tensor([t, t[:1]]),
+    ],
+    ids=["one byte", "sparse", "several tensors", "nested"],
 )
 def test_parameters_of_other_forms_are_looked_at(
     groups: ProcessGroups, tmp_path: Path, convert: Callable[[torch.Tensor], torch.Tensor]
