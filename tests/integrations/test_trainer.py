@@ -306,6 +306,8 @@ def test_adapters_with_more_than_what_is_trained(
         config = f"AdaLoraConfig(init_r=4, target_r=2, tinit=1, tfinal={last_ranks}, total_step=7, "
         program = program.replace("LoraConfig(r=4, lora_dropout=0.1, ", config)
         program = program.replace('if "native" ', _RANKED.lstrip("\n"))
+        # PEFT cannot load weights from before a pruning; the best may be such, by a rounding.
+        program = program.replace(_BEST, "")
     straight = server.lines(program, tmp_path / "a", "new", directory=tmp_path)
     server.lines(program, tmp_path / "b", "stop", directory=tmp_path)
     other = program.replace("    lora = ", "    set_seed(2)\n    lora = ")
