@@ -25,6 +25,10 @@ _NBYTES = 33
 _SETTLE_S = 5.0
 """Seconds that another rank's root may need to show the id that the coordinator has written."""
 _PAUSE_S = 0.05
+NOT_MOUNTED = (
+    "The volume is not mounted on some hosts, or another one is. Nothing is saved; give all ranks "
+    "one root"
+)
 
 
 class RootIdentity:
@@ -55,6 +59,11 @@ class RootIdentity:
         if not present:
             require_root_of_checkpoints(self._storage)
         self.id = present
+
+    def expect(self, root_id: str) -> None:
+        """Raise StorageError unless the root has the id of the other ranks' root; see `check`."""
+        require_root(self._storage, root_id)
+        self.id = root_id
 
     def write(self, root_id: str) -> None:
         """Give a root its id; StorageError if it has got another one meanwhile.
@@ -122,7 +131,11 @@ def _settled(storage: Storage, root_id: str, *, limit_s: float) -> str:
     """Wait for this id, or for any; return the one that is there then."""
     deadline = time.monotonic() + limit_s
     while True:
-        storage.list("")  # a network file system's client asks its server
+        try:
+            storage.list("")  # a network file system's client asks its server
+        except StorageError as error:
+            if not is_absence(error):  # a root that was just made may be seen late, too
+                raise
         present = read_root_id(storage)
         if (present and root_id in ("", present)) or time.monotonic() > deadline:
             return present

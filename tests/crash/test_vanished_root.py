@@ -102,21 +102,35 @@ def test_a_volume_that_goes_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     assert {f"iter_000000{n}" for n in (1, 2, 3)} <= {p.name for p in (tmp_path / "root").iterdir()}
 
 
-def two_roots(context: RankContext, place: str) -> str:
-    """Rank 1 sees another volume under the path: it is not mounted there."""
-    with ProcessGroups.create(Layout(dp=2)) as groups:
-        root = Path(place) / str(context.rank)
-        return said(lambda: Checkpointer(root, groups=groups).save(1, state(1)))
+def two_roots(context: RankContext, place: str) -> list[str]:
+    """Each rank sees another volume under the path: it is not mounted on one of them, or absent."""
+    heard = []
+    with pytest.MonkeyPatch.context() as patch, ProcessGroups.create(Layout(dp=2)) as groups:
+        patch.setattr("holdfast.format.root_identity._SETTLE_S", 0.2)
+        for names in (("new", "empty"), ("new", "absent"), ("empty", "used")):
+            checkpointer = Checkpointer(Path(place) / names[context.rank], groups=groups)
+            for save in (checkpointer.save, lambda *a, c=checkpointer: c.save_async(*a).result()):
+                heard.append(said(lambda save=save: save(1, state(1))))  # type: ignore[misc]
+            checkpointer.close()
+    return heard
 
 
 def test_a_rank_with_another_root_is_named(tmp_path: Path) -> None:
-    """R6: at the first save already, long before the deadline."""
-    (tmp_path / "1").mkdir()
-    for words in run_ranks(2, two_roots, str(tmp_path)).results:
-        assert "StorageError" in words
-        assert "rank 1" in words
-        assert f"{tmp_path}/1 is not the root of this run: it has no {ROOT_ID}" in words
-    assert list((tmp_path / "1").iterdir()) == []
+    """R6: at the first save already, long before the deadline; nothing is made in its place."""
+    (tmp_path / "empty").mkdir()
+    with Checkpointer(tmp_path / "used") as checkpointer:
+        checkpointer.save(1, state(1))
+    for heard in run_ranks(2, two_roots, str(tmp_path)).results:
+        for name, said_of_it in (("empty", heard[:2]), ("absent", heard[2:4])):
+            for words in said_of_it:
+                assert words.startswith("StorageError"), words
+                assert "rank 1" in words
+                assert f"{tmp_path}/{name} is not the root of this run: it has no " in words
+        for words in heard[4:]:
+            assert words.startswith("StorageError"), words
+            assert f"different roots, by the id in {ROOT_ID}: none on rank 0; " in words
+    assert not (tmp_path / "absent").exists()
+    assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_commands_refuse_a_root_that_was_replaced(tmp_path: Path) -> None:

@@ -29,10 +29,16 @@ from holdfast.errors import (
     joined_details,
     plain_details,
     some_of,
+    values_by_rank,
 )
 from holdfast.format.digest import digest128
 from holdfast.format.names import saving_dir, step_dir
-from holdfast.format.root_identity import RootIdentity, new_root_id
+from holdfast.format.root_identity import (
+    NOT_MOUNTED,
+    ROOT_ID,
+    RootIdentity,
+    new_root_id,
+)
 from holdfast.format.values import Codecs
 from holdfast.parallel import ProcessGroups
 from holdfast.parallel.groups.order_comparison import (
@@ -56,7 +62,9 @@ _DISK_SLACK_NBYTES = 4 << 20
 BEGIN = "save: begin"
 """The phase of the one collective that opens every save; its answers are `SaveProposal`s."""
 BUDGET = "save: budget"
-"""The phase of the last collective of a save that makes a plan."""
+"""The phase of the last collective of a save that makes a plan, if all know the root."""
+ROOT = "save: root"
+"""The phase of the last collective of a save whose root is new to some rank."""
 
 
 class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
@@ -113,6 +121,7 @@ class Proposals:
         num_saves: the count of saves that all continue from; a rank that missed a failed one
             catches up.
         failed: by id, each earlier failure that some rank has not raised.
+        is_root_new: whether some rank has not seen the id of the root yet.
         orders: by rank, what it has launched since ranks have compared it.
     """
 
@@ -126,6 +135,7 @@ class Proposals:
         plans = {(proposal.plan, proposal.compares) for proposal in self.by_rank}
         self.is_unchanged = len(plans) == 1 and first.plan != ""
         self.num_saves = max(proposal.num_saves for proposal in self.by_rank)
+        self.is_root_new = any(proposal.root != first.root for proposal in self.by_rank)
         self.orders = [proposal.orders for proposal in self.by_rank]
         self.failed: dict[str, ErrorRecord] = {}
         for proposal in self.by_rank:
@@ -133,10 +143,20 @@ class Proposals:
                 self.failed.setdefault(save_id, error)
 
     def refuse_disagreement(self, ranks: Sequence[int]) -> None:
-        """Raise PlanError if the ranks do not request the same, ConfigError if all have nothing."""
+        """Raise PlanError if the ranks do not request the same, ConfigError if all have nothing.
+
+        StorageError if they see different roots; one without an id may be seen to have it later.
+        """
         for what, values in self._to_agree_on().items():
             if len(set(values)) > 1:
                 raise disagreement("save", what, values, ranks=ranks)
+        if len(self._root_ids()) > 1:
+            # What the coordinator would give a new root is nowhere yet.
+            ids = ["none" if each.new_root else each.root or "none" for each in self.by_rank]
+            raise StorageError(
+                f"save: the ranks see different roots, by the id in {ROOT_ID}: "
+                f"{values_by_rank(dict(zip(ranks, ids, strict=True)))}. {NOT_MOUNTED}"
+            )
         if all(proposal.is_empty for proposal in self.by_rank):
             raise ConfigError(
                 "the state has no part on any rank: a checkpoint of nothing would be the newest "
@@ -147,9 +167,14 @@ class Proposals:
         """Return True if all ranks request the same and no failure is to be raised."""
         return (
             not self.failed
+            and len(self._root_ids()) < 2
             and all(len(set(values)) == 1 for values in self._to_agree_on().values())
             and first_difference(self.orders) is None
         )
+
+    def _root_ids(self) -> set[str]:
+        """Return the ids of the roots that the ranks see."""
+        return {proposal.root for proposal in self.by_rank if proposal.root}
 
     def _to_agree_on(self) -> dict[str, list[object]]:
         """Return what has to be the same on all ranks, by name: one value for each rank."""
@@ -165,12 +190,14 @@ class Proposals:
 
 def is_staging(answers: Mapping[str, Sequence[bytes]]) -> bool:
     """Return True if an asynchronous save has made all its collectives, by the answers so far."""
-    if BUDGET in answers:
-        return True
     if BEGIN not in answers:
         return False
     proposals = Proposals(answers[BEGIN])
-    return proposals.agrees() and (proposals.is_unchanged or proposals.is_skipped)
+    if proposals.is_skipped or not proposals.agrees():
+        return proposals.agrees()
+    if proposals.is_root_new:
+        return ROOT in answers
+    return proposals.is_unchanged or BUDGET in answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +352,8 @@ class Handshake:
             phases: receives the time of each phase.
             in_flight: how many asynchronous saves may be in flight on a rank.
 
-        Cost: one small collective; three more and O(rows) vector work if a plan is made.
+        Cost: one small collective; three more and O(rows) vector work if a plan is made; one more
+        if the root is new.
         """
         if not isinstance(state, Mapping):
             raise ConfigError(f"the state must map names to parts, got {type(state).__name__}")
@@ -381,6 +409,10 @@ class Handshake:
             self._num_saves = proposals.num_saves + 1
             if self._groups.control.is_coordinator and not self._root.id:
                 self._adopt_root(proposals)
+            if proposals.is_root_new:
+                # Before a job begins: one that finds itself in another root reaches no other rank.
+                self._root.expect(proposals.by_rank[0].root)
+                self._groups.control.agree(None, phase=ROOT)
         return AgreedSave(
             local=local,
             plan=None if proposals.is_skipped else plan,

@@ -185,7 +185,7 @@ def _distributed(context: RankContext, root: str) -> list[object]:
 def test_steady_saves_cost_one_small_collective(tmp_path: Path) -> None:
     """C1, C2, C4: no plan exchange while nothing changes; a change on one rank is seen by all."""
     for _, per_save, sent, steps in run_ranks(4, _distributed, str(tmp_path)).results:  # type: ignore[misc]
-        assert per_save == [1, 1, 1]
+        assert per_save == [2, 1, 1]  # of a new root every rank says that it sees it
         assert sent <= 700
         assert steps == [0, 1, 2, 3, 9, 10, 11, 12]
 
