@@ -25,6 +25,12 @@ from holdfast.checkpoint import LoadReport, PendingSave
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.integrations.adapters import put_rank_averages, rank_averages
 from holdfast.integrations.fetches import Draws, LoadedStreams, States, set_streams
+from holdfast.integrations.gradients import (
+    GradientWatch,
+    own_gradients,
+    put_gradients,
+    unused_of_replicas,
+)
 from holdfast.integrations.names import numbered, owners_of
 from holdfast.integrations.turns import Turns
 from holdfast.integrations.world import (
@@ -80,6 +86,7 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         self._every = every
         self._places = [_Place.of(loader) for loader in self._accelerator._dataloaders]
         self._turns = Turns("AccelerateCheckpoints", self._places)
+        self._gradients = GradientWatch(each.optimizer for each in self._accelerator._optimizers)
         super().__init__(root, name="accelerate", **options)
         self._trained: int | None = None
         """The number of the loader that was trained with last."""
@@ -166,6 +173,9 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
     def save(self, **options: Any) -> PendingSave:
         """Save everything now, as checkpoint `step`, in the background.
 
+        Gradients that no step has used are saved with the rest, such as those that the generator's
+        backward leaves in the discriminator.
+
         Args:
             options: of `Checkpointer.save_async`.
 
@@ -194,6 +204,7 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
             "save_iteration": accelerator.save_iteration,
             "loader": self._trained or 0,
             "loops": self._turns.tree(),
+            "gradients": unused_of_replicas(self._parameters(), "AccelerateCheckpoints.save"),
             "ranks": [rank_averages(each) for each in accelerator._models],
         }
         places = {str(i): place.tree() for i, place in enumerate(self._places)}
@@ -214,12 +225,13 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         """
         self._refuse_loss()
         names = ("step", "accumulated", "save_iteration", "loader", "loops", "order", "ranks")
-        own = dict.fromkeys(names, Stored())
+        known = {**dict.fromkeys(names, Stored()), "gradients": own_gradients(Stored())}
         places = {str(i): place.template() for i, place in enumerate(self._places)}
-        parts = {**self._parts(), "accelerator": own, "loaders": places}
+        parts = {**self._parts(), "accelerator": known, "loaders": places}
         report = self._checkpointer.load(parts, step=step, **options)
         values: Any = report.values
         loaded, own = LoadedStreams(), values["accelerator"]
+        put_gradients(self._parameters(), own["gradients"])
         self._turns.load(own["loops"])
         for i, place in enumerate(self._places[: own["loops"]["loaders"]]):
             place.move(values["loaders"][str(i)], loaded)
@@ -233,6 +245,11 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
         self._accelerator.step = own["accumulated"] if is_whole else 0
         self._accelerator.project_configuration.iteration = own["save_iteration"]
         return report
+
+    def close(self) -> None:
+        """Wait for saves in flight, and raise what failed; destroy the communicators made here."""
+        self._gradients.close()
+        super().close()
 
     def _note_trained(self) -> None:
         """Note in the loop over which loader a step was made."""
@@ -264,6 +281,14 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
                     "after it was made, or made by skip_first_batches; prepare all loaders before, "
                     "and loop over them as they are: the loop continues behind the last batch"
                 )
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of all models, by number: wrappers have other names for them."""
+        return {
+            f"{name}.{index}": parameter
+            for name, each in numbered("model", self._accelerator._models)
+            for index, parameter in enumerate(each.parameters())
+        }
 
     def _parts(self) -> dict[str, object]:
         """Return the objects that are saved as they are."""

@@ -18,13 +18,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint import LoadReport, PendingSave
 from holdfast.errors import ConfigError
 from holdfast.integrations.adapters import put_rank_averages, rank_averages
 from holdfast.integrations.fetches import LoadedStreams
-from holdfast.integrations.gradients import GradientWatch, own_gradients, unused_gradients
+from holdfast.integrations.gradients import (
+    GradientWatch,
+    own_gradients,
+    put_gradients,
+    unused_of_replicas,
+)
 from holdfast.integrations.loaders import LoaderPlace, place_of, shares_of_data
 from holdfast.integrations.names import owners_of
 from holdfast.integrations.turns import Turns
@@ -162,18 +166,11 @@ class FabricCheckpoints(CheckpointsOfWorld):
             str(i): {"epoch": self._epoch_of(i), "place": of_each_rank_or_first(place.state_dict())}
             for i, place in enumerate(self._places)
         }
-        gradients = unused_gradients(self._parameters())
-        sharded = [name for name, each in gradients.items() if isinstance(each, DTensor)]
-        if sharded:
-            raise ConfigError(
-                f"FabricCheckpoints.save: gradients of a sharded module ({sharded[0]}) are being "
-                f"accumulated, and would be lost; save after a step of the optimizer"
-            )
         own = {
             "step": self.step,
             "loaders": places,
             "loops": self._turns.tree(),
-            "gradients": own_gradients(gradients),
+            "gradients": unused_of_replicas(self._parameters(), "FabricCheckpoints.save"),
             "ranks": {name: rank_averages(each) for name, each in self._modules().items()},
         }
         return {**self._parts(), _OWN: own}
@@ -212,9 +209,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
             place.load_state_dict(stored["place"])
             place.continue_with = loaded.take
             self._loaders[i]._num_iter_calls = stored["epoch"]
-        for name, parameter in self._parameters().items():
-            known = own["gradients"].get(name)
-            parameter.grad = None if known is None else known.to(parameter.device)
+        put_gradients(self._parameters(), own["gradients"])
         for name, each in self._modules().items():
             put_rank_averages(each, own["ranks"].get(name, ()))
         self.step = own["step"]

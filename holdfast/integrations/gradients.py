@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from holdfast._torch import write_counter
+from holdfast.errors import ConfigError
 from holdfast.state import PerRank
 
 Parameters = Mapping[str, nn.Parameter]
@@ -65,6 +66,31 @@ def empty_gradients(parameters: Parameters, names: Iterable[str]) -> Gradients:
     for each in chosen.values():
         each.grad = torch.zeros_like(each)
     return gradients_of(chosen)
+
+
+def unused_of_replicas(parameters: Parameters, what: str) -> PerRank:
+    """Return the gradients of replicas that no step has used.
+
+    Raises:
+        ConfigError: there are such of a sharded module, which no rank has whole; `what` names the
+            call.
+    """
+    gradients = unused_gradients(parameters)
+    sharded = [name for name, each in gradients.items() if isinstance(each, DTensor)]
+    if sharded:
+        raise ConfigError(
+            f"{what}: gradients of a sharded module ({sharded[0]}) that no step has used, as while "
+            f"they are being accumulated, would be lost; save after a step of the optimizer, or "
+            f"after a zero_grad() that sets them to None"
+        )
+    return own_gradients(gradients)
+
+
+def put_gradients(parameters: Parameters, stored: Mapping[str, torch.Tensor]) -> None:
+    """Replace the gradients of parameters by what a load has brought back."""
+    for name, parameter in parameters.items():
+        known = stored.get(name)
+        parameter.grad = None if known is None else known.to(parameter.device)
 
 
 def own_gradients(gradients: object) -> PerRank:

@@ -158,6 +158,41 @@ print(f"{num_batches} batches, step {checkpoints.step}")
 """
 
 
+ADVERSARIES = """
+import sys
+import torch
+from accelerate import Accelerator
+from holdfast.integrations.accelerate import AccelerateCheckpoints
+
+torch.manual_seed(1)
+nets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in nets]
+loader = torch.utils.data.DataLoader(torch.arange(24.0).view(6, 4), batch_size=1, shuffle=True)
+accelerator = Accelerator(cpu=True)
+*nets, first, second, loader = accelerator.prepare(*nets, *optimizers, loader)
+checkpoints = AccelerateCheckpoints.resume(accelerator, sys.argv[1], every=1)
+for epoch in range(checkpoints.epoch, int(sys.argv[2])):
+    for batch in loader:
+        for optimizer in (second, first):
+            accelerator.backward(nets[1](nets[0](batch)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()  # the other net keeps the gradients of this backward
+        saved = checkpoints.after_step()
+        if len(sys.argv) > 3 and checkpoints.step == 4:
+            saved.result()
+            sys.exit()
+checkpoints.close()
+print([p.tolist() for net in nets for p in net.parameters()])
+"""
+
+
+def test_gradients_that_no_step_has_used_go_on(server: ForkServer, tmp_path: Path) -> None:
+    """X27. Of two models with a step each, the backward of one leaves some in the other."""
+    straight = server.lines(ADVERSARIES, tmp_path / "a", 2, directory=tmp_path)
+    server.lines(ADVERSARIES, tmp_path / "b", 2, "stop", directory=tmp_path)
+    assert server.lines(ADVERSARIES, tmp_path / "b", 2, directory=tmp_path) == straight
+
+
 def test_a_save_behind_a_pass_that_a_load_has_ended(server: ForkServer, tmp_path: Path) -> None:
     """X20. Its batches are no longer those of the pass in progress: the next pass is whole."""
     for last in ("in the pass", "behind it"):
