@@ -365,6 +365,10 @@ class Leaving:
             raise self.error(f"in {place}")
 
 
+ENDED_STEP = "an interrupt ended the last step|KeyboardInterrupt has ended a step of"
+"""As the step says itself, or the groups that it has cut."""
+
+
 def left_in_a_step(context: RankContext, way: str, place: str) -> str:
     """What this rank raises where rank 1 leaves a step by an interrupt; an error is one of all."""
     with ProcessGroups.create(Layout(dp=2), data_timeout_s=2.0) as groups:
@@ -390,7 +394,7 @@ def left_in_a_step(context: RankContext, way: str, place: str) -> str:
         if context.rank:
             trained.taker.drop_gradients()
             for action in (partial(trained.microbatch, 2, 0, fail=False), trained.update):
-                with pytest.raises(HoldfastError, match="an interrupt ended the last step"):
+                with pytest.raises(HoldfastError, match=ENDED_STEP):
                     action()
             assert "of different steps" in trained.taker.unfinished_work()
         return f"{caught.typename}: {caught.value}"
