@@ -24,7 +24,6 @@ from tests.campaign.actions import (
     GRADIENT_WRITES,
     HOOKS,
     MODES,
-    OWN_STEPS,
     STEP_MODES,
     Action,
     Limits,
@@ -182,8 +181,8 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
     has_scaler = chance.random() < 0.3
     optimizer = chance.choice([*OPTIMIZERS])
     own_steps: tuple[StepMode, ...] = ("closure",)
-    if kind == "fsdp":  # which gives what did not run gradients of zeros, or keeps the loss scale
-        own_steps = OWN_STEPS if optimizer == "plain sgd" and not has_scaler else ()
+    if kind == "fsdp":  # whose own steps move what did not run, which docs/fsdp.md says
+        own_steps = ()
     way = Way(
         kind=kind,
         layout=layout,

@@ -20,6 +20,7 @@ from tests.campaign.actions import (
     Formed,
     Load,
     Microbatch,
+    Move,
     ReloadOptimizer,
     Save,
     Step,
@@ -80,6 +81,12 @@ REFUSALS = (
         name="not reduced",
         actions=(Step,),
         text=r"gradients of the last microbatch are not reduced|is not reduced yet",
+        fits=lambda now: now.is_open or now.has_odd_forward,
+    ),
+    Refusal(
+        name="not reduced",
+        actions=(Move, Detour),  # torch reads each `.grad` in them
+        text=r"is not reduced yet",
         fits=lambda now: now.is_open or now.has_odd_forward,
     ),
     Refusal(
