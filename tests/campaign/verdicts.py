@@ -12,7 +12,6 @@ from torch import Tensor
 
 from holdfast import HoldfastError, Layout
 from tests.campaign.actions import (
-    OWN_STEPS,
     Action,
     Detour,
     Drop,
@@ -20,7 +19,6 @@ from tests.campaign.actions import (
     Formed,
     Load,
     Microbatch,
-    Move,
     ReloadOptimizer,
     Save,
     Step,
@@ -66,9 +64,6 @@ class Refusal:
     """Returns True if the error's cause is there."""
 
 
-_AFTER_ITS_BUCKET = (
-    r"a gradient came after its bucket was reduced.* one backward call in each microbatch"
-)
 _STALE = r"were changed \(a step, a load\) while"
 REFUSALS = (
     Refusal(
@@ -80,20 +75,8 @@ REFUSALS = (
     Refusal(
         name="not reduced",
         actions=(Step,),
-        text=r"gradients of the last microbatch are not reduced|is not reduced yet",
+        text=r"gradients of the last microbatch are not reduced",
         fits=lambda now: now.is_open or now.has_odd_forward,
-    ),
-    Refusal(
-        name="not reduced",
-        actions=(Move, Detour),  # torch reads each `.grad` in them
-        text=r"is not reduced yet",
-        fits=lambda now: now.is_open or now.has_odd_forward,
-    ),
-    Refusal(
-        name="not reduced",
-        actions=(Step,),
-        text=r"gradients of the last microbatch are not reduced.*use_reentrant=False",
-        fits=lambda now: now.is_reentrant,
     ),
     Refusal(
         name="no backward",
@@ -146,14 +129,8 @@ REFUSALS = (
     Refusal(
         name="twice",
         actions=(TwiceBackward, Formed),  # "in turns"
-        text=_AFTER_ITS_BUCKET,
+        text=r"a gradient came after its bucket was reduced.* one backward call in each microbatch",
         fits=lambda now: True,
-    ),
-    Refusal(
-        name="twice",
-        actions=(Microbatch,),  # what is used twice, or tied, and computed again
-        text=_AFTER_ITS_BUCKET + ".*use_reentrant=False",
-        fits=lambda now: now.is_reentrant,
     ),
     Refusal(
         name="freed",
@@ -173,12 +150,6 @@ REFUSALS = (
         actions=(Step,),
         text=r"ranks differ in (lr|weight_decay) of parameter group",
         fits=lambda now: now.is_split,
-    ),
-    Refusal(
-        name="closure",
-        actions=(Step,),
-        text=r"step\(closure\).*: call backward yourself",
-        fits=lambda now: True,
     ),
     Refusal(
         name="no state dict",
@@ -308,10 +279,8 @@ def _refusal(action: Action, answers: Sequence[Answer], twin: Twin) -> str | Non
 def _has_to_raise(action: Action, twin: Twin) -> bool:
     """Return True for an update without any gradient, or of ranks with other settings."""
     now = twin.situation
-    if not isinstance(action, Step) or action.mode in OWN_STEPS:  # torch does nothing then
-        return False
-    no_gradient = not action.bad and not now.has_gradients
-    return no_gradient or now.is_split or action.mode == "closure"
+    no_gradient = isinstance(action, Step) and not action.bad and not now.has_gradients
+    return no_gradient or (isinstance(action, Step) and now.is_split)
 
 
 def _differences(found: Values, expected: Values, *, index: int) -> list[str]:
