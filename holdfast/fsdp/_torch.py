@@ -34,7 +34,15 @@ from holdfast.fsdp.launch_log import (
     LoggedSums,
     can_watch,
 )
-from holdfast.optim.in_flight import BUCKETED, GradientHook, HeldHook, change_class, gradient_of
+from holdfast.fsdp.use_marks import UseMarks, are_unused
+from holdfast.optim.in_flight import (
+    BUCKETED,
+    GradientHook,
+    HeldHook,
+    change_class,
+    gradient_of,
+    write_gradient,
+)
 from holdfast.optim.left_gradients import LeftGradients
 
 try:
@@ -104,6 +112,7 @@ def log_launches(group: Any, log: LaunchLog, *, name: str) -> None:
         group._reduce_scatter_comm = LoggedReduction(
             group._reduce_scatter_comm,
             log,
+            marks=group.marks,
             over=over,
             source=f"the reduction of {name}",
             is_watched=is_watched,
@@ -114,6 +123,7 @@ def log_launches(group: Any, log: LaunchLog, *, name: str) -> None:
         group.sums = LoggedSums(
             between,
             log,
+            marks=group.marks,
             source=f"the sum between replicas of {name}",
             is_watched=can_watch(between, group.device),
         )
@@ -200,6 +210,9 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Makes all-reduces, if this group has any."""
         self._pending: dict[Any, tuple[PendingGradient, RemovableHandle]] = {}
         """Members whose shards have a class that notices `zero_grad`."""
+        self.marks = UseMarks()
+        self._unused: dict[Any, tuple[torch.Tensor | None, int]] = {}
+        """Members with a gradient of zeros, if the answer of a reduction says so at a place."""
         self._unwatched = {True, False}
         """Whether the first forward with gradients, and that without, are still to be watched."""
 
@@ -325,7 +338,10 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             self._owed.clear()
         else:
             self._owed.update(filter(_IS_TRAINED, self.fsdp_params))
+        maybe_unused = self._mark_used() if self.reduce_grads else ()
         super().post_backward(*unused)
+        for member, place in maybe_unused:
+            self._unused[member] = self.marks.answer, place
 
     def finalize_backward(self) -> None:
         """FSDP2 calls it at the end of a backward."""
@@ -338,10 +354,49 @@ class ParameterGroup(_Base):  # type: ignore[misc]
                 waits = True
             elif member.unsharded_accumulated_grad is not None:
                 waits = True
+        if self._unused:
+            self._remove_unused()
         if self._sharded_state is _UNSHARDED:
             self.put_aside()
         if waits:
             self.mark()
+
+    def _mark_used(self) -> list[tuple[Any, int]]:
+        """Mark which of the parameters that are reduced next this rank has used in this step.
+
+        Returns those that may have to be without a gradient, with their places in the answer.
+        """
+        reduced = [each for each in self.fsdp_params if _is_reduced(each)]
+        used = [each in self.used for each in reduced]
+        sizes = [each.padded_sharded_param_size.numel() for each in reduced]
+        if all(used) and not self._unused:
+            self.marks.start(sizes, used, device=self.device)
+            return []
+        for member in self.used:
+            self._unused.pop(member, None)
+        # One of before this backward stays, as `zero_grad(set_to_none=False)` leaves it.
+        unused = [each for each in reduced if each not in self.used]
+        self.marks.start(sizes, used, device=self.device)
+        return [
+            (member, place)
+            for place, member in enumerate(unused)
+            if member in self._unused or gradient_of(member.sharded_param) is None
+        ]
+
+    def _remove_unused(self) -> None:
+        """Leave parameters without a gradient that no rank has used, as one process does.
+
+        All ranks that hold a part of a parameter have the same answer. What is used later in the
+        step gets its gradient then.
+
+        Cost: waits for the device.
+        """
+        unused, self._unused = self._unused, {}
+        answers = {id(each): each for each, _ in unused.values() if each is not None}
+        flags = {key: are_unused(each) for key, each in answers.items()}
+        for member, (answer, place) in unused.items():
+            if member not in self.used and (answer is None or flags[id(answer)][place]):
+                write_gradient(member.sharded_param, None)
 
     def _take_part(self) -> None:
         """Take part in reductions of what was trained and is frozen since.
@@ -363,6 +418,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         if self._pending:
             self.unmark()
         self.used.clear()
+        self._unused.clear()
         self.trained.clear()
         self._owed.clear()
         self._partial_reduce_output = None
@@ -420,7 +476,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         if not self._pending:
             self._partial_reduce_output = None
         elif self._partial_reduce_output is not None:
-            self._part_of_sum(member).zero_()
+            self._part_of_sum(member).fill_(-0.0)  # as of one that no rank has used
         self.used.pop(member, None)
 
     def make_zero(self, member: Any) -> None:
@@ -808,6 +864,15 @@ class Places:
     def _name(self, module: nn.Module, key: str) -> str:
         place = self._names.get(module, "")
         return f"{place}.{key}" if place else key
+
+
+def _is_reduced(member: Any) -> bool:
+    """Return True if FSDP2 reduces elements of a parameter: of its gradient, or zeros."""
+    whole = _whole_of(member)
+    if whole is None or not whole.numel():
+        return False
+    is_trained = whole.requires_grad or whole.grad is not None
+    return is_trained or member.unsharded_accumulated_grad is not None
 
 
 def _whole_of(member: Any) -> nn.Parameter | None:

@@ -20,6 +20,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from holdfast._torch import mark_launch
+from holdfast.fsdp.use_marks import UseMarks
 from holdfast.optim.collectives import uninterrupted
 from holdfast.parallel.groups.launch_order import LaunchOrder, LaunchProgress, OrderMark
 
@@ -398,8 +399,9 @@ class LoggedReduction(Logged):
     it gave any more.
     """
 
-    def __init__(self, inner: Any, log: LaunchLog, **settings: Any) -> None:
+    def __init__(self, inner: Any, log: LaunchLog, *, marks: UseMarks, **settings: Any) -> None:
         super().__init__(inner, log, **settings)
+        self._marks = marks
         self._options = dist.AllreduceOptions()
         self._options.asyncOp = True
 
@@ -413,12 +415,14 @@ class LoggedReduction(Logged):
     ) -> dist.Work | None:
         """Note it and launch it."""
         given = input_tensor
+        self._marks.write(given, num_parts=group.size(), op=op)
         fields = ("reduce-scatter", group, given.numel(), given.dtype, given.device, self._source)
         if not self._is_watched:
             inner = partial(self._inner, async_op=async_op)
             work: dist.Work | None = self._log.launch(
                 fields, self._order, inner, output_tensor, input_tensor, group, op
             )
+            self._marks.read(output_tensor)
             return work
         mark_launch(input_tensor, "reduce_scatter")
         self._options.reduceOp = op
@@ -428,6 +432,7 @@ class LoggedReduction(Logged):
         self._log.wait(launched, self._order)
         numel = output_tensor.numel()
         output_tensor.copy_(input_tensor.narrow(0, group.rank() * numel, numel))
+        self._marks.read(output_tensor)
         return None
 
 
@@ -435,10 +440,17 @@ class LoggedSums:
     """A communicator on which FSDP2 makes its all-reduces, which are noted."""
 
     def __init__(
-        self, group: dist.ProcessGroup, log: LaunchLog, *, source: str, is_watched: bool
+        self,
+        group: dist.ProcessGroup,
+        log: LaunchLog,
+        *,
+        marks: UseMarks,
+        source: str,
+        is_watched: bool,
     ) -> None:
         self._group = group
         self._log = log
+        self._marks = marks
         self._source, self._order = log.add_source(group, source)
         self._is_watched = is_watched
 
@@ -450,9 +462,11 @@ class LoggedSums:
         """Note an all-reduce and launch it; torch's `all_reduce` calls it and waits."""
         given = tensors[0]
         group, source = self._group, self._source
+        self._marks.write(given, num_parts=1, op=options.reduceOp)
         fields = ("all-reduce", group, given.numel(), given.dtype, given.device, source)
         work = self._log.launch(fields, self._order, group.allreduce, tensors, options)
-        return self._log.watched(work, self._order) if self._is_watched else work
+        work = self._log.watched(work, self._order) if self._is_watched else work
+        return self._marks.read_after(work, given)
 
 
 def can_watch(group: dist.ProcessGroup, device: torch.device) -> bool:
