@@ -28,6 +28,7 @@ from holdfast.integrations.fetches import Draws, LoadedStreams, States, set_stre
 from holdfast.integrations.gradients import (
     GradientWatch,
     own_gradients,
+    parameters_of,
     put_gradients,
     unused_of_replicas,
 )
@@ -283,12 +284,7 @@ class AccelerateCheckpoints(CheckpointsOfWorld):
                 )
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of all models, by number: wrappers have other names for them."""
-        return {
-            f"{name}.{index}": parameter
-            for name, each in numbered("model", self._accelerator._models)
-            for index, parameter in enumerate(each.parameters())
-        }
+        return parameters_of(numbered("model", self._accelerator._models))
 
     def _parts(self) -> dict[str, object]:
         """Return the objects that are saved as they are."""

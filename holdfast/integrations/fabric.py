@@ -26,6 +26,7 @@ from holdfast.integrations.fetches import LoadedStreams
 from holdfast.integrations.gradients import (
     GradientWatch,
     own_gradients,
+    parameters_of,
     put_gradients,
     unused_of_replicas,
 )
@@ -226,13 +227,7 @@ class FabricCheckpoints(CheckpointsOfWorld):
         return num_passes - 1 if self._places[index].is_inside else num_passes
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of all modules, by number: wrappers have other names for them."""
-        return {
-            f"{name}.{index}": parameter
-            for name, each in self._state.items()
-            if isinstance(each, nn.Module)
-            for index, parameter in enumerate(each.parameters())
-        }
+        return parameters_of(self._modules().items())
 
     def _modules(self) -> dict[str, nn.Module]:
         """Return the modules of the state."""

@@ -39,6 +39,15 @@ class GradientWatch:
             each.remove()
 
 
+def parameters_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter]:
+    """Return the parameters of modules by name, by number: wrappers have other names for them."""
+    return {
+        f"{name}.{index}": parameter
+        for name, each in modules
+        for index, parameter in enumerate(each.parameters())
+    }
+
+
 def unused_gradients(parameters: Parameters) -> Gradients:
     """Return the gradients that came after the last watched step."""
     return {
