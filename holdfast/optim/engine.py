@@ -6,11 +6,11 @@ import contextlib
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, wraps
+from typing import ParamSpec, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -36,6 +36,9 @@ from holdfast.optim.step_sum import Contribution, StepSum, StepSums
 from holdfast.optim.torch_interface import hyperparameters, refuse_closure
 from holdfast.parallel import Layout, ModuleGroups, ProcessGroups
 from holdfast.parallel.groups.crossings import Crossings, Edge
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ALONE = ""
 """The name of the only module, for a stepper that steps alone."""
@@ -333,6 +336,19 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def _out_of_inference_mode(method: Callable[P, R]) -> Callable[P, R]:
+    """Leave inference mode for a call: what an update makes there, no later one may write to."""
+
+    @wraps(method)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return outside
+
+
 class StepEngine:
     """One step of all modules at once; an optimizer that steps alone is the only module.
 
@@ -408,6 +424,7 @@ class StepEngine:
         """Enter around one microbatch of all modules; see `Stepper.microbatch`."""
         return self._microbatches.enter(is_last=is_last)
 
+    @_out_of_inference_mode
     def step(
         self,
         closure: None,
@@ -420,18 +437,6 @@ class StepEngine:
         veto: Veto | None = None,
     ) -> StepOutcome:
         """Make a step; see `Stepper.step` and `MultiModuleOptimizer.step`."""
-        if torch.is_inference_mode_enabled():
-            # What an update makes there, as moments, no later one may write to.
-            with torch.inference_mode(False), torch.no_grad():
-                return self.step(
-                    closure,
-                    max_norm=max_norm,
-                    scaler=scaler,
-                    count_zeros=count_zeros,
-                    is_finite=is_finite,
-                    num_tokens=num_tokens,
-                    veto=veto,
-                )
         reason_lost = self._reason_lost or self._groups.control.reason_cut
         if reason_lost:  # not by the sum of all ranks, which they make no more together
             raise ConfigError(reason_lost)

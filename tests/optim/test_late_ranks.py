@@ -327,18 +327,24 @@ def interrupted(context: RankContext, kind: str, phase: str) -> list[int] | None
         alone = Alone(kind, groups)
         alone.step(0)
         alone.backward(1)
-        missing = None
         if context.rank == 1:
             stepper: Any = alone.trained.stepper
             setattr(alone.trained.sharded._stepper if kind == "fsdp" else stepper, phase, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                alone.call()
-        else:
-            with pytest.raises(DeadlineError) as caught:
-                alone.call()
-            missing = caught.value.details["missing_ranks"]
-        dist.barrier()
-        return missing
+        return missed_in(alone.call, is_interrupted=context.rank == 1)
+
+
+def missed_in(step: Callable[[], object], *, is_interrupted: bool) -> list[int] | None:
+    """The ranks that a step misses; None on the rank that an interrupt leaves, which then waits."""
+    missing = None
+    if is_interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            step()
+    else:
+        with pytest.raises(DeadlineError) as caught:
+            step()
+        missing = caught.value.details["missing_ranks"]
+    dist.barrier()
+    return missing
 
 
 def interrupt(*_: object) -> None:
@@ -361,17 +367,9 @@ def interrupted_of_four(context: RankContext) -> list[int] | None:
         stepper = ReducedOptimizer(inner, groups, reduce="dp_cp", divisor=2)
         with stepper.microbatch(is_last=True):
             net(torch.ones(2, 4)).sum().backward()
-        missing = None
         if context.rank == 3:
             stepper.update = interrupt  # type: ignore[method-assign]
-            with pytest.raises(KeyboardInterrupt):
-                stepper.step()
-        else:
-            with pytest.raises(DeadlineError) as caught:
-                stepper.step()
-            missing = caught.value.details["missing_ranks"]
-        dist.barrier()
-        return missing
+        return missed_in(stepper.step, is_interrupted=context.rank == 3)
 
 
 @pytest.mark.slow
