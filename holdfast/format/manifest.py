@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,6 +38,8 @@ from holdfast.format.values import (
     tag_of,
     without_implied_keys,
 )
+
+T = TypeVar("T")
 
 FORMAT = "holdfast"
 VERSION = 1
@@ -670,20 +672,25 @@ def encode_metadata(metadata: Mapping[str, object]) -> bytes:
 
 def decode_versions(node: Node) -> dict[str, dict[str, int]]:
     """Return the versions of modules; CorruptionError for another tree than that."""
-    versions = decode_tree(node)
-    try:
-        return msgspec.convert(versions, dict[str, dict[str, int]], strict=True)
-    except msgspec.ValidationError as error:
-        raise CorruptionError(f"'{VERSIONS_PART}' has no versions of modules: {error}") from None
+    return _decode_noted(
+        node, dict[str, dict[str, int]], f"'{VERSIONS_PART}' has no versions of modules"
+    )
 
 
 def decode_kinds(node: Node) -> dict[str, dict[str, list[str]]]:
     """Return the classes of objects; CorruptionError for another tree than that."""
-    kinds = decode_tree(node)
+    return _decode_noted(
+        node, dict[str, dict[str, list[str]]], f"'{KINDS_PART}' has no classes of objects"
+    )
+
+
+def _decode_noted(node: Node, kind: type[T], problem: str) -> T:
+    """Return what a save has noted of the objects of its parts."""
+    noted = decode_tree(node)
     try:
-        return msgspec.convert(kinds, dict[str, dict[str, list[str]]], strict=True)
+        return msgspec.convert(noted, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise CorruptionError(f"'{KINDS_PART}' has no classes of objects: {error}") from None
+        raise CorruptionError(f"{problem}: {error}") from None
 
 
 def decode_metadata(node: Node) -> dict[str, Any]:

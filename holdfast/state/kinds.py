@@ -79,11 +79,6 @@ def other_kinds(names: Mapping[str, str], noted: Noted | None, where: str) -> di
 
 def _is_same(one: str, other: str) -> bool:
     """Return True for names of one class."""
-    (module, name), (other_module, other_name) = (_parts(each) for each in (one, other))
-    packages = {module.partition(".")[0], other_module.partition(".")[0]}
-    return name == other_name and (len(packages) == 1 or _MAIN in packages)
-
-
-def _parts(name: str) -> tuple[str, str]:
-    module, _, inside = name.partition(":")
-    return module, inside
+    modules, names = zip(*(each.split(":", 1) for each in (one, other)), strict=True)
+    packages = {module.partition(".")[0] for module in modules}
+    return names[0] == names[1] and (len(packages) == 1 or _MAIN in packages)

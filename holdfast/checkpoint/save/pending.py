@@ -199,7 +199,7 @@ class InFlightSave:
             GroupError: this process was forked from the one that made it, which alone learns.
             ConfigError: a callback of another save waits, in the thread that would learn it.
         """
-        if self.ticket is None or self.ticket.finished.is_set():
+        if self.ticket is None or self.done():
             return True
         if os.getpid() != self.pid:
             raise GroupError(
