@@ -166,11 +166,10 @@ FEW = ("one process", "dp4 x ep2", "tp2 x ep2", "pp2 x ep2")
 @pytest.mark.parametrize(
     ("chosen", "strides"),
     [
-        (FEW, (1,)),
         pytest.param(tuple(WAYS), (3,), marks=pytest.mark.slow),
         pytest.param(tuple(WAYS), (1, 2, 4, 5), marks=pytest.mark.nightly),
     ],
-    ids=("few", "all", "all, more"),
+    ids=("all", "all, more"),
 )
 def test_every_layout_loads_what_every_other_saved(
     tmp_path: Path, chosen: tuple[str, ...], strides: tuple[int, ...]

@@ -88,6 +88,7 @@ class Poison:
         return made
 
 
+@pytest.mark.slow
 def test_a_value_that_is_not_finite_is_seen_by_all_wherever_it_is() -> None:
     """M13: every rank skips, says the same ranks and scale, and the norm is NaN, never a number."""
     results = run_ranks(4, poisoned, timeout_s=200).results

@@ -203,6 +203,7 @@ def every_change(context: RankContext, root: str) -> dict[str, list[bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_any_change_on_any_rank_is_planned_once_and_stored_right(tmp_path: Path) -> None:
     """C2, C3, C4, C12."""
     results = run_ranks(4, every_change, str(tmp_path), timeout_s=240).results

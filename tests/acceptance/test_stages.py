@@ -103,7 +103,8 @@ def fill(model: nn.Module, *, true: bool) -> None:
                 parameter.copy_(full(name, tuple(parameter.shape)))
 
 
-@pytest.mark.parametrize("counts", [(5,), pytest.param((3, 4, 8), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(5,), (3, 4, 8)], ids=str)
 def test_every_layer_is_in_its_place_under_every_split(
     tmp_path: Path, counts: tuple[int, ...]
 ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -150,6 +151,7 @@ def every_kind(context: RankContext, root: str) -> dict[str, dict[str, torch.Ten
     return saved
 
 
+@pytest.mark.slow
 def test_what_any_wrapper_saved_every_other_loads(tmp_path: Path) -> None:
     for saved in run_ranks(NUM_RANKS, every_kind, str(tmp_path)).results:
         for kind, tensors in saved.items():

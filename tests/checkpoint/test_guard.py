@@ -267,7 +267,7 @@ def _assert_met(results: list[dict[str, Counter[str]]], operations: list[str]) -
             assert counter["not reached"] <= counter["raised"] / 20 + 2, (operation, counter)
 
 
-@pytest.mark.parametrize("step", [797, pytest.param(197, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [2393, pytest.param(197, marks=pytest.mark.slow)])
 def test_a_fault_at_a_sample_of_lines_reaches_both_ranks(tmp_path: Path, step: int) -> None:
     results = run_ranks(
         2, inject, str(tmp_path), ALL, "lines", step, Injected, timeout_s=280
@@ -275,7 +275,7 @@ def test_a_fault_at_a_sample_of_lines_reaches_both_ranks(tmp_path: Path, step: i
     _assert_met(results, ALL)
 
 
-@pytest.mark.parametrize("step", [1207, pytest.param(307, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [3607, pytest.param(307, marks=pytest.mark.slow)])
 def test_an_interrupt_reaches_all_of_three_ranks(tmp_path: Path, step: int) -> None:
     """KeyboardInterrupt stays what it is on its own rank; the others say who was interrupted."""
     operations = ["save", "async, planned", "load"]

@@ -294,6 +294,7 @@ def load_narrow(root: str, way: str) -> None:
             assert torch.equal(held.updated, piece.float()), name
 
 
+@pytest.mark.slow
 def test_every_padding_loads_every_other(tmp_path: Path) -> None:
     """TP 2 with 128 rows, TP 4 with 192, none, replicas, runs of elements; the truth is stored."""
     save(RankContext(rank=0, num_ranks=1), str(tmp_path))

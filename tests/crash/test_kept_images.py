@@ -203,6 +203,7 @@ def _sweep(root: Path, *, seed: int, num_instants: int) -> None:
     assert taken > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_images_after_kills_at_a_few_random_instants(root: Path) -> None:
     """P15: every load, from the instant of the kill on, is of one version, whole."""

@@ -315,6 +315,7 @@ def written_after_evaluation(context: RankContext) -> None:
                 assert difference(net, twin) < 1e-6, (how, strategy, "step")
 
 
+@pytest.mark.slow
 def test_a_write_after_an_evaluation_is_kept() -> None:
     """I1: before, it went to whole copies, and was lost in the next step and in a save."""
     run_ranks(2, written_after_evaluation)

@@ -88,8 +88,7 @@ def counted(
 @pytest.mark.parametrize(
     ("layouts", "microbatches"),
     [
-        (LAYOUTS[1:3], [2]),
-        pytest.param(LAYOUTS[:1], [2], marks=pytest.mark.slow),
+        pytest.param(LAYOUTS[:3], [2], marks=pytest.mark.slow),
         pytest.param(LAYOUTS[:3], [1], marks=pytest.mark.slow),
         pytest.param(LAYOUTS[3:], [2, 8, 1], marks=pytest.mark.slow),
         pytest.param(LAYOUTS[:3], [2, 8, 1], marks=pytest.mark.nightly),

@@ -47,6 +47,7 @@ def recorded(context: RankContext) -> list[tuple[dict[str, Any], list[Launch], f
     return found
 
 
+@pytest.mark.slow
 def test_units_are_gathered_on_the_gathering_communicators() -> None:
     """F4: every all-gather on the clone, every reduction on the main one; odd orders and spans."""
     outcome = run_ranks(5, recorded, timeout_s=280)

@@ -117,6 +117,7 @@ def check_loaded(
             assert came == "right", (case, came)
 
 
+@pytest.mark.slow
 def test_whole_weights_from_before_a_load_are_never_used(tmp_path: Path) -> None:
     """F13: whole weights that were alive are made again, in the dtype of computation too.
 

@@ -55,7 +55,8 @@ def test_killed_at_random_steps(
     check_kills(resumed, straight, tmp_path / "run", num_kills, first=3, stop=STEPS)
 
 
-@pytest.mark.parametrize("at", [pytest.param(5, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [5, 8])
 def test_a_loop_that_seeds_and_leaves_its_epochs(
     server: ForkServer, tmp_path: Path, at: int
 ) -> None:

@@ -112,6 +112,7 @@ def test_killed_at_random_steps(
     )
 
 
+@pytest.mark.slow
 def test_another_layout_by_value(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     """Two tensor-parallel ranks, then one: loaded there and saved, nothing differs."""
     saved = straight.root(DENSE) / f"iter_{STEPS:07d}"

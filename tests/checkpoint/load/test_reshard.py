@@ -147,6 +147,7 @@ def _targets(
         )
 
 
+@pytest.mark.slow
 def test_every_placement_loads_what_every_other_saved(tmp_path: Path) -> None:
     for number, (num_ranks, _, _) in enumerate(KINDS):
         run_ranks(num_ranks, _save_kind, str(tmp_path), number, init=num_ranks > 1)

@@ -180,6 +180,7 @@ def save_and_load_holdings(context: RankContext, root: str) -> dict[str, dict[st
     return loads
 
 
+@pytest.mark.slow
 def test_the_saved_layout_is_exact_for_every_kind_of_holding(
     holdfast: Holdfast, tmp_path: Path
 ) -> None:

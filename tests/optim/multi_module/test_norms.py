@@ -87,6 +87,7 @@ def every_mix(context: RankContext, mixes: Mapping[str, Mapping[str, Spec]]) -> 
     return report
 
 
+@pytest.mark.slow
 def test_norm_clip_and_update_of_any_mix_equal_one_process() -> None:
     """M12, M10: each element counts once, wherever its module is."""
     first, *others = run_ranks(4, every_mix, MIXES | SHARDED_MODELS).results

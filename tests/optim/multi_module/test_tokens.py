@@ -122,6 +122,7 @@ def refused(
     return report
 
 
+@pytest.mark.slow
 def test_different_tokens_per_rank_and_widths_per_module_equal_one_process() -> None:
     """M19 under SGD, which shows any wrong divisor."""
     first, *others = run_ranks(4, every_mix).results

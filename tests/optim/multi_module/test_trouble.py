@@ -222,6 +222,7 @@ def boom(*_: object) -> None:
     raise OSError("boom")
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_in_any_phase_is_raised_on_all_and_the_next_step_works() -> None:
     """M15: also before gradients are reduced, where the module's other ranks are on their way."""
     first, *others = run_ranks(4, failing).results
@@ -309,6 +310,7 @@ def alone(context: RankContext) -> list[str]:
     return report
 
 
+@pytest.mark.slow
 def test_an_error_in_the_microbatch_of_one_module_is_raised_on_its_ranks() -> None:
     """M15: the module's ranks raise at once, the step of all modules refuses, and the next works.
 

@@ -108,12 +108,9 @@ def check_bitwise(directory: Path, words: str, *, num_ranks: int = 4) -> None:
     assert names == {"vision.rng", "projector.rng", "language.rng"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "words",
-    [
-        f"--tp 2 {DROPOUT}",
-        pytest.param(f"--language-first --ep 2 {EXPERTS} {DROPOUT}", marks=pytest.mark.slow),
-    ],
+    "words", [f"--tp 2 {DROPOUT}", f"--language-first --ep 2 {EXPERTS} {DROPOUT}"]
 )
 def test_a_resumed_run_is_the_run_itself(tmp_path: Path, words: str) -> None:
     """M1, M2, M20: the encoder on rank 0, and the language model on rank 0."""

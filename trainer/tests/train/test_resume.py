@@ -170,7 +170,8 @@ def test_the_same_layout_resumes_bitwise(workplace: Path, words: str) -> None:
     assert first[0].draws == first[1].draws != first[2].draws == first[3].draws
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 4])
 def test_another_layout_loads_the_same_bits_and_trains_alike(workplace: Path, tp: int) -> None:
     first = run_ranks(4, uninterrupted, str(workplace), "0.0").results
     second = run_ranks(4, resumed, str(workplace), "0.0", (tp,), NUM_MORE, 2).results
