@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -159,21 +159,16 @@ def open_groups(
         with ProcessGroups.single() as groups:
             yield groups
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-        timeout=timedelta(seconds=config.timeout_s),
-    )
-    try:
-        with ProcessGroups.create(
+    with (
+        _default_group(device, config=config) as backend,
+        ProcessGroups.create(
             layout,
             backend=backend,
             timeout_s=config.timeout_s,
             data_timeout_s=config.data_timeout_s,
-        ) as groups:
-            yield groups
-    finally:
-        dist.destroy_process_group()
+        ) as groups,
+    ):
+        yield groups
 
 
 @contextmanager
@@ -181,24 +176,39 @@ def open_modules(
     layouts: ModuleLayouts, *, device: torch.device, config: TrainConfig
 ) -> Iterator[ModuleGroups]:
     """The communicators of all modules over the environment's world; also for one process."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
     # One process has no launcher to meet: it has its own store.
     alone = (
         {"store": HashStore(), "rank": 0, "world_size": 1} if layouts.union.world_size == 1 else {}
     )
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-        timeout=timedelta(seconds=config.timeout_s),
-        **alone,  # type: ignore[arg-type]
-    )
-    try:
-        with ModuleGroups.create(
+    with (
+        _default_group(device, config=config, **alone) as backend,
+        ModuleGroups.create(
             layouts,
             backend=backend,
             timeout_s=config.timeout_s,
             data_timeout_s=config.data_timeout_s,
-        ) as groups:
-            yield groups
+        ) as groups,
+    ):
+        yield groups
+
+
+@contextmanager
+def _default_group(device: torch.device, *, config: TrainConfig, **where: Any) -> Iterator[str]:
+    """Torch's default group while it is used; yields the backend of the communicators.
+
+    Args:
+        device: where the model computes.
+        config: its limit of time.
+        where: the store to meet at; default the environment's.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        timeout=timedelta(seconds=config.timeout_s),
+        **where,
+    )
+    try:
+        yield backend
     finally:
         dist.destroy_process_group()
 
