@@ -81,7 +81,7 @@ from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.state import Pieces, Sharded, Union
 from holdfast.state.tensor_elements import torch_dtype
-from holdfast.storage import PosixStorage
+from holdfast.storage import open_storage, shown
 
 PathLike = str | os.PathLike[str]
 
@@ -117,8 +117,8 @@ def latest(root: PathLike) -> str | None:
     Called by all ranks of the default process group.
     """
     with groups_of_world("dcp-latest") as groups:
-        step = agreed_newest_step(groups, Path(root))
-        return None if step is None else str(Path(root) / step_dir(step))
+        step = agreed_newest_step(groups, root)
+        return None if step is None else shown(Path(root) / step_dir(step))
 
 
 class HoldfastWriter(StorageWriter):
@@ -379,7 +379,7 @@ class HoldfastReader(StorageReader):
             if self.checkpoint_id is None:
                 raise ConfigError("HoldfastReader: pass checkpoint_id= to dcp.load or the reader")
             root, step = _existing(self.checkpoint_id)
-            self._snapshot = Snapshot.open(PosixStorage(root), step_dir(step))
+            self._snapshot = Snapshot.open(open_storage(root), step_dir(step))
         return self._snapshot
 
     def _names(self, snapshot: Snapshot, node: Any) -> dict[str, tuple[Any, ...]]:
@@ -459,8 +459,8 @@ def _existing(checkpoint_id: PathLike) -> tuple[Path, int]:
     if committed_steps(path) and (newest := newest_step(path)) is not None:
         return path, newest
     root, step = place_of(checkpoint_id)
-    if not (root / step_dir(step)).is_dir():
-        raise StorageError(f"{root} has no committed checkpoint of step {step}")
+    if not open_storage(root).is_dir(step_dir(step)):
+        raise StorageError(f"{shown(root)} has no committed checkpoint of step {step}")
     return root, step
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -362,6 +363,25 @@ def test_the_newest_of_a_root_is_looked_for_behind_the_writers_of_a_killed_run(
     state["a"].zero_()
     load(state, checkpoint_id=tmp_path, no_dist=True, **reader)
     assert state["a"].item() == 2
+
+
+def test_in_a_bucket() -> None:
+    """X21. By URL and by `Path`; the newest was looked for in a directory of this name."""
+    pytest.importorskip("obstore")
+    root = f"memory://{secrets.token_hex(8)}/run"
+    assert own.latest(root) is None
+    with closing(HoldfastWriter()) as writer:
+        dcp.save({"m": {"a": torch.ones(1)}}, checkpoint_id=f"{root}/step-1", storage_writer=writer)
+    own.save({"m": {"a": torch.ones(1) * 2}}, checkpoint_id=Path(root) / "2")
+    assert own.latest(root) == own.latest(Path(root)) == f"{root}/iter_0000002"
+    a = torch.zeros(1)
+    for place, value in ((f"{root}/step-1", 1), (root, 2), (Path(root), 2)):
+        for load in (own.load, partial(dcp.load, storage_reader=HoldfastReader())):
+            a.zero_()
+            load({"m": {"a": a}}, checkpoint_id=place)
+            assert a.item() == value
+    with pytest.raises(StorageError, match=f"{root} has no committed checkpoint of step 3"):
+        HoldfastReader(f"{root}/step-3").read_metadata()
 
 
 BOXES = [[((0, 0), (2, 3)), ((5, 3), (3, 4))], [((0, 3), (5, 4))], [((2, 0), (6, 3))]]
