@@ -388,10 +388,13 @@ class HoldfastReader(StorageReader):
         if not isinstance(stored, dict) or "paths" not in stored:
             self._keys = {key: key for key in snapshot.keys}
             self._values = {}
+            found: dict[str, tuple[Any, ...]] = {}
             for part, tree in snapshot.manifest.parts.items():
-                for path, each in _leaves(part, tree):
-                    self._add(path, each)
-            return {fqn: (fqn,) for fqn in (*self._keys, *self._values)}
+                for place, each in _leaves((part,), tree):
+                    fqn = ".".join(map(str, place))
+                    self._add(fqn, each)
+                    found[fqn] = place
+            return {fqn: found.get(fqn, (fqn,)) for fqn in (*self._keys, *self._values)}
         paths = {fqn: tuple(path) for fqn, path in stored["paths"].items()}
         pickled = stored["pickled"]
         nodes = {
@@ -474,12 +477,14 @@ def _described(snapshot: Snapshot, key: str) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
 
 
-def _leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what DCP would flatten a state dict to, by paths."""
+def _leaves(path: tuple[Any, ...], node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield what DCP would flatten a state dict to, by paths: numbers are places in a list."""
     is_mapping = is_plain_dict(node) or tag_of(node) in MAPPINGS
     if is_mapping or (items_of(node) is not None and any(map(is_tensor, walk(node)))):
         for name, child in members(node):
-            yield from _leaves(f"{path}.{key_name(name)}", child)
+            yield from _leaves(
+                (*path, key_name(name) if is_mapping else int(key_name(name))), child
+            )
     else:
         yield path, node
 
