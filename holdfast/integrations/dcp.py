@@ -540,7 +540,8 @@ def load(
 ) -> LoadReport:
     """Load into a state dict in place, as `torch.distributed.checkpoint.load` does.
 
-    Tensors are filled, objects take their state, and plain values in the dict are replaced.
+    Tensors are filled, objects take their state, and plain values in the dict are replaced. A dict
+    within it gets the entries that it lacks, too, which DCP leaves out.
 
     Args:
         state_dict: as of `save`.
