@@ -81,7 +81,7 @@ from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.state import Pieces, Sharded, Union
 from holdfast.state.tensor_elements import torch_dtype
-from holdfast.storage import PosixStorage
+from holdfast.storage import open_storage, shown
 
 PathLike = str | os.PathLike[str]
 
@@ -117,8 +117,8 @@ def latest(root: PathLike) -> str | None:
     Called by all ranks of the default process group.
     """
     with groups_of_world("dcp-latest") as groups:
-        step = agreed_newest_step(groups, Path(root))
-        return None if step is None else str(Path(root) / step_dir(step))
+        step = agreed_newest_step(groups, root)
+        return None if step is None else shown(Path(root) / step_dir(step))
 
 
 class HoldfastWriter(StorageWriter):
@@ -379,7 +379,7 @@ class HoldfastReader(StorageReader):
             if self.checkpoint_id is None:
                 raise ConfigError("HoldfastReader: pass checkpoint_id= to dcp.load or the reader")
             root, step = _existing(self.checkpoint_id)
-            self._snapshot = Snapshot.open(PosixStorage(root), step_dir(step))
+            self._snapshot = Snapshot.open(open_storage(root), step_dir(step))
         return self._snapshot
 
     def _names(self, snapshot: Snapshot, node: Any) -> dict[str, tuple[Any, ...]]:
@@ -388,10 +388,13 @@ class HoldfastReader(StorageReader):
         if not isinstance(stored, dict) or "paths" not in stored:
             self._keys = {key: key for key in snapshot.keys}
             self._values = {}
+            found: dict[str, tuple[Any, ...]] = {}
             for part, tree in snapshot.manifest.parts.items():
-                for path, each in _leaves(part, tree):
-                    self._add(path, each)
-            return {fqn: (fqn,) for fqn in (*self._keys, *self._values)}
+                for place, each in _leaves((part,), tree):
+                    fqn = ".".join(map(str, place))
+                    self._add(fqn, each)
+                    found[fqn] = place
+            return {fqn: found.get(fqn, (fqn,)) for fqn in (*self._keys, *self._values)}
         paths = {fqn: tuple(path) for fqn, path in stored["paths"].items()}
         pickled = stored["pickled"]
         nodes = {
@@ -459,8 +462,8 @@ def _existing(checkpoint_id: PathLike) -> tuple[Path, int]:
     if committed_steps(path) and (newest := newest_step(path)) is not None:
         return path, newest
     root, step = place_of(checkpoint_id)
-    if not (root / step_dir(step)).is_dir():
-        raise StorageError(f"{root} has no committed checkpoint of step {step}")
+    if not open_storage(root).is_dir(step_dir(step)):
+        raise StorageError(f"{shown(root)} has no committed checkpoint of step {step}")
     return root, step
 
 
@@ -474,12 +477,14 @@ def _described(snapshot: Snapshot, key: str) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
 
 
-def _leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what DCP would flatten a state dict to, by paths."""
+def _leaves(path: tuple[Any, ...], node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield what DCP would flatten a state dict to, by paths: numbers are places in a list."""
     is_mapping = is_plain_dict(node) or tag_of(node) in MAPPINGS
     if is_mapping or (items_of(node) is not None and any(map(is_tensor, walk(node)))):
         for name, child in members(node):
-            yield from _leaves(f"{path}.{key_name(name)}", child)
+            yield from _leaves(
+                (*path, key_name(name) if is_mapping else int(key_name(name))), child
+            )
     else:
         yield path, node
 
@@ -535,7 +540,8 @@ def load(
 ) -> LoadReport:
     """Load into a state dict in place, as `torch.distributed.checkpoint.load` does.
 
-    Tensors are filled, objects take their state, and plain values in the dict are replaced.
+    Tensors are filled, objects take their state, and plain values in the dict are replaced. A dict
+    within it gets the entries that it lacks, too, which DCP leaves out.
 
     Args:
         state_dict: as of `save`.

@@ -58,6 +58,7 @@ from holdfast.integrations.world import (
     groups_of_world,
     newest_step,
     of_each_rank_or_first,
+    refuse_bucket,
     refuse_other_run,
     text_of_coordinator,
 )
@@ -104,8 +105,8 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             `train_time_interval`, `save_on_train_epoch_end`, `monitor`, `mode`.
 
     Raises:
-        ConfigError: an argument of `ModelCheckpoint` that has no meaning here; later, a strategy
-            that is not supported, by name.
+        ConfigError: an argument of `ModelCheckpoint` that has no meaning here, or a root in a
+            bucket; later, a strategy that is not supported, by name.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
                 f"whole, made between two batches by all ranks, and named by their step; "
                 f"retention= says which to keep"
             )
+        refuse_bucket(root, why="Lightning finds checkpoints by its own look at a file system")
         super().__init__(dirpath=Path(root), save_top_k=-1, enable_version_counter=False, **when)
         self._root = Path(root).absolute()
         self._options = {**(options or {}), "retention": retention}

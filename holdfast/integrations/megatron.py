@@ -78,6 +78,7 @@ from holdfast.integrations.world import (
     CheckpointerAt,
     agreed_newest_step,
     committed_steps,
+    refuse_bucket,
     text_of_coordinator,
 )
 from holdfast.parallel import Layout, ProcessGroups
@@ -148,9 +149,11 @@ def latest(groups: ProcessGroups, root: str | os.PathLike[str]) -> str | None:
     Called by all ranks of the groups.
 
     Raises:
+        ConfigError: the root is in a bucket.
         StorageError: on all ranks; they cannot be written, or nothing of Megatron's is stored.
     """
-    step = agreed_newest_step(groups, Path(root))
+    refuse_bucket(root, why="Megatron begins a load with files of its own")
+    step = agreed_newest_step(groups, root)
     if step is None:
         return None
     directory = Path(root) / step_dir(step)

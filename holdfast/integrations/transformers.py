@@ -50,6 +50,7 @@ from holdfast.parallel import ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.policies.keep import KeepPolicy
 from holdfast.state import RNG, ModuleState, OptimizerState, Stored
+from holdfast.storage import shown
 
 _NATIVE = re.compile(r"checkpoint-(\d+)")
 
@@ -145,7 +146,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """
         self._continues = True
         newest = newest_step(self._root)
-        return None if newest is None else str(self._root / step_dir(newest))
+        return None if newest is None else shown(self._root / step_dir(newest))
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any

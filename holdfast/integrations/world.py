@@ -17,7 +17,7 @@ from holdfast.parallel import Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.policies.keep import KeepLast, KeepPolicy, KeepTagged
 from holdfast.state import PerRank
-from holdfast.storage import PosixStorage
+from holdfast.storage import is_url, open_storage, shown
 from holdfast.writer.leftovers import wait_for_writers
 
 _SETTLE_S = 60.0
@@ -148,8 +148,8 @@ def text_of_coordinator(groups: ProcessGroups, make: Callable[[], str], *, phase
         return Guard[str](control, phase).run(text)
 
 
-def newest_step(root: Path) -> int | None:
-    """Return the newest committed step under a root; None without one.
+def newest_step(root: str | os.PathLike[str]) -> int | None:
+    """Return the newest committed step under a root, a directory or a bucket; None without one.
 
     Waits for writers that have outlived a run that was killed: what they write is committed soon,
     and is what the next run continues from.
@@ -158,7 +158,7 @@ def newest_step(root: Path) -> int | None:
         StorageError: the root is a file, a link to nothing, or in a checkpoint: a run would start
             afresh, and fail at its first save.
     """
-    storage = PosixStorage(root)
+    storage = open_storage(root)
     if storage.is_dir(""):
         wait_for_writers(storage, alive_s=_ALIVE_S, timeout_s=_SETTLE_S)
     steps = committed_steps(root)
@@ -167,13 +167,22 @@ def newest_step(root: Path) -> int | None:
     return max(steps, default=None)
 
 
-def committed_steps(root: Path) -> list[int]:
+def committed_steps(root: str | os.PathLike[str]) -> list[int]:
     """Return the committed steps under a root, ascending; none if it is not a directory."""
-    storage = PosixStorage(root)
+    storage = open_storage(root)
     return list_steps(storage) if storage.is_dir("") else []
 
 
-def agreed_newest_step(groups: ProcessGroups, root: Path) -> int | None:
+def refuse_bucket(root: str | os.PathLike[str], *, why: str) -> None:
+    """Raise ConfigError for a root in a bucket, for a framework that looks at files itself.
+
+    Else it would make a directory named s3: below the current one, or find no checkpoint there.
+    """
+    if is_url(root):
+        raise ConfigError(f"{shown(root)}: {why}, and none in a bucket; give a directory")
+
+
+def agreed_newest_step(groups: ProcessGroups, root: str | os.PathLike[str]) -> int | None:
     """Return the newest committed step by the first rank's view, on every rank.
 
     Called by all ranks; see `text_of_coordinator`.

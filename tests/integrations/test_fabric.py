@@ -209,6 +209,29 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     assert "an entry of the state named 'rng'" in ends[0].output
 
 
+IN_A_BUCKET = """
+import torch
+from lightning_fabric import Fabric
+from holdfast.integrations.fabric import FabricCheckpoints
+starts = []
+for start in (0, 1):
+    state = {"weight": torch.full((1,), 1.0 - start)}
+    fabric = Fabric(accelerator="cpu", devices=1)
+    checkpoints = FabricCheckpoints.resume(fabric, "memory://bucket/run", state)
+    starts.append((checkpoints.step, state["weight"].item()))
+    checkpoints.step += 1
+    checkpoints.save()
+    checkpoints.close()
+print(starts)
+"""
+
+
+def test_a_run_in_a_bucket_is_resumed(server: ForkServer, tmp_path: Path) -> None:
+    """X20. It began again, and replaced the checkpoints of the run before."""
+    pytest.importorskip("obstore")
+    assert server.lines(IN_A_BUCKET, directory=tmp_path) == ["[(0, 1.0), (1, 1.0)]"]
+
+
 CLOSED = PROGRAM.replace(
     "checkpoints.close()",
     "from holdfast import GroupError, StorageError\n"

@@ -74,6 +74,12 @@ def test_a_validation_within_an_epoch_is_made_once(server: ForkServer, tmp_path:
     check_variant(server, tmp_path, often, kill=KILL.format(at=5, rank=0), epochs=EPOCHS)
 
 
+IN_A_BUCKET = """try:
+    HoldfastCheckpoint("s3://bucket/run")
+except Exception as error:
+    print(error)"""
+
+
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     """A start beside another run's checkpoints, arguments without a meaning, other strategies."""
     server.lines(PROGRAM, tmp_path / "a", 1, directory=tmp_path)
@@ -81,7 +87,9 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     ends = server.run(new, tmp_path / "a", 1, directory=tmp_path)
     assert "this run does not continue from them" in ends[0].output
     named = PROGRAM.replace("every_n_train_steps=2", "save_top_k=1, filename='best'")
+    named = named.replace("checkpoints =", f"{IN_A_BUCKET}\ncheckpoints =")
     ends = server.run(named, tmp_path / "b", 1, directory=tmp_path)
+    assert "s3://bucket/run: Lightning finds checkpoints by its own look" in ends[0].output
     assert "filename, save_top_k have no meaning here" in ends[0].output
     fsdp1 = "strategy=type('FSDPStrategy', (DDPStrategy,), {})()"  # its own needs an accelerator
     other = PROGRAM.replace("logger=False", f"logger=False, {fsdp1}")

@@ -448,6 +448,7 @@ refused("norm.weight: different bytes on ranks", save, 2, state(1, drift=1.0))
 refused("megatron.common.lr", save, 2, state(1, lr=0.1 + rank))
 refused("saving.common", save, 2, state(1), preprocess_common_before_consistancy_check=None)
 refused("saving.common", save, 2, state(1), validate_access_integrity=False)
+refused("give a directory", latest, groups, "s3://bucket/run")
 refused("of a step", dc.save, state(1), str(root), saving,
         preprocess_common_before_consistancy_check=saving.common)
 class Own:
