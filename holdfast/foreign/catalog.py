@@ -385,6 +385,20 @@ class Catalog:
             f"earlier version cannot know"
         ]
 
+    def lost_kinds(self, parts: Iterable[str]) -> list[str]:
+        """Say, for a format without a place for them, that classes of objects are lost."""
+        texts = [
+            f"{join_path(part, path) if path else part} ({', '.join(classes)})"
+            for part in parts
+            for path, classes in (self.kinds or {}).get(part, {}).items()
+        ]
+        if not texts:
+            return []
+        return [
+            f"the classes of objects are left out: {some_of(texts)}; a load cannot name one of "
+            f"another class that takes their state"
+        ]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, each once."""

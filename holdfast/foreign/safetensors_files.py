@@ -331,7 +331,8 @@ def layout(
         for key, text in catalog.metadata.items()
         if isinstance(text, str) and is_unicode(key + text)
     }
-    notes = [*weights.left_out, *catalog.lost_versions([choose_part(catalog, part)])]
+    chosen = [choose_part(catalog, part)]
+    notes = [*weights.left_out, *catalog.lost_versions(chosen), *catalog.lost_kinds(chosen)]
     if odd := [key for key in catalog.metadata if key not in words]:
         notes.append(f"metadata that is not text: {some_of(odd)}")
     notes += _late_types(catalog, weights)
