@@ -451,13 +451,13 @@ def require_text(catalog: Catalog) -> None:
                 )
 
 
-def free_key(path: str, taken: Container[str]) -> str:
+def free_key(path: str, *taken: Container[str]) -> str:
     """Return the key of a tensor at a path: another one if it is taken.
 
     Two paths may be one when they are joined with dots; two parts may have had one tensor.
     """
     key, number = path, 1
-    while key in taken:
+    while any(key in each for each in taken):
         number += 1
         key = f"{path}#{number}"
     return key

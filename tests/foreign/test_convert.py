@@ -127,13 +127,20 @@ def test_a_tensor_without_a_name_of_its_own_is_never_dropped(
     torch.save([torch.ones(1), torch.ones(2)], tmp_path / "list.pt")
     torch.save({"w": torch.ones(1), "rest": [torch.ones(2)]}, tmp_path / "rest.pt")
     for name, why in (
-        ("clash", "two tensors would have the name 'a.b'"),
+        ("clash", "two tensors would have the name 'a.b', as ('a.b',) and as ('a', 'b')"),
         ("list", "its tensors (2)"),
     ):
         done = holdfast("convert", tmp_path / f"{name}.pt", tmp_path / "hf", "--to", "huggingface")
         assert (done.code, (tmp_path / "hf").exists()) == (2, False)
         assert why in done.err
     words = ("--to", "huggingface", "--json")
+    torch.save({"a.b": {"c": torch.ones(1)}, "a": {"b": {"c": torch.ones(2)}}}, tmp_path / "two.pt")
+    done = holdfast(
+        "convert", tmp_path / "two.pt", tmp_path / "again.pt", "--whole-tree", "--to", "torch_save"
+    )
+    assert done.code == 0, done.err
+    two = torch.load(tmp_path / "again.pt")
+    assert [two["a.b"]["c"].numel(), two["a"]["b"]["c"].numel()] == [1, 2]
     done = holdfast("convert", tmp_path / "rest.pt", tmp_path / "hf", *words)
     assert done.json["num_tensors"] == 1
     assert "no names for its tensors (1)" in done.json["left_out"][0]
