@@ -385,6 +385,20 @@ class Catalog:
             f"earlier version cannot know"
         ]
 
+    def lost_kinds(self, parts: Iterable[str]) -> list[str]:
+        """Say, for a format without a place for them, that classes of objects are lost."""
+        texts = [
+            f"{join_path(part, path) if path else part} ({', '.join(classes)})"
+            for part in parts
+            for path, classes in (self.kinds or {}).get(part, {}).items()
+        ]
+        if not texts:
+            return []
+        return [
+            f"the classes of objects are left out: {some_of(texts)}; a load cannot name one of "
+            f"another class that takes their state"
+        ]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, each once."""
@@ -437,13 +451,13 @@ def require_text(catalog: Catalog) -> None:
                 )
 
 
-def free_key(path: str, taken: Container[str]) -> str:
+def free_key(path: str, *taken: Container[str]) -> str:
     """Return the key of a tensor at a path: another one if it is taken.
 
     Two paths may be one when they are joined with dots; two parts may have had one tensor.
     """
     key, number = path, 1
-    while key in taken:
+    while any(key in each for each in taken):
         number += 1
         key = f"{path}#{number}"
     return key

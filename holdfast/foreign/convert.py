@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,11 +30,7 @@ from holdfast.foreign.output import (
     refuse_existing,
     write_output,
 )
-from holdfast.format.names import (
-    list_steps,
-    point_to_newest,
-    step_dir,
-)
+from holdfast.format.names import list_steps, parse_step_dir, point_to_newest, step_dir
 from holdfast.format.reader import Snapshot
 from holdfast.format.versions import lease_chosen
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage
@@ -155,13 +151,22 @@ def plan_conversion(
         )
     check_local(to, what=options.to)
     path = Path(to)
+    output = _layout(catalog, options)
     return Conversion(
         catalog=catalog,
-        output=_layout(catalog, options),
+        output=replace(output, notes=[*output.notes, *_lost_step(catalog, output, path.name)]),
         above=PosixStorage(path.parent),
         name=path.name,
         reopen=reopen_foreign,
     )
+
+
+def _lost_step(catalog: Catalog, output: Output, name: str) -> list[str]:
+    """Say that the step is lost, unless the name of the folder states it, as a reader takes it."""
+    if catalog.step == 0 or (output.is_folder and parse_step_dir(name) == catalog.step):
+        return []
+    known = f"; a folder named {step_dir(catalog.step)} states it" if output.is_folder else ""
+    return [f"the number of the step, {catalog.step}, is left out{known}"]
 
 
 def _refuse_idle(options: ConvertOptions) -> None:

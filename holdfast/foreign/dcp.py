@@ -10,6 +10,7 @@ tensors is the part `model`.
 from __future__ import annotations
 
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +30,7 @@ from holdfast.foreign.catalog import (
     no_checksums,
     read_flat,
 )
-from holdfast.foreign.draft import Draft, twice
+from holdfast.foreign.draft import Draft
 from holdfast.foreign.location import Location
 from holdfast.foreign.pickled_values import Constructor, PickledTensor, Record, TorchSize
 from holdfast.foreign.pickles import MAX_PICKLE_NBYTES, read_pickle
@@ -193,9 +194,8 @@ def _read_items(location: Location, metadata: object, identity: bytes) -> Items:
     with OpenFiles(location.storage) as files:
         for name, where in sorted(values, key=lambda pair: (pair[1].file, pair[1].start)):
             file = _opened(where, files)
-            more, node, left_out = tensors_of(file.value, name, file, where.file)
-            if clash := sorted(more.keys() & (items.tensors.keys() | items.more.keys())):
-                raise twice(location, clash[0])
+            taken = ChainMap(items.more, items.tensors)
+            more, node, left_out = tensors_of(file.value, name, file, where.file, taken=taken)
             items.more |= more
             items.values[name] = node
             items.left_out += left_out

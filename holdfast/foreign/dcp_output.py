@@ -81,6 +81,7 @@ def layout(
     output = files.finish()
     metadata = metadata_of(flat.paths, files.tensors, files.stored, flat.empty)
     notes = [*catalog.left_out, *plain.notes, *catalog.lost_versions(catalog.parts)]
+    notes += catalog.lost_kinds(catalog.parts)
     if catalog.metadata:
         notes.append(f"the user's metadata is left out: {', '.join(catalog.metadata)}")
     return Output(

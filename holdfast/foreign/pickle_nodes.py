@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -77,7 +77,9 @@ class NodeTree:
     """For people: "path: what", such as the versions of modules that torch attaches."""
 
 
-def to_node(value: object, *, path: str = "", limit: int = MAX_TREE_COST) -> NodeTree:
+def to_node(
+    value: object, *, path: str = "", taken: Container[str] = (), limit: int = MAX_TREE_COST
+) -> NodeTree:
     """Return the stored tree of a value of `read_pickle`.
 
     A value that the pickle refers to twice is in the tree twice; a tied tensor is two leaves with
@@ -88,6 +90,7 @@ def to_node(value: object, *, path: str = "", limit: int = MAX_TREE_COST) -> Nod
     Args:
         value: What `read_pickle` has returned, or a part of it.
         path: Path of the tree; the keys of its tensors start with it.
+        taken: Keys that other tensors have.
         limit: Largest tree that is made, see `MAX_TREE_COST`.
 
     Raises:
@@ -97,7 +100,7 @@ def to_node(value: object, *, path: str = "", limit: int = MAX_TREE_COST) -> Nod
     Cost: linear in the tree.
     """
     _check_tree(value, path, limit)
-    walk = _Walk()
+    walk = _Walk(taken)
     node = walk.encode(value, path)
     trained = [leaf.key for leaf in walk.leaves if getattr(leaf.value, "requires_grad", False)]
     if trained:
@@ -194,7 +197,8 @@ def _is_odd(dtype: np.dtype[Any]) -> bool:
 class _Walk:
     """The walk of `to_node`: containers are encoded by `encode_tree`, all others here."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Container[str]) -> None:
+        self._taken = taken
         self.leaves: list[NodeLeaf] = []
         self.left_out: list[str] = []
         self._keys: set[str] = set()
@@ -250,7 +254,9 @@ class _Walk:
         return None
 
     def _key(self, path: str) -> str:
-        key = free_key(path, self._keys)  # a member "a.b" next to a member "a" with a member "b"
+        key = free_key(
+            path, self._keys, self._taken
+        )  # a member "a.b" next to a member "a" with a member "b"
         self._keys.add(key)
         return key
 

@@ -60,6 +60,8 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 _VARIANT_INDEX = re.compile(r"\.safetensors\.index\.[\w-]+\.json$")
 """Of Transformers' `variant=`, such as `model.safetensors.index.fp16.json`."""
 _SHARDED = "DCP_SHARDING_INFO"
+_SHARDED_FOLDER = "sharded"
+"""Where DCP leaves what it has consolidated."""
 OWN = (_SUFFIX,)
 """How the names of files end that a folder's description has, or says something about."""
 DEFAULT_MAX_FILE_NBYTES = 5_000_000_000
@@ -105,9 +107,12 @@ def open_catalog(location: Location) -> Catalog:
     metadata = dict(files.metadata)
     identity = bytearray()
     pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
+    consolidated = set()
     for name in files.names:
         header = _read_header(location, name)
         identity += header
+        if _is_consolidated(header):
+            consolidated.add(name)
         left_out += _merge(metadata, _own_metadata(location, name, header), name)
         for piece in _pieces(location, name, header):
             if placed is not None and placed.get(piece.entry.name) != name:
@@ -116,6 +121,14 @@ def open_catalog(location: Location) -> Catalog:
             pieces[piece.entry.name].append(piece)
     refuse_missing_tensors(location, placed or (), pieces)
     tensors = [_tensor(location, name, each) for name, each in pieces.items()]
+    left_out += _lost_by_consolidation(
+        location,
+        {
+            name: piece
+            for name, (piece, *_) in pieces.items()
+            if piece.file in consolidated and not piece.entry.shape
+        },
+    )
     return Catalog(
         format=FORMAT,
         storage=location.storage,
@@ -127,6 +140,45 @@ def open_catalog(location: Location) -> Catalog:
         left_out=left_out,
         metadata=metadata,
     )
+
+
+def _is_consolidated(header: bytes) -> bool:
+    """Return True for a header as torch's consolidation of DCP's shards writes it."""
+    return b'": {' in header and b'"__metadata__"' not in header  # all others write no spaces
+
+
+def _lost_by_consolidation(location: Location, scalars: Mapping[str, _Piece]) -> list[str]:
+    """Say which tensors without dims may have had another value than 0.
+
+    torch's consolidation (2.13) writes 0 for every tensor without dims.
+
+    Raises:
+        CorruptionError: The shards, which it leaves next to its result, have other values.
+    """
+    zeros = [name for name, piece in scalars.items() if not any(_bytes_of(location, piece))]
+    shards = location.inside(_SHARDED_FOLDER) if zeros and location.file is None else None
+    known: dict[str, bytes] = {}
+    if shards is not None:
+        known = {
+            piece.entry.name: _bytes_of(shards, piece)
+            for file in _names(shards)
+            if _is_safetensors(shards, file)
+            for piece in _pieces(shards, file, _read_header(shards, file))
+            if piece.entry.name in zeros
+        }
+    if lost := [name for name in zeros if any(known.get(name, b""))]:
+        raise CorruptionError(
+            f"{location.label}: 0 is not the value of {some_of(lost)}: torch's consolidation loses "
+            f"tensors without dims; name {_SHARDED_FOLDER}, which has them"
+        )
+    odd = [name for name in zeros if name not in known]
+    why = "0 may not be the value: torch's consolidation loses tensors without dims"
+    return [f"{some_of(odd)}: {why}"] if odd else []
+
+
+def _bytes_of(location: Location, piece: _Piece) -> bytes:
+    with closing(location.storage.open(piece.file)) as source:
+        return read_bytes(source, piece.entry.start, piece.entry.nbytes)
 
 
 def _own_metadata(location: Location, name: str, header: bytes) -> dict[str, str]:
@@ -331,7 +383,8 @@ def layout(
         for key, text in catalog.metadata.items()
         if isinstance(text, str) and is_unicode(key + text)
     }
-    notes = [*weights.left_out, *catalog.lost_versions([choose_part(catalog, part)])]
+    chosen = [choose_part(catalog, part)]
+    notes = [*weights.left_out, *catalog.lost_versions(chosen), *catalog.lost_kinds(chosen)]
     if odd := [key for key in catalog.metadata if key not in words]:
         notes.append(f"metadata that is not text: {some_of(odd)}")
     notes += _late_types(catalog, weights)

@@ -12,7 +12,6 @@ from holdfast.foreign.tensor_expressions import Expression, SourceTensor
 from holdfast.format.values import (
     is_plain_dict,
     is_tensor,
-    join_path,
     tensor_keys,
     tensor_node,
 )
@@ -80,17 +79,21 @@ def leaves_of(part: dict[str, Any], tensors: TreeTensors) -> dict[str, Item]:
         MismatchError: Two have one name.
     """
     items: dict[str, Item] = {}
-    for name, node in _leaves(part, ""):
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for path, node in _leaves(part, ()):
+        name = ".".join(map(str, path))
         if name in items:
-            raise MismatchError(f"two values of the part have the name {name!r}")
-        items[name] = tensors.item(node)
+            raise MismatchError(
+                f"two values of the part have the name {name!r}: {paths[name]} and {path}"
+            )
+        items[name], paths[name] = tensors.item(node), path
     return items
 
 
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     inner = node.items() if is_plain_dict(node) else enumerate(node) if type(node) is list else None
     if inner is None or (path and next(tensor_keys(node), None) is None):
         yield path, node
         return
     for name, member in inner:
-        yield from _leaves(member, join_path(path, name))
+        yield from _leaves(member, (*path, name))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import MappingProxyType
@@ -262,7 +262,7 @@ def add_file(
     """
     memory = FileMemory()
     for part, value in trees.items():
-        tensors, node, left_out = tensors_of(value, part, file, name, memory)
+        tensors, node, left_out = tensors_of(value, part, file, name, memory, taken=made.tensors)
         if part in made.parts:
             if not joins:
                 raise twice(made.location, part)
@@ -357,7 +357,13 @@ class FileMemory:
 
 
 def tensors_of(
-    value: object, path: str, file: TorchFile, name: str, memory: FileMemory | None = None
+    value: object,
+    path: str,
+    file: TorchFile,
+    name: str,
+    memory: FileMemory | None = None,
+    *,
+    taken: Container[str] = (),
 ) -> tuple[dict[str, CatalogTensor], Any, list[str]]:
     """Return the tensors of a pickled value by key, its node, and what the node leaves out.
 
@@ -367,12 +373,13 @@ def tensors_of(
         file: That it came from.
         name: Of the file in the folder.
         memory: Of the file, where it has more than this value; the caller notes what it has.
+        taken: Keys that other tensors have.
 
     Raises:
         CorruptionError: The value has no stored form; the message names its path.
     """
     try:
-        tree = to_node(value, path=path)
+        tree = to_node(value, path=path, taken=taken)
     except PlacementError as error:
         raise CorruptionError(f"{file.place}: {error}", details=NOT_READ) from error
     own = FileMemory() if memory is None else memory

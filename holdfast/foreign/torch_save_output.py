@@ -44,9 +44,11 @@ def layout(catalog: Catalog, *, part: str | None = None, whole_tree: bool = Fals
     trees = {name: to_torch(node) for name, node in catalog.parts.items()}
     value: Any
     if whole_tree:
+        written = list(trees)
         value = plain.parts(trees)
     else:
         part = choose_part(catalog, part)
+        written = [part]
         value = plain.parts({part: trees[part]}).get(part, {})
         value = OrderedDict(value) if type(value) is dict else value
         notes += [f"part {name!r} was not asked for" for name in trees if name != part]
@@ -64,6 +66,7 @@ def layout(catalog: Catalog, *, part: str | None = None, whole_tree: bool = Fals
         *plain.notes,
         *(f"{each}: torch.load reads the file with weights_only=False" for each in plain.unsafe),
     ]
+    notes += catalog.lost_kinds(written)
     if catalog.metadata:
         notes.append(f"the user's metadata is left out: {', '.join(catalog.metadata)}")
     extents = [

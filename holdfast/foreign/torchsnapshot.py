@@ -84,7 +84,7 @@ def open_catalog(location: Location) -> Catalog:
         for path in snapshot.roots():
             part, value = unquote(path), snapshot.value(path)
             if value is not _NOTHING:
-                tree = to_node(value, path=part)
+                tree = to_node(value, path=part, taken=made.tensors)
                 made.parts[part] = tree.node
                 snapshot.left_out += tree.left_out
                 made.add_tensors(map(snapshot.tensor, tree.leaves))

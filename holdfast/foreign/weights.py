@@ -41,12 +41,19 @@ def weights_of(catalog: Catalog, part: str | None) -> Weights:
     part = choose_part(catalog, part)
     keys: dict[str, str] = {}
     left_out: list[str] = []
-    for name, node in _leaves(catalog.parts[part], ""):
+    for names, node in _leaves(catalog.parts[part], ()):
+        name = _name(names)
         path = join_path(part, name) if name else part
         if is_tensor(node):
-            if name in keys:
-                raise PlanError(f"two tensors would have the name {name!r}; rename one")
-            keys[name] = attributes_of(node)["k"]
+            key = attributes_of(node)["k"]
+            if keys.setdefault(name, key) != key:
+                paths = [
+                    each for each, _ in _leaves(catalog.parts[part], ()) if _name(each) == name
+                ]
+                raise PlanError(
+                    f"two tensors would have the name {name!r}, as {paths[0]} and as {paths[1]}; "
+                    f"rename one"
+                )
         elif inner := len(list(tensor_keys(node))):
             left_out.append(
                 f"{path} is not a dict of names: the format has no names for its tensors ({inner})"
@@ -79,13 +86,17 @@ def choose_part(catalog: Catalog, part: str | None) -> str:
     return part
 
 
-def _leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield what is not a plain dict, with its path."""
     if not is_plain_dict(node):
-        yield name, node
+        yield path, node
         return
     for key, member in node.items():
-        yield from _leaves(member, join_path(name, key) if name else key)
+        yield from _leaves(member, (*path, key))
+
+
+def _name(path: tuple[str, ...]) -> str:
+    return ".".join(path)
 
 
 def with_optimizers(
@@ -101,8 +112,8 @@ def with_optimizers(
     """
     shapes: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
     for part in parts.values():
-        for name, node in _leaves(part, ""):
+        for path, node in _leaves(part, ()):
             if is_tensor(node):
-                shapes[name].add(tensors[attributes_of(node)["k"]].shape)
+                shapes[_name(path)].add(tensors[attributes_of(node)["k"]].shape)
     known = {name: next(iter(each)) for name, each in shapes.items() if len(each) == 1}
     return {name: from_torch(node, known) for name, node in parts.items()}

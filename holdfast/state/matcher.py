@@ -34,6 +34,7 @@ from holdfast.format.values import (
     mapping_of,
     sequence_of,
     tag_of,
+    tensor_keys,
 )
 from holdfast.parallel.layout import Layout
 from holdfast.state.coordinates import (
@@ -208,10 +209,20 @@ class Matcher:
         self._targets = LocalTargets(rank)
         self._registered = RegisteredTypes(codecs)
         self._closed = False
+        self._may_leave: Sequence[str] = ()
+        self._left_paths: set[str] = set()
+        self.has_left = False
         self._per_rank_sources: dict[str, PerRankSource] = {}
         self.result = MatchResult(cleared=self._targets.cleared)
 
-    def move_to(self, layout: Layout, *, scope: str = "", closed: bool = False) -> None:
+    def move_to(
+        self,
+        layout: Layout,
+        *,
+        scope: str = "",
+        closed: bool = False,
+        may_leave: Sequence[str] = (),
+    ) -> None:
         """Match and build another part from here on.
 
         Args:
@@ -220,8 +231,11 @@ class Matcher:
                 made for a load are shared within a scope only.
             closed: Whether stored entries that the template does not name are left out; otherwise
                 they are requested, too.
+            may_leave: Patterns of those that are left out of a mapping with targets even so, if
+                they have tensors. `has_left` is then True.
         """
         self._layout, self._scope, self._closed = layout, scope, closed
+        self._may_leave, self.has_left = may_leave, False
 
     def may_miss(self, path: str) -> bool:
         """Return True if the caller allowed this path to be absent."""
@@ -310,8 +324,8 @@ class Matcher:
                     here = name if type(name) is str else key_name(name)
                     value = self.build(value, child, f"{path}.{here}")
                 built[name] = value
-            elif not self._closed:
-                built[name] = self._decode(child, f"{path}.{key_name(name)}")
+            elif not self._closed and (here := f"{path}.{key_name(name)}") not in self._left_paths:
+                built[name] = self._decode(child, here)
         left = {name: template[name] for token, name in own.items() if token not in named}
         if left:
             built |= self._left(left, path)
@@ -375,9 +389,7 @@ class Matcher:
         rest = [member for token, member in named.items() if token not in tokens]
         if rest:
             self._refuse_equal_keys(template, rest, path)
-        if not self._closed:
-            for name, stored in rest:
-                self._request_all(stored, f"{path}.{key_name(name)}")
+        self._request_rest(template, rest, path)
 
     def _match_dict(self, template: dict[Any, object], node: dict[str, Any], path: str) -> bool:
         """Match a dict of tensors, or of dicts of tensors, with the stored one by columns.
@@ -425,11 +437,30 @@ class Matcher:
         boxes = map(itemgetter(2), forms)
         columns = zip(paths, positions, boxes, locals_, repeat(False), strict=False)
         result.tensors += map(partial(tuple.__new__, TensorRequest), columns)
-        if len(node) > len(names) and not self._closed:
-            for name, child in node.items():
-                if name not in template:
-                    self._request_all(child, f"{path}.{key_name(name)}")
+        if len(node) > len(names):
+            rest = [member for member in node.items() if member[0] not in template]
+            self._request_rest(template, rest, path)
         return True
+
+    def _request_rest(
+        self, template: Mapping[Any, object], rest: Sequence[tuple[Any, Any]], path: str
+    ) -> None:
+        """Request stored entries that a mapping does not name, or leave them."""
+        if self._closed or not rest:
+            return
+        # A mapping without targets, such as an empty one, stands for whatever is stored.
+        may_leave = self._may_leave if self._registered.holds_tensors(template) else ()
+        for name, node in rest:
+            here = f"{path}.{key_name(name)}"
+            if (
+                may_leave
+                and any(tensor_keys(node))
+                and all(matches(each, may_leave) for each in leaf_paths(node, here, self._codecs))
+            ):
+                self._left_paths.add(here)
+                self.has_left = True
+            else:
+                self._request_all(node, here)
 
     def _refuse_equal_keys(
         self, template: Mapping[Any, object], rest: Sequence[tuple[Any, Any]], path: str

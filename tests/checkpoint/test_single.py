@@ -303,6 +303,32 @@ def test_strict_matching_names_every_difference(tmp_path: Path) -> None:
     assert extra["x"].tolist() == [1.0, 1.0]
 
 
+def test_a_dict_of_targets_takes_what_it_names_where_the_rest_may_be_left(tmp_path: Path) -> None:
+    """E9: of what may be left no tensor is read; values come back, and what no target is in."""
+    checkpointer = Checkpointer(tmp_path)
+    inner = {"w": torch.full((2,), 2.0), "large": torch.ones(4000), "n": 5}
+    tree = {"w": torch.ones(3), "large": torch.ones(5000), "in": inner, "v": [1], 3: torch.ones(1)}
+    checkpointer.save(1, {"tree": {**tree, "any": {"x": torch.ones(2)}}, "more": torch.ones(6000)})
+    left = ("tree.in.large", "tree.large", "tree.3")
+    for ignored, unexpected in ((True, left), (["tree.*large"], left[:2]), (["tree.*e"], left[:2])):
+        weight = torch.zeros(3)
+        target = {"w": weight, "in": {"w": torch.zeros(2)}, "any": {}}
+        report = checkpointer.load({"tree": target}, ignore_unexpected=ignored)
+        assert sorted(report.unexpected) == sorted(unexpected)
+        assert report.nbytes_read < 100
+        values = report.values["tree"]
+        assert values["w"] is weight
+        assert (weight.tolist(), values["v"]) == ([1.0] * 3, [1])
+        assert values["any"]["x"].tolist() == [1.0, 1.0]
+        assert list(values["in"]) == ["w", "n"]
+        assert (3 in values) == (ignored is not True)
+    whole = checkpointer.load({"tree": {"w": torch.zeros(3)}}).values["tree"]
+    assert (whole["large"].sum().item(), whole["in"]["large"].sum().item()) == (5000, 4000)
+    assert checkpointer.load({"tree": {}}, ignore_unexpected=True).values["tree"].keys() == {
+        *tree, "any",
+    }  # fmt: skip
+
+
 def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
     """K8: compile, activation checkpointing and DDP; a user's own attribute `module` stays."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

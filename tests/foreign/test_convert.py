@@ -15,8 +15,9 @@ from typing import get_args
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
-from holdfast import Checkpointer, CorruptionError, StorageError
+from holdfast import RNG, Checkpointer, CorruptionError, OptimizerState, StorageError
 from holdfast.arrays.boxes import Box
 from holdfast.cli.commands.convert import parse_size
 from holdfast.errors import ConfigError
@@ -48,7 +49,10 @@ def test_there_and_back_equals_the_source(holdfast: Holdfast, tmp_path: Path) ->
     to = tmp_path / "hf"
     done = holdfast("convert", tmp_path / "run", to, "--to", "huggingface", "--json")
     assert done.code == 0, done.err
-    assert done.json["left_out"] == ["part 'args' was not asked for"]
+    assert done.json["left_out"] == [
+        "part 'args' was not asked for",
+        "the number of the step, 7, is left out; a folder named iter_0000007 states it",
+    ]
     assert done.json["num_tensors"] == len(tensors) + 1  # with the tie, and the empty one
     check_format(to, "model", {**tensors, "tied": tensors["half"]})
     back = holdfast("convert", to, tmp_path / "again", "--to", "holdfast")
@@ -123,13 +127,20 @@ def test_a_tensor_without_a_name_of_its_own_is_never_dropped(
     torch.save([torch.ones(1), torch.ones(2)], tmp_path / "list.pt")
     torch.save({"w": torch.ones(1), "rest": [torch.ones(2)]}, tmp_path / "rest.pt")
     for name, why in (
-        ("clash", "two tensors would have the name 'a.b'"),
+        ("clash", "two tensors would have the name 'a.b', as ('a.b',) and as ('a', 'b')"),
         ("list", "its tensors (2)"),
     ):
         done = holdfast("convert", tmp_path / f"{name}.pt", tmp_path / "hf", "--to", "huggingface")
         assert (done.code, (tmp_path / "hf").exists()) == (2, False)
         assert why in done.err
     words = ("--to", "huggingface", "--json")
+    torch.save({"a.b": {"c": torch.ones(1)}, "a": {"b": {"c": torch.ones(2)}}}, tmp_path / "two.pt")
+    done = holdfast(
+        "convert", tmp_path / "two.pt", tmp_path / "again.pt", "--whole-tree", "--to", "torch_save"
+    )
+    assert done.code == 0, done.err
+    two = torch.load(tmp_path / "again.pt")
+    assert [two["a.b"]["c"].numel(), two["a"]["b"]["c"].numel()] == [1, 2]
     done = holdfast("convert", tmp_path / "rest.pt", tmp_path / "hf", *words)
     assert done.json["num_tensors"] == 1
     assert "no names for its tensors (1)" in done.json["left_out"][0]
@@ -154,7 +165,6 @@ def test_pytorchs_formats_keep_everything(
     words = ("--to", to, "--json", *options)
     done = holdfast("convert", tmp_path / "run", tmp_path / "out", *words)
     assert done.code == 0, done.err
-    assert done.json["left_out"] == ["the user's metadata is left out: why"]
     assert done.json["num_tensors"] == len(tensors) + (to == "dcp")  # there a tie is two tensors
     back = holdfast("convert", tmp_path / "out", tmp_path / "again", "--to", "holdfast")
     assert back.code == 0, back.err
@@ -163,6 +173,38 @@ def test_pytorchs_formats_keep_everything(
     assert {name: raw(each) for name, each in values["model"].items()} == {
         name: raw(each) for name, each in {**tensors, "tied": tensors["half"]}.items()
     }
+
+
+def test_what_a_format_has_no_place_for_is_listed_once(holdfast: Holdfast, tmp_path: Path) -> None:
+    """X4: classes, tags and the number of a step were lost without a word."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    state = {"model": model, "optimizer": OptimizerState(optimizer, model), "rng": RNG()}
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(7, state, metadata={"why": "test"})
+    assert holdfast("tag", tmp_path / "run", 7, "best").code == 0
+    versions = "the versions of modules are left out: model.1 (2)"
+    kinds = "the classes of objects are left out: optimizer.groups.0 (torch.optim.sgd:SGD); "
+    rng, words = "rng is left out: it is a value per rank", "the user's metadata is left out: why"
+    step, tags = (
+        "the number of the step, 7, is left out",
+        "tags of the step, which its root has: best",
+    )
+    others = [f"part {name!r} was not asked for" for name in ("optimizer", "rng")]
+    expected = {
+        ("huggingface", "hf"): [*others, versions, step, tags],
+        ("dcp", "dcp"): [rng, "optimizer.state is", versions, kinds, words, step, tags],
+        ("dcp", "iter_0000007"): [rng, "optimizer.state is", versions, kinds, words, tags],
+        ("torch_save", "all.pt", "--whole-tree"): [rng, kinds, words, step, tags],
+        ("torch_save", "one.pt"): [*others, words, step, tags],
+        ("holdfast", "copy"): [tags],
+    }
+    for (to, name, *options), starts in expected.items():
+        args = ("convert", tmp_path / "run", tmp_path / name, "--to", to, "--json", "--dry-run")
+        left_out = holdfast(*args, *options).json["left_out"]
+        assert [
+            each for each, start in zip(left_out, starts, strict=True) if not each.startswith(start)
+        ] == [], left_out
 
 
 @pytest.mark.parametrize(

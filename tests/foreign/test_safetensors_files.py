@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -86,6 +86,29 @@ def test_the_sharded_variant_of_dcp(tmp_path: Path) -> None:
     note = "sharded/: a folder with Hugging Face safetensors; name it to read it"
     assert [*open_catalog(whole).left_out] == [note]
     check_catalog(whole / "sharded", "model", tensors)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_the_consolidation_of_torch_has_lost_is_not_read_as_zero(tmp_path: Path) -> None:
+    """X24: torch writes 0 for a tensor without dims; its shards tell, where they are left."""
+    whole = tmp_path / "whole"
+    state = {"w": torch.ones(3), "scale": torch.tensor(1.5), "zero": torch.tensor(0.0)}
+    writer = dcp.HuggingFaceStorageWriter(
+        str(whole), save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    check_catalog(whole / "sharded", "model", state)
+    if load_file(whole / "model-00001-of-00001.safetensors")["scale"].item():
+        check_catalog(whole, "model", state)
+        return
+    with pytest.raises(CorruptionError, match=r"0 is not the value of scale.*name sharded"):
+        open_catalog(whole)
+    (whole / "sharded").rename(tmp_path / "moved")
+    (note,) = open_catalog(whole).left_out
+    assert note.startswith("scale, zero: 0 may not be the value")
+    # Files of other programs have nothing of this.
+    save_file(state | {"scale": torch.tensor(0.0)}, tmp_path / "other.safetensors")
+    assert not open_catalog(tmp_path / "other.safetensors").left_out
 
 
 def test_what_the_index_does_not_name_is_left_out_by_name(tmp_path: Path) -> None:

@@ -224,18 +224,19 @@ def test_files_of_a_folder_are_never_mixed(tmp_path: Path) -> None:
     model = nn.BatchNorm1d(2)
     save_file({**model.state_dict(), "0.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     torch.save({"weight": torch.full((2,), 7.0)}, tmp_path / "model.pt")
-    torch.save({"weight": torch.full((2,), 8.0)}, tmp_path / "model.0.pt")  # its key is another's
+    torch.save({"weight": torch.full((2,), 8.0)}, tmp_path / "model.0.pt")  # the path of another
     optimizer = torch.optim.AdamW(model.named_parameters())
     model(torch.randn(3, 2)).sum().backward()
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     catalog = open_catalog(tmp_path)
-    assert list(catalog.parts) == ["model", "optimizer"]
-    assert [each.partition(":")[0] for each in catalog.left_out] == ["model.0.pt", "model.pt"]
+    assert list(catalog.parts) == ["model", "model.0", "optimizer"]
+    assert [each.partition(":")[0] for each in catalog.left_out] == ["model.pt"]
     facts: Any = catalog.parts["optimizer"]
     assert facts["parameters"]["weight"] == {"shape": [2]}
     values = Checkpointer(tmp_path / "run").load_all(source=tmp_path).values
     assert values["model"]["0.weight"].tolist() == [0.0, 0.0]
+    assert values["model.0"]["weight"].tolist() == [8.0, 8.0]
     (tmp_path / "model.safetensors").unlink()
     torch.save({"bias": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CorruptionError, match=r"several models \(model\.pt, pytorch_model\.bin\)"):

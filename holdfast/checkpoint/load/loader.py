@@ -26,6 +26,7 @@ from holdfast.checkpoint.load.requests import (
     find_unexpected,
     not_ignored,
     paths_of_sources,
+    patterns_of,
     refuse_needed,
 )
 from holdfast.checkpoint.load.target_memory import without_ties
@@ -383,8 +384,16 @@ class Loader:
                 node=node,
                 template=template,
             )
-            matcher.move_to(layout, scope=request.scope, closed=request.is_closed)
+            # What an object has saved it is given as a whole.
+            ignore = options.ignore_unexpected if isinstance(part, TreePart) else False
+            matcher.move_to(
+                layout,
+                scope=request.scope,
+                closed=request.is_closed,
+                may_leave=patterns_of(ignore),
+            )
             matcher.match(template, node, name)
+            request.has_left = matcher.has_left
             parts.append(request)
         # The caller's memory, before anything is written to it.
         result = matcher.result

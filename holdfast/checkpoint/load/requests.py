@@ -57,6 +57,7 @@ class PartRequest:
         layout: The layout it lives on.
         part: How to load it.
         is_closed: Whether stored entries that it does not request are unexpected.
+        has_left: Whether it leaves some as the caller has agreed, although it is not closed.
         node: The stored tree.
         template: Its tree with targets in place of tensors.
     """
@@ -67,8 +68,14 @@ class PartRequest:
     layout: Layout
     part: Part
     is_closed: bool
+    has_left: bool = False
     node: Any
     template: object
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether nothing that is stored for it can be unexpected."""
+        return not (self.is_closed or self.has_left)
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -104,14 +111,14 @@ def decode_boxes(data: bytes) -> BoxTable:
 
 
 def paths_of_sources(parts: Sequence[PartRequest], codecs: Codecs) -> dict[str, list[str]]:
-    """Return the leaf paths of what closed parts are loaded from, where their names are the same.
+    """Return the leaf paths of what parts are loaded from, where their names are the same.
 
-    Only closed parts have unexpected entries: others are given everything that is stored.
+    Not of those that take everything that is stored: they have no unexpected entries.
     """
     return {
         each.source: leaf_paths(each.node, each.source, codecs)
         for each in parts
-        if each.is_closed and each.name == each.source
+        if not each.takes_all and each.name == each.source
     }
 
 
@@ -135,7 +142,7 @@ def encode_request(
     used: dict[str, bytes | None] = {}
     by_source: dict[str, list[np.ndarray]] = {}
     for each in parts:
-        if each.is_closed:
+        if not each.takes_all:
             is_known = each.name == each.source
             paths = known[each.source] if is_known else leaf_paths(each.node, each.name, codecs)
             touched = map(result.touched.__contains__, paths)
@@ -167,7 +174,7 @@ def find_unexpected(
     *,
     known: Mapping[str, list[str]],
 ) -> list[str]:
-    """Stored entries of closed parts that no rank requests.
+    """Stored entries that no rank requests, of parts of which no rank takes everything.
 
     `known` is what `paths_of_sources` returns for this rank's parts.
 
@@ -202,8 +209,13 @@ def find_unexpected(
 
 def not_ignored(paths: Sequence[str], ignore: bool | Sequence[str]) -> list[str]:
     """Return the paths that the caller has not agreed to leave: all, none, or by patterns."""
-    patterns = ("*",) if ignore is True else () if ignore is False else ignore
+    patterns = patterns_of(ignore)
     return [path for path in paths if not matches(path, patterns)]
+
+
+def patterns_of(ignore: bool | Sequence[str]) -> Sequence[str]:
+    """Return what a caller has agreed to leave as patterns."""
+    return ("*",) if ignore is True else () if ignore is False else ignore
 
 
 def refuse_needed(

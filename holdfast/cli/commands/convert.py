@@ -14,7 +14,7 @@ from rich.console import Console
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import print_removed
 from holdfast.cli.support.tables import Listing, make_console, print_json, progress_bar
-from holdfast.errors import ConfigError, counted, in_bytes
+from holdfast.errors import ConfigError, HoldfastError, counted, in_bytes, some_of
 from holdfast.foreign.casts import cast_weights, float_type
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.convert import (
@@ -25,6 +25,8 @@ from holdfast.foreign.convert import (
     plan_conversion,
 )
 from holdfast.foreign.name_map_presets import name_map_of
+from holdfast.foreign.own_format import FORMAT
+from holdfast.retention.tags import list_tags
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?([kMGT]?)(i?)B?", re.ASCII | re.IGNORECASE)
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
@@ -174,7 +176,19 @@ def _as_json(
 
 def _left_out(conversion: Conversion) -> list[str]:
     """What the result does not have, each sentence once."""
-    return list(dict.fromkeys([*conversion.catalog.left_out, *conversion.output.notes]))
+    catalog = conversion.catalog
+    return list(dict.fromkeys([*catalog.left_out, *conversion.output.notes, *_tags(catalog)]))
+
+
+def _tags(catalog: Catalog) -> list[str]:
+    """What stays behind because a root has it, and not a checkpoint."""
+    if catalog.format != FORMAT:
+        return []
+    try:
+        tags = [tag for tag, step in list_tags(catalog.storage).items() if step == catalog.step]
+    except HoldfastError as error:  # it says nothing of the checkpoint
+        return [f"tags of the step, if it has any: {error}"]
+    return [f"tags of the step, which its root has: {some_of(tags)}"] if tags else []
 
 
 def _print(
