@@ -151,7 +151,7 @@ def left(context: RankContext, place: str, victim: int, error: type[BaseExceptio
         trained.optimizer.step()
         groups.control.timeout_s = 0.1
         found = told(lambda: trained.microbatch(before))
-        dist.barrier()  # without a word to the others
+        dist.barrier()  # silently
         return found
 
 

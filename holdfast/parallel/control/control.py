@@ -615,6 +615,15 @@ class Control:
         self._cut(error)
         return error
 
+    def leave_text(self, key: str, text: str) -> None:
+        """Leave a text for ranks that look, in any thread. Cost: one request to the store."""
+        if self._transport is not None:
+            self._transport.leave_reason(key, text)
+
+    def text_of(self, key: str) -> str | None:
+        """Return what a rank has left by `leave_text`. Cost: at most two requests to the store."""
+        return None if self._transport is None else self._transport.reason(key)
+
     def _cut(self, error: HoldfastError) -> None:
         self.reason_cut = str(error)
         for each in [*self.cuts]:
