@@ -126,7 +126,8 @@ class Bridge:
             crossing = Crossing(
                 route, check_headers(headers, route.plan, edge=route.edge), number=number
             )
-            return self._cross(crossing, packed)
+            with route.agreed(direction="forward", number=number):
+                return self._cross(crossing, packed)
 
     def unfinished_work(self) -> str | None:
         """Return a sentence on the forwards that wait for their backward; None if none do."""

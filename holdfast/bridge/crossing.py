@@ -164,10 +164,15 @@ class Crossing:
 
         Cost: one agreement, and one message of a piece to each taker.
         """
-        rank = self._route.rank
         if gradient is not None and gradient.layout is not torch.strided:
             gradient = gradient.to_dense()  # of an embedding with sparse=True of the tokens
         givers = self._agree_backward(gradient)
+        with self._route.agreed(direction="backward", number=self._number):
+            return self._exchange_gradients(gradient, givers)
+
+    def _exchange_gradients(self, gradient: Tensor | None, givers: set[int]) -> Tensor | None:
+        """Return the gradient of what this rank gave; `givers` have one of what they took."""
+        rank = self._route.rank
         shares: dict[int, list[Tensor]] = {piece: [] for piece in self._at_source}
         leaving: list[Parcel] = []
         arriving: list[Parcel] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -62,6 +63,32 @@ class Route:
         """Return the name of this phase; the number comes first, because long names are cut."""
         return f"{direction} {number} of {self.edge[0]} -> {self.edge[1]}"
 
+    @contextmanager
+    def agreed(self, *, direction: str, number: int) -> Iterator[None]:
+        """Enter from the agreement up to the last message, for which other ranks wait from then on.
+
+        What leaves it on one rank ends these waits. The communicator cannot be used again then.
+        """
+        control, phase = self.groups.control, self.phase(direction, number)
+        try:
+            yield
+        except HoldfastError:  # of a message: the other ranks know
+            raise
+        except BaseException as error:
+            ended = f"{type(error).__name__} has ended {phase} on rank {self.rank}"
+            control.cut_off(
+                DeadlineError(
+                    f"{ended}. Start again from the last checkpoint",
+                    # As of a rank that the others have waited for.
+                    details={"missing_ranks": [self.rank], "waited_s": 0.0},
+                )
+            )
+            if isinstance(error, Exception):
+                with control.in_step():
+                    self._fail_on_all(error, phase)
+            control.abandon(ended)
+            raise
+
     def exchange(
         self, leaving: Sequence[Parcel], arriving: Sequence[Parcel], *, direction: str, number: int
     ) -> None:
@@ -84,9 +111,9 @@ class Route:
                     taker=taking,
                 )
             except DeadlineError as error:
-                self._fail_on_all(error, phase)
+                self._fail_on_all(self.groups.control.why_freed() or error, phase)
 
-    def _fail_on_all(self, error: DeadlineError, phase: str) -> NoReturn:
+    def _fail_on_all(self, error: Exception, phase: str) -> NoReturn:
         """Raise on all ranks. If this rank left at once, the others would report it as missing."""
         control = self.groups.control
         try:

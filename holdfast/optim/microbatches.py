@@ -382,6 +382,10 @@ class Microbatches:
         self._is_known = False
         if self._agrees:
             self._groups.untold_interrupts.setdefault(self, error)
+            if self._bridged is not None:
+                self._bridged.control.leave_note(
+                    left=f"{type(error).__name__} has left a microbatch"
+                )
         for taker in self._takers.values():
             taker.interrupt(is_alone=True, tell=self._tell_all if self._agrees else None)
 
@@ -499,8 +503,7 @@ class Microbatches:
         for rank, note in notes.items():
             pairs = [(each, note.places[each.key]) for each in progress if each.key in note.places]
             missing = next((name for each, of in pairs if (name := each.awaited_from(of))), None)
-            other = f"phase {note.waits_in!r}, for all ranks" if note.waits_in else None
-            other = other or next(
+            other = control.awaited_by(note) or next(
                 (name for each, of in pairs if (name := each.awaited_by(of))), None
             )
             # Not without a look at what is missing: it may come from a third rank that is slow.
@@ -550,6 +553,8 @@ class Microbatches:
             return
         if control.is_broken or control.size == 1:
             return
+        if self._bridged is not None and self._bridged.crossings.is_cut:
+            return  # all ranks have raised it
         lost = None if self._is_victim else collectives.lost_to_others(error)
         if lost is None and not self._agrees:
             return  # the other stages wait for this one in the schedule, and see it leave

@@ -74,6 +74,28 @@ def publish_failure(
                     discard_save(storage, job.directory)
 
 
+def pass_on_failure(
+    storage: Storage, job: WriteJob, record: ErrorRecord, *, position: int, committer: bool
+) -> None:
+    """Publish for a rank that could not do so itself; a storage that refuses it is ignored.
+
+    Args:
+        storage: Root of the checkpoints, as this rank has it.
+        job: This rank's share of the save.
+        record: What that rank has failed with.
+        position: That rank's position in the plan.
+        committer: True if it is the one that commits.
+    """
+    name = FAILED_FILE if committer else f"{DONE_DIR}/{position:05d}.failed"
+    with suppress(HoldfastError):
+        if is_other_root(storage, job.root) or not storage.exists(job.directory):
+            return
+        # By its done-record the committer may be giving the save its name already.
+        if committer or not storage.exists(f"{job.directory}/{done_file(position)}"):
+            data = seal(msgspec.msgpack.encode(record))
+            storage.write_file(f"{job.directory}/{name}", data, durable=False)
+
+
 def committers_failure(storage: Storage, job: WriteJob) -> HoldfastError | None:
     """Return the failure that the committer has recorded for this save, or None."""
     path = f"{job.directory}/{FAILED_FILE}"

@@ -102,6 +102,46 @@ def test_a_volume_that_goes_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     assert {f"iter_000000{n}" for n in (1, 2, 3)} <= {p.name for p in (tmp_path / "root").iterdir()}
 
 
+def goes_on_one(context: RankContext, place: str, bad: int) -> tuple[str, list[int] | None, int]:
+    """What the save says that a rank's writer has when the volume goes on that rank alone."""
+    view, volume = Path(place) / f"view{context.rank}", Path(place) / "volume"
+    alone(context, volume.mkdir)
+    view.symlink_to(volume)
+    with pytest.MonkeyPatch.context() as patch, ProcessGroups.create(Layout(dp=2)) as groups:
+        patch.setattr("holdfast.checkpoint.save.pending._FIRST_LOOK_S", 0.05)
+        with Checkpointer(view, groups=groups) as checkpointer:
+            checkpointer.save_async(1, state(1)).result()
+            pid = checkpointer.stats.writer_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            pending = checkpointer.save_async(2, state(2))
+            if context.rank == bad:
+                view.unlink()
+                view.mkdir()
+            os.kill(pid, signal.SIGCONT)
+            with pytest.raises(StorageError) as caught:
+                pending.result()
+            dist.barrier()
+            if context.rank == bad:
+                view.rmdir()  # nothing was written there
+                view.symlink_to(volume)
+            dist.barrier()
+            step = checkpointer.save_async(3, state(3)).result().step
+    return str(caught.value), caught.value.details.get("failed_ranks"), step
+
+
+@pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_volume_that_goes_on_one_rank_after_the_call_ends_the_wait_of_the_others(
+    bad: int, tmp_path: Path
+) -> None:
+    """R6: that rank cannot say so on storage; before, the others waited for the save's deadline."""
+    results = run_ranks(2, goes_on_one, str(tmp_path), bad, timeout_s=90).results
+    for rank, (words, failed, step) in enumerate(results):
+        assert f"view{bad} is another directory than before" in words
+        assert rank == bad or (f"rank {bad}: " in words and failed == [bad])
+        assert step == 3
+
+
 def two_roots(context: RankContext, place: str) -> list[str]:
     """Each rank sees another volume under the path: it is not mounted on one of them, or absent."""
     heard = []

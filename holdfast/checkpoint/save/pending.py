@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -19,6 +20,9 @@ from holdfast.errors import (
     HoldfastError,
 )
 from holdfast.writer.client import Ticket
+
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 1.0, 8.0
+"""A wait for an outcome looks elsewhere after so long, then half as often each time, up to this."""
 
 
 class PendingSave:
@@ -153,6 +157,8 @@ class InFlightSave:
     """When the call came, by `time.monotonic`."""
     ticket: Ticket | None = None
     """The writer's job; None for a save that was skipped or failed before there was one."""
+    look: Callable[[], object] = bool
+    """Called in a wait that lasts: another rank may fail without a record of it on storage."""
     staged: threading.Event = field(default_factory=_already)
     """Set when this rank's bytes are copied."""
     failure: HoldfastError | None = None
@@ -212,7 +218,15 @@ class InFlightSave:
                 f"{self.step}, in the thread that would learn how it ends: a callback must neither "
                 f"save nor wait for another save; set a flag there, and do it in the loop"
             )
-        return self.ticket.finished.wait(timeout_s)
+        began, pause_s = time.monotonic(), _FIRST_LOOK_S
+        while True:
+            left_s = math.inf if timeout_s is None else began + timeout_s - time.monotonic()
+            if self.ticket.finished.wait(min(pause_s, max(left_s, 0.0))):
+                return True
+            if left_s <= pause_s:
+                return False
+            self.look()
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     def error(self) -> HoldfastError | None:
         """Why it failed, as far as known now; None otherwise."""

@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import dropwhile
 
+import msgspec
+
 from holdfast.checkpoint.options import SaveRequest, SaverOptions
 from holdfast.checkpoint.plan.rank_plan import RankPlan
 from holdfast.checkpoint.reports import Phases, SaveReport
@@ -37,9 +39,19 @@ from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.storage import Storage
 from holdfast.storage.reading import requests_of
 from holdfast.writer.client import Ticket, Writer, start_writer
-from holdfast.writer.outcomes import discard_save, publish_failure
+from holdfast.writer.outcomes import discard_save, pass_on_failure, publish_failure
 from holdfast.writer.records import SaveOutcome
 from holdfast.writer.sealed_image import can_seal
+
+
+class _LeftFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank's writer has failed with."""
+
+    position: int
+    """The rank's position in the plan."""
+    committer: bool
+    """True if the rank commits the save."""
+    record: ErrorRecord
 
 
 class Saver:
@@ -239,11 +251,47 @@ class Saver:
             pending.ticket, late = self._executor.submit(
                 writer, buffer, agreed, request, phases, state=state, lazy=self._lazy, after=after
             )
+            if self._groups.control.size > 1:
+                pending.look = partial(self._look_for_failure, pending.ticket)
+                pending.ticket.when_finished(partial(self._leave_failure, pending.ticket))
             if late is not None:
                 pending.staged = late.staged
                 late.start()
         self._report_later(pending)
         return PendingSave(pending)
+
+    def _leave_failure(self, ticket: Ticket) -> None:
+        """Let ranks that wait know what this one's writer has failed with.
+
+        Its storage may refuse even the record of it, while that of other ranks works.
+        """
+        outcome, job = ticket.outcome, ticket.job
+        if outcome is None or outcome.error is None:
+            return
+        if outcome.error.details.get("failed_ranks", [job.rank]) != [job.rank]:
+            return  # another one's, as found on storage
+        record = msgspec.structs.replace(
+            outcome.error,
+            message=f"rank {job.rank}: {outcome.error.message}",
+            details={"failed_ranks": [job.rank], **outcome.error.details},
+        )
+        left = _LeftFailure(position=job.position, committer=ticket.commits, record=record)
+        self._groups.control.leave_text(
+            f"save/{job.header.save_id}", msgspec.json.encode(left).decode()
+        )
+
+    def _look_for_failure(self, ticket: Ticket) -> None:
+        """Publish on storage, where all writers look, what another rank has left of this save."""
+        text = self._groups.control.text_of(f"save/{ticket.job.header.save_id}")
+        if text is not None:
+            left = msgspec.json.decode(text, type=_LeftFailure)
+            pass_on_failure(
+                self._storage,
+                ticket.job,
+                left.record,
+                position=left.position,
+                committer=left.committer,
+            )
 
     def _report_later(self, pending: InFlightSave) -> None:
         """Keep it until every rank knows its outcome, which is counted when this rank does."""

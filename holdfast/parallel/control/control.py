@@ -9,6 +9,7 @@ collective.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the steps that it has begun, see `Control.beginning_step`."""
     step_of: str = ""
     """What makes the last of them, in words."""
+    left: str = ""
+    """What has left a microbatch on this rank alone, in words; empty if nothing has."""
 
 
 class Noted(Protocol):
@@ -237,6 +240,12 @@ class Control:
         """What makes the last of them."""
         self._has_left_note = False
         """True if the store has taken a note of the call in progress."""
+        self._saw_left_at: float | None = None
+        """When the call in progress has first seen that an interrupt has left a microbatch."""
+        self._around: Control | None = None
+        self._within: WeakSet[Control] = WeakSet()
+        self._phase = ""
+        """That of the call in progress."""
         if transport is not None:
             transport.call_in_long_waits(self._wait_on)
 
@@ -244,6 +253,16 @@ class Control:
     def single(cls, *, rank: int = 0, name: str = "model") -> Control:
         """Return the control of one process, which agrees with itself."""
         return cls(None, ranks=(rank,), rank=rank, timeout_s=60.0, name=name)
+
+    def take_within(self, inner: Control) -> None:
+        """Let waits in calls of some of these ranks end where one of them waits elsewhere.
+
+        Args:
+            inner: agreement of some of these ranks, which tells no waits of its own. Its name is
+                that of no other one.
+        """
+        inner._around = self
+        self._within.add(inner)
 
     @property
     def is_broken(self) -> bool:
@@ -476,16 +495,23 @@ class Control:
         """
         return None if self._transport is None else self._transport.announced(self._sequence + 1)
 
-    def leave_note(self) -> None:
+    def leave_note(self, *, left: str = "") -> bool:
         """Let ranks that look, `note_of`, know how far this one is before the next call of all.
 
         A rank that waits long in a call leaves one by itself.
 
+        Args:
+            left: `Note.left`.
+
+        Returns:
+            False if the store did not take it in time.
+
         Cost: one request to the store; none for one rank.
         """
-        if self._transport is not None:
-            note = self._note(waits_in="", places=self._places())
-            self._transport.note(self._sequence + 1, _encoded(note))
+        if self._transport is None:
+            return True
+        note = msgspec.structs.replace(self._note(waits_in="", places=self._places()), left=left)
+        return self._transport.note(self._sequence + 1, _encoded(note))
 
     def note_of(self, rank: int) -> Note:
         """Return what a rank has left since the last call of all ranks; an empty note if nothing.
@@ -529,6 +555,20 @@ class Control:
         """
         return note.step > self._num_steps
 
+    def awaited_by(self, note: Note) -> str | None:
+        """Return where a rank that has left a note waits for this one, in words, or None.
+
+        The call is one that this rank has not begun. Without it that rank comes out of it by an
+        error alone, after its limit.
+        """
+        if note.waits_in:
+            return f"phase {note.waits_in!r}, for all ranks"
+        for each in [*self._within]:
+            sequence, phase = note.places.get(each.name, (0, ""))
+            if phase and sequence > each._sequence:
+                return f"phase {phase!r}, for all ranks of {each.name!r}"
+        return None
+
     def free_from_step(self, rank: int, note: Note, *, waits_in: str) -> PlanError:
         """End the step of ranks that wait in it for this one, which waits for them elsewhere.
 
@@ -568,17 +608,33 @@ class Control:
 
         Cost: at most two requests to the store.
         """
-        text = self._transport and self._transport.reason(self._sequence + 1)
+        text = self._transport and self._transport.reason(self._sequence + (not self._is_midway))
         if not text:
             return None
         error = msgspec.json.decode(text, type=ErrorRecord).to_error()
         self._cut(error)
         return error
 
+    def leave_text(self, key: str, text: str) -> None:
+        """Leave a text for ranks that look, in any thread. Cost: one request to the store."""
+        if self._transport is not None:
+            self._transport.leave_reason(key, text)
+
+    def text_of(self, key: str) -> str | None:
+        """Return what a rank has left by `leave_text`. Cost: at most two requests to the store."""
+        return None if self._transport is None else self._transport.reason(key)
+
     def _cut(self, error: HoldfastError) -> None:
         self.reason_cut = str(error)
         for each in [*self.cuts]:
             each.cut(self.reason_cut)
+        for inner in [*self._within]:
+            inner.abandon(self.reason_cut)
+
+    def abandon(self, why: str) -> None:
+        """Break the communicator, so that waits of other ranks for this one end, and name it."""
+        if self._transport is not None:
+            self._transport.abandon(why)
 
     def _wait_on(self, phase: str) -> bool:
         """Leave a note in a call that waits, and look at the next rank; False to look again.
@@ -587,6 +643,13 @@ class Control:
         """
         if self._transport is None or not self._is_midway:
             return True
+        if self._around is not None:
+            self._around._look_from(self)
+            return False
+        if self._within:
+            freed = self.why_freed()
+            if isinstance(freed, DeadlineError):  # of what ranks wait for, they meet here
+                raise freed
         if not self._has_left_note:
             note = self._note(waits_in=phase, places=self._places())
             self._has_left_note = self._transport.note(self._sequence, _encoded(note))
@@ -599,6 +662,54 @@ class Control:
         self.free_from_step(rank, note, waits_in=f"phase {phase!r}, for all ranks")
         return True
 
+    def _look_from(self, inner: Control) -> None:
+        """Leave a note in a call of some ranks that waits, and look at the next of them.
+
+        What it has left is from before that call if it counts fewer calls there.
+
+        Raises:
+            HoldfastError: Both wait for each other, or an interrupt has left a microbatch there.
+        """
+        # A failure is in several calls at once, and one whose cause is known not waited for.
+        if self._is_midway or inner._most_s < float("inf"):
+            return
+        freed = self.why_freed()
+        if freed is not None:
+            raise freed
+        inner._has_left_note = inner._has_left_note or self.leave_note()
+        rank = inner.ranks[(inner.index + 1) % inner.size]
+        note = self.note_of(rank)
+        if note.places.get(inner.name, (inner._sequence, ""))[0] >= inner._sequence:
+            return
+        here = f"phase {inner._phase!r}"
+        if self.is_ahead(note):
+            raise self.free_from_step(rank, note, waits_in=here)
+        there = self.awaited_by(note)
+        error: HoldfastError
+        if there is not None:
+            error = PlanError(
+                f"rank {rank} waits in {there}, and rank {self.rank} in {here}: each for the other "
+                f"one. All ranks make the same calls in the same order; an error in a forward or a "
+                f"backward ends the microbatch around it. Create the groups and the model again, "
+                f"and load the last checkpoint",
+                details={"ranks": [rank, self.rank]},
+            )
+            self.cut_off(error)
+            raise error
+        if note.left:
+            now = time.monotonic()
+            inner._saw_left_at = inner._saw_left_at or now
+            # It may go on as soon as it has dropped its gradients. Until then it is between two
+            # calls, and late for the next one as in any agreement.
+            if now - inner._saw_left_at >= self.timeout_s:
+                error = DeadlineError(
+                    f"{here}: {note.left} on rank {rank}, which has not called drop_gradients() "
+                    f"within {self.timeout_s:g} s. Start again from the last checkpoint",
+                    details={"missing_ranks": [rank], "waited_s": 0.0},
+                )
+                self.cut_off(error)
+                raise error
+
     def _note_of(self, rank: int, *, before: int) -> Note:
         """Return what a rank has left that has not made a call yet."""
         text = self._transport and self._transport.noted(rank, before)
@@ -608,7 +719,10 @@ class Control:
         return Note(waits_in=waits_in, places=places, step=self._num_steps, step_of=self._step_of)
 
     def _places(self) -> dict[str, list[Any]]:
-        return {key: each for noted in [*self.noted] for key, each in noted.places().items()}
+        places = {key: each for noted in [*self.noted] for key, each in noted.places().items()}
+        for each in [*self._within]:
+            places[each.name] = [each._sequence, each._phase if each._is_midway else ""]
+        return places
 
     def exchange(
         self,
@@ -703,7 +817,8 @@ class Control:
             self._transport.start(own.sequence, phase, self.limit_s)
             # Before a byte is sent: an interrupt from here on breaks the communicator.
             self._is_midway = True
-            self._has_left_note = False
+            self._phase = phase
+            self._has_left_note, self._saw_left_at = False, None
             self._sequence += 1
             frames = [Frame.decode(row) for row in self._transport.all_gather(data, FRAME_NBYTES)]
         # Failures first: a failed rank is out of sync by design, as its frame stands for any call.

@@ -200,14 +200,14 @@ class Transport:
         """Withdraw what `note_later` has not left yet."""
         self._store.withdraw(f"note/{self._rank}")
 
-    def leave_reason(self, sequence: int, text: str) -> None:
-        """Leave a text for all ranks, of the call by which they meet again."""
+    def leave_reason(self, of: int | str, text: str) -> None:
+        """Leave a text for all ranks, of the call by which they meet again, or of anything else."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"reason/{sequence}", text)
+            self._store.set(f"reason/{of}", text)
 
-    def reason(self, sequence: int) -> str | None:
-        """Return the text that a rank has left for a call, if one has."""
-        key = f"reason/{sequence}"
+    def reason(self, of: int | str) -> str | None:
+        """Return the text that a rank has left of a call, or of anything else, if one has."""
+        key = f"reason/{of}"
         with contextlib.suppress(RuntimeError):
             return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
         return None

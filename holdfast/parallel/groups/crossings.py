@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from holdfast.errors import DeadlineError, HoldfastError
+from holdfast.parallel.control.control import Control
+
 Edge = tuple[str, str]
 """Source and destination module."""
 
@@ -17,11 +20,23 @@ class Crossings:
 
     Args:
         edges: of the modules of this rank.
+        control: of all ranks of all modules; None without edges.
     """
 
-    __slots__ = ("_bridged", "_carried", "_edges", "_num_opened", "_open", "failed", "failure")
+    __slots__ = (
+        "_bridged",
+        "_carried",
+        "_control",
+        "_edges",
+        "_num_opened",
+        "_open",
+        "failed",
+        "failure",
+        "is_cut",
+    )
 
-    def __init__(self, edges: Iterable[Edge] = ()) -> None:
+    def __init__(self, edges: Iterable[Edge] = (), control: Control | None = None) -> None:
+        self._control = control
         self._edges = tuple(edges)
         self._bridged: set[Edge] = set()
         self._carried: set[Edge] = set()
@@ -31,6 +46,8 @@ class Crossings:
         """Edges whose last call has raised, on all ranks of the edge."""
         self.failure: str | None = None
         """Of a microbatch since the last step, which has failed on all ranks."""
+        self.is_cut = False
+        """True if all ranks know that a call can be one of all ranks of its edge no more."""
 
     def add_bridge(self, edge: Edge) -> None:
         """Note that a bridge reports the crossings of an edge."""
@@ -51,12 +68,36 @@ class Crossings:
     @contextmanager
     def calling(self, edge: Edge) -> Iterator[None]:
         """Enter around a call of all ranks of an edge, which succeeds or raises on all of them."""
+        was_cut = self._control is None or self._control.reason_cut
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.failed.add(edge)
+            if isinstance(error, HoldfastError) and self._control is not None and not was_cut:
+                self._raise_cause(error, self._control)
             raise
         self.failed.discard(edge)
+
+    def _raise_cause(self, error: HoldfastError, control: Control) -> None:
+        """Raise what has ended a wait for another rank of an edge; return if nothing more is known.
+
+        Where ranks have waited for each other, all ranks of all modules raise it together: some of
+        them wait elsewhere.
+        """
+        if isinstance(error, DeadlineError) and not control.reason_cut:
+            cause = control.why_freed()
+            if cause is None:
+                cause = _named_by_its_note(error, control)
+                control.cut_off(cause)  # no rank of the edge can go on
+            cause.__cause__ = None if cause is error else error
+            error = cause
+        if not control.reason_cut:
+            return
+        self.is_cut = True
+        if not (isinstance(error, DeadlineError) or control.is_broken):
+            with control.in_step():
+                control.fail(error, phase="bridge")
+        raise error
 
     def forget(self) -> None:
         """Start again: after a step, and where gradients are dropped."""
@@ -81,3 +122,12 @@ class Crossings:
         if not listed:
             return None
         return f"{' and '.join(listed)} {'wait' if len(edges) > 1 else 'waits'} for a backward"
+
+
+def _named_by_its_note(late: DeadlineError, control: Control) -> DeadlineError:
+    """Return the error with what has left a microbatch on the rank that it names."""
+    for rank in late.details.get("missing_ranks", ())[:1]:
+        left = control.note_of(rank).left
+        if left:
+            return DeadlineError(f"{left} on rank {rank}. {late}", details=late.details)
+    return late

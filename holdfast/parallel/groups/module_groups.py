@@ -36,7 +36,8 @@ class ModuleGroups:
         """The groups of all ranks together: agreement, sums over all modules, checkpoints."""
         self.rank: int = union.rank
         self.crossings = Crossings(
-            edge for edge in layouts.edges if self.rank in layouts.of_edge(edge).ranks
+            (edge for edge in layouts.edges if self.rank in layouts.of_edge(edge).ranks),
+            union.control,
         )
         """What bridges have in progress; a step looks at it."""
         self._modules: dict[str, ProcessGroups] = {}
@@ -120,6 +121,8 @@ class ModuleGroups:
         for edge in self.layouts.edges:
             if self.rank in (ends := self.layouts.of_edge(edge)).ranks:
                 self._edges[edge] = create(ends, names=("dp",))
+                control.cuts.add(self._edges[edge])
+                control.take_within(self._edges[edge].control)
 
     @property
     def control(self) -> Control:
