@@ -12,6 +12,7 @@ and `save` and `load` with DCP's signatures, which plan as a `Checkpointer` does
 
 from __future__ import annotations
 
+import glob
 import io
 import json
 import math
@@ -541,7 +542,8 @@ def load(
     """Load into a state dict in place, as `torch.distributed.checkpoint.load` does.
 
     Tensors are filled, objects take their state, and plain values in the dict are replaced. A dict
-    within it gets the entries that it lacks, too, which DCP leaves out.
+    within it that has tensors takes those alone, as with DCP, and the report says what it leaves;
+    values that it lacks are added to it, which DCP leaves out.
 
     Args:
         state_dict: as of `save`.
@@ -557,10 +559,16 @@ def load(
         HoldfastError: on all ranks, as of `Checkpointer.load`.
     """
     _refuse(storage_reader=storage_reader, planner=planner, process_group=process_group)
+    # An object is given all that it has saved, or refuses what it does not know.
+    dicts = [
+        glob.escape(f"{key}.") + "*"
+        for key, each in state_dict.items()
+        if isinstance(each, Mapping) and not hasattr(each, "load_state_dict")
+    ]
     with _groups(no_dist) as groups:
         root, step = _agreed(groups, _given(checkpoint_id))
         with Checkpointer(root, groups=groups) as checkpointer:
-            report = checkpointer.load(state_dict, step=step)
+            report = checkpointer.load(state_dict, step=step, ignore_unexpected=dicts)
     put_values(state_dict, report.values)
     return report
 

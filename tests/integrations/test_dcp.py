@@ -430,6 +430,19 @@ def test_several_boxes_of_one_tensor_on_a_rank(tmp_path: Path) -> None:
     assert torch.equal(loaded["model"]["table"], torch.arange(56.0).view(8, 7))
 
 
+def test_a_part_of_a_dict_is_read_alone(tmp_path: Path) -> None:
+    """X21: as by DCP; all the other tensors were read, too, and added."""
+    saved = {"model": {"w": torch.ones(3), "v": torch.ones(4), "n": 5}, "step": 7}
+    own.save(saved, checkpoint_id=tmp_path / "1", no_dist=True)
+    part: dict[str, Any] = {"model": {"w": torch.zeros(3)}}
+    report = own.load(part, checkpoint_id=tmp_path / "1", no_dist=True)
+    assert part.keys() == {"model"}
+    assert part["model"].keys() == {"w", "n"}
+    assert torch.equal(part["model"]["w"], saved["model"]["w"])  # type: ignore[index]
+    assert report.unexpected == ("model.v",)
+    assert report.nbytes_read == 12
+
+
 def test_saved_loaded_saved_without_a_difference(tmp_path: Path) -> None:
     writer = HoldfastWriter()
     dcp.save(state_of(1), checkpoint_id=tmp_path / "1", storage_writer=writer)
