@@ -687,6 +687,54 @@ def test_a_store_without_conditional_puts_is_refused_by_name() -> None:
         alone.rename_dir("b", "c")
 
 
+class Refuses(LastWins):
+    """A store that never finds an object to be of the version that the condition names."""
+
+    def put(self, *args: object, mode: object = None, **options: object) -> object:
+        if isinstance(mode, dict):
+            raise self._library.exceptions.PreconditionError("412")  # type: ignore[attr-defined]
+        return self._library.put(*args, mode=mode, **options)  # type: ignore[attr-defined]
+
+
+def test_a_store_that_refuses_what_it_shows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P20."""
+    monkeypatch.setattr(bucket, "_REFUSED_S", 0.0)
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    storage._bucket._obstore = Refuses(storage._bucket._obstore)
+    for name in ("a", "b"):
+        storage.make_dir(name)
+    with pytest.raises(StorageError, match=r"memory://.* refuses a put on condition that an objec"):
+        storage.exchange_dir("a", "b")
+
+
+def test_a_store_without_etags_is_refused_at_once_and_weak_ones_do(s3: str) -> None:
+    """P20: proxies remove ETags, or mark them as weak, and no condition on a weak one holds.
+
+    None is waited for as if the store had not answered, nor tried without end.
+    """
+    faults: list[Fault] = []
+    url = f"s3://{new_bucket(s3)}/run"
+    with fault_proxy(s3, lambda method, path: faults[-1]) as (_, address):
+        storage = ObjectStorage(url, endpoint=address)
+        faults.append("no ETag")
+        with pytest.raises(StorageError, match=r"cannot write: .* answers without an ETag, so no"):
+            Checkpointer(storage, settle_s=0.0).save(1, _small(1))
+        faults.append("weak ETag")
+        with Checkpointer(storage, settle_s=0.0) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(step, _small(step))
+            checkpointer.save(1, _small(11), overwrite=True)
+            assert checkpointer.latest() == 2
+        faults.append("no ETag")
+        reader = ObjectStorage(url, endpoint=address)
+        assert [_version(reader, step) for step in (1, 2)] == [11, 2]
+        faults.append("new ETag")
+        assert storage.update_file("f", lambda content: b"1")
+        with pytest.raises(StorageError, match="the store gives each answer another ETag"):
+            storage.update_file("f", lambda content: b"2")
+        assert storage.read("f") == b"1"
+
+
 class Killed(BaseException):
     """The process ends here."""
 
