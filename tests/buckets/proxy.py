@@ -21,7 +21,7 @@ Fault = Literal[
     "", "500 before", "500 after", "200 error", "cut before", "cut after", "cut midway",
     "reset after", "slow down", "delay", "late", "old", "denied", "silent before", "silent after",
     "silent midway", "dripping", "too long", "too short", "no range", "no xml", "no ETag",
-    "weak ETag", "new ETag",
+    "weak ETag", "new ETag", "404",
 ]  # fmt: skip
 FAULTS: tuple[Fault, ...] = (
     "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after", "slow down",
@@ -35,7 +35,7 @@ denied, which no second try changes; nor those after which the connection stays 
 nothing more comes, and dripping, the answer comes byte by byte; nor what broken proxies do: too
 long and too short, the answer's length is not that of its range; no range, the whole object comes;
 no xml, its first bytes are others; no ETag, it is left out; weak ETag, it is marked as weak; new
-ETag, each answer has another one."""
+ETag, each answer has another one; 404, the server never sees the request."""
 _DELAY_S = 0.05
 _DRIP_S = 0.2
 _STAY_S = 60.0
@@ -87,8 +87,8 @@ class FaultProxy:
                 self.faults[fault] += 1
         if fault == "delay":
             time.sleep(_DELAY_S)
-        if fault in ("500 before", "slow down", "200 error"):
-            status = {"slow down": 503, "200 error": 200}.get(fault, 500)
+        if fault in ("500 before", "slow down", "200 error", "404"):
+            status = {"slow down": 503, "200 error": 200, "404": 404}.get(fault, 500)
             return self._refuse(handler, status)
         if fault == "denied":
             return self._deny(handler, body)
@@ -183,7 +183,7 @@ class FaultProxy:
         return answer.status, answer.getheaders(), data
 
     def _refuse(self, handler: BaseHTTPRequestHandler, status: int) -> None:
-        code = {503: "SlowDown", 403: "AccessDenied"}.get(status, "InternalError")
+        code = {503: "SlowDown", 403: "AccessDenied", 404: "NoSuchKey"}.get(status, "InternalError")
         data = f"<Error><Code>{code}</Code><Message>of the test</Message></Error>".encode()
         self._answer(handler, status, data)
 

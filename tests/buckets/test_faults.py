@@ -30,7 +30,7 @@ from holdfast import (
     StorageError,
 )
 from holdfast.cli.main import main
-from holdfast.cli.support.messages import EXIT_DAMAGED
+from holdfast.cli.support.messages import EXIT_DAMAGED, EXIT_MISTAKE
 from holdfast.format import versions as versions_of_steps
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.format.versions import read_lease
@@ -635,6 +635,22 @@ def test_what_was_gone_already_is_deleted() -> None:
     storage._bucket.delete(["gone", "f"])
     storage._bucket.delete(["gone"])
     assert not storage.exists("f")
+
+
+def test_an_object_that_is_said_to_be_gone_and_is_not_is_an_error(
+    s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """P27: a gateway without the request for many answers it with 404, and nothing is deleted."""
+    url = f"s3://{new_bucket(s3)}/run"
+    with Checkpointer(url, settle_s=0.0) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, _small(step))
+    with fault_proxy(s3, lambda method, path: "404" if "?delete" in path else "") as (_, address):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        assert main(["prune", url, "--keep-last", "1", "--yes"]) == EXIT_MISTAKE
+    said = " ".join(capsys.readouterr().out.split())
+    assert "files of it remain" in said
+    assert "answers a deletion with 404, and still shows the object" in said
 
 
 def test_the_random_streams_of_the_process_are_left_alone(

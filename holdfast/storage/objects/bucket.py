@@ -391,18 +391,37 @@ class BucketClient:
         return self._send("list", prefix, ask)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, many with each request; those that are absent are not an error."""
+        """Delete objects, many with each request; those that are absent are not an error.
+
+        Raises:
+            RequestFailed: The store failed, or says of an object that it is absent, and shows it.
+        """
         for first in range(0, len(keys), _PAGE):
             batch = keys[first : first + _PAGE]
-            if self._delete(batch) or len(batch) == 1:
+            if self._delete(batch):
                 continue
             # GCS has no request for many: obstore sends one for each, and ends with the first
             # object that is absent. The others are still to go.
             with ThreadPoolExecutor(_NUM_DELETES, thread_name_prefix="holdfast-delete") as pool:
-                list(pool.map(lambda key: self._delete([key]), batch))
+                list(pool.map(self._delete_one, batch))
+
+    def _delete_one(self, key: str) -> None:
+        """Delete an object that may be absent.
+
+        It is looked at: a gateway that does not know the request answers that nothing is there.
+        """
+        if self._delete([key]) or self.head(key) is None:
+            return
+        failure = Failure(
+            "final",
+            f"{self._place} answers a deletion with 404, and still shows the object: check the "
+            f"endpoint, and whether the store, or a gateway before it, can delete (DeleteObjects)",
+        )
+        self._say_undeleted(failure)
+        raise RequestFailed(failure)
 
     def _delete(self, keys: Sequence[str]) -> bool:
-        """Delete objects at once; False if one was absent, and others may be left."""
+        """Delete objects at once; False if one is said to be absent, and others may be left."""
         paths = [self._key(key) for key in keys]
         try:
             self._send("delete", keys[0], lambda: self._obstore.delete(self._store, paths))
