@@ -219,9 +219,11 @@ def _denied(scheme: str, place: str, kind: str) -> str:
     right, names = _RIGHTS[{"head": "get", "upload": "put"}.get(kind, kind)]
     name = f" ({names[scheme]})" if scheme in names else ""
     wall = "; or a firewall of the account does not let this machine in" if scheme == "az" else ""
+    # The answer to a head has no reason in it.
+    old = "; or they have expired" if kind == "head" else ""
     return (
         f"{place} denies the request to {right}: the credentials need the right to {right} below "
-        f"this place{name}{wall}"
+        f"this place{name}{old}{wall}"
     )
 
 
