@@ -401,6 +401,8 @@ ANSWERS = [
     ("s3", 301, "PermanentRedirect", "is in another region: set AWS_REGION"),
     ("s3", 400, "AuthorizationHeaderMalformed", "is in another region: set AWS_REGION"),
     ("s3", 400, "InvalidRequest", "set AWS_CHECKSUM_ALGORITHM=SHA256"),
+    ("s3", 404, "NoSuchUpload", "was aborted meanwhile: by a lifecycle rule"),
+    ("s3", 400, "InvalidPart", "by the ETag that came with it: check the endpoint, and proxies"),
     ("s3", 503, "SlowDown", "asks for fewer requests"),
     ("s3", 501, "NotImplemented", "does not do conditional puts"),
     ("az", 404, "ContainerNotFound", "does not exist: make the bucket"),
