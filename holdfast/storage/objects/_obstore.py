@@ -89,8 +89,8 @@ _REFUSALS = {
     **dict.fromkeys(
         ("BlobImmutableDueToPolicy", "RetentionPolicyNotMet", "ObjectUnderActiveHold"), _HELD
     ),
-    "NoSuchUpload": "the upload of the object to {place} was aborted meanwhile: by a lifecycle rule "
-    "that gives uploads too little time, or by another program; write it again",
+    "NoSuchUpload": "the upload of the object to {place} was aborted meanwhile: by a lifecycle "
+    "rule that gives uploads too little time, or by another program; write it again",
     "InvalidPart": "{place} does not know a part of an upload by the ETag that came with it: check "
     "the endpoint, and proxies on the way, which may change ETags",
     **dict.fromkeys(("InvalidBucketName", "InvalidResourceName"), _NO_NAME),
