@@ -60,7 +60,10 @@ def parse_url(url: str) -> BucketPlace:
             f"not its own: give a place of its own"
         )
     if not prefix.isprintable():
-        raise ConfigError(f"{url[:200]!r} has a control character, which no key can have here")
+        raise ConfigError(
+            f"{url[:200]!r} has a control character, or a space or other sign that cannot be seen, "
+            f"which no key can have here"
+        )
     try:
         split_path(prefix)
     except StorageError:
