@@ -223,7 +223,7 @@ def require_root_of_checkpoints(storage: Storage) -> None:
     A directory inside of one counts, too, in a file system: what is saved there damages it. So does
     a file: a run would find no checkpoint, start afresh, and fail at its first save. And so does
     the name of a step that has no checkpoint, or whose data is elsewhere, as in a bucket: the run
-    above would find there what is no step of its own.
+    above would find there what it has not saved.
     """
     local = storage.local_path("")
     if local is not None:

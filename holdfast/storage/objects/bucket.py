@@ -421,7 +421,7 @@ class BucketClient:
         raise RequestFailed(failure)
 
     def _delete(self, keys: Sequence[str]) -> bool:
-        """Delete objects at once; False if one is said to be absent, and others may be left."""
+        """Delete objects at once; False if the store reports one absent, and others may be left."""
         paths = [self._key(key) for key in keys]
         try:
             self._send("delete", keys[0], lambda: self._obstore.delete(self._store, paths))
