@@ -221,7 +221,9 @@ def require_root_of_checkpoints(storage: Storage) -> None:
     """Raise StorageError if the storage is at one checkpoint, not at the root of a run's.
 
     A directory inside of one counts, too, in a file system: what is saved there damages it. So does
-    a file: a run would find no checkpoint, start afresh, and fail at its first save.
+    a file: a run would find no checkpoint, start afresh, and fail at its first save. And so does
+    the name of a step that has no checkpoint, or whose data is elsewhere, as in a bucket: the run
+    above would find there what it has not saved.
     """
     local = storage.local_path("")
     if local is not None:
@@ -233,9 +235,11 @@ def require_root_of_checkpoints(storage: Storage) -> None:
         for each in inside
         if parse_step_dir(each.name) is not None and (each / MANIFEST).is_file()
     ]
-    if not checkpoints and not storage.exists(MANIFEST):
+    place = str(whole or storage.describe("")).rstrip("/")
+    is_checkpoint = bool(checkpoints) or storage.exists(MANIFEST)
+    if not is_checkpoint and parse_step_dir(place.rpartition("/")[2]) is None:
         return
-    where = (str(checkpoints[0]) if checkpoints else storage.describe("")).rstrip("/")
+    where = str(checkpoints[0]) if checkpoints else place
     if checkpoints and checkpoints[0] != whole:
         raise StorageError(
             f"{whole} is inside of a checkpoint, {where}, and not the root of a run's checkpoints: "
@@ -244,8 +248,9 @@ def require_root_of_checkpoints(storage: Storage) -> None:
     above, _, name = where.rpartition("/")
     step = parse_step_dir(name)
     meant = "" if step is None else f", and step={step} to load this one"
+    has = "is" if is_checkpoint else "has the name of"
     raise StorageError(
-        f"{where} is one checkpoint, not the root of a run's checkpoints: "
+        f"{where} {has} one checkpoint, not the root of a run's checkpoints: "
         f"give the directory above{above and f', {above}'}{meant}"
     )
 

@@ -79,10 +79,11 @@ class RootIdentity:
                 raise
             # Shorter than the other ranks wait for what is written here.
             present = _settled(storage, "", limit_s=_SETTLE_S / 2)
-            if present:
+            if present not in ("", root_id):
                 raise _other_root(storage, root_id, present) from None
             # The process that created it died before its content: no run has ever known it.
-            storage.replace_file(ROOT_ID, f"{root_id}\n".encode())
+            if not present:
+                storage.replace_file(ROOT_ID, f"{root_id}\n".encode())
         self.id = root_id
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import random
 import re
+import secrets
 import socket
 import struct
 import threading
@@ -19,7 +20,8 @@ from typing import Any, Literal
 Fault = Literal[
     "", "500 before", "500 after", "200 error", "cut before", "cut after", "cut midway",
     "reset after", "slow down", "delay", "late", "old", "denied", "silent before", "silent after",
-    "silent midway", "dripping", "too long", "too short", "no range", "no xml",
+    "silent midway", "dripping", "too long", "too short", "no range", "no xml", "no ETag",
+    "weak ETag", "new ETag", "404",
 ]  # fmt: skip
 FAULTS: tuple[Fault, ...] = (
     "500 before", "500 after", "cut before", "cut after", "cut midway", "reset after", "slow down",
@@ -32,7 +34,8 @@ answer of some changes before. Nor 200 error, which only the end of an upload is
 denied, which no second try changes; nor those after which the connection stays open: silent,
 nothing more comes, and dripping, the answer comes byte by byte; nor what broken proxies do: too
 long and too short, the answer's length is not that of its range; no range, the whole object comes;
-no xml, its first bytes are others."""
+no xml, its first bytes are others; no ETag, it is left out; weak ETag, it is marked as weak; new
+ETag, each answer has another one; 404, the server never sees the request."""
 _DELAY_S = 0.05
 _DRIP_S = 0.2
 _STAY_S = 60.0
@@ -84,8 +87,8 @@ class FaultProxy:
                 self.faults[fault] += 1
         if fault == "delay":
             time.sleep(_DELAY_S)
-        if fault in ("500 before", "slow down", "200 error"):
-            status = {"slow down": 503, "200 error": 200}.get(fault, 500)
+        if fault in ("500 before", "slow down", "200 error", "404"):
+            status = {"slow down": 503, "200 error": 200, "404": 404}.get(fault, 500)
             return self._refuse(handler, status)
         if fault == "denied":
             return self._deny(handler, body)
@@ -119,6 +122,8 @@ class FaultProxy:
             return self._cut(handler)
         if fault == "silent after":
             return self._stay(handler)
+        if fault.endswith("ETag"):
+            headers = _with_etag(headers, fault)
         handler.send_response_only(status)
         for name, value in headers:
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
@@ -178,7 +183,7 @@ class FaultProxy:
         return answer.status, answer.getheaders(), data
 
     def _refuse(self, handler: BaseHTTPRequestHandler, status: int) -> None:
-        code = {503: "SlowDown", 403: "AccessDenied"}.get(status, "InternalError")
+        code = {503: "SlowDown", 403: "AccessDenied", 404: "NoSuchKey"}.get(status, "InternalError")
         data = f"<Error><Code>{code}</Code><Message>of the test</Message></Error>".encode()
         self._answer(handler, status, data)
 
@@ -216,6 +221,16 @@ class FaultProxy:
     def _cut(self, handler: BaseHTTPRequestHandler) -> None:
         handler.close_connection = True
         handler.connection.close()
+
+
+def _with_etag(headers: list[tuple[str, str]], fault: Fault) -> list[tuple[str, str]]:
+    if fault == "no ETag":
+        return [(name, value) for name, value in headers if name.lower() != "etag"]
+    new = {"new ETag": f'"{secrets.token_hex(16)}"'}.get(fault)
+    return [
+        (name, (new or f"W/{value}") if name.lower() == "etag" else value)
+        for name, value in headers
+    ]
 
 
 @contextmanager

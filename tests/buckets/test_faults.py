@@ -30,7 +30,7 @@ from holdfast import (
     StorageError,
 )
 from holdfast.cli.main import main
-from holdfast.cli.support.messages import EXIT_DAMAGED
+from holdfast.cli.support.messages import EXIT_DAMAGED, EXIT_MISTAKE
 from holdfast.format import versions as versions_of_steps
 from holdfast.format.names import LATEST, list_steps, step_dir
 from holdfast.format.versions import read_lease
@@ -401,6 +401,8 @@ ANSWERS = [
     ("s3", 301, "PermanentRedirect", "is in another region: set AWS_REGION"),
     ("s3", 400, "AuthorizationHeaderMalformed", "is in another region: set AWS_REGION"),
     ("s3", 400, "InvalidRequest", "set AWS_CHECKSUM_ALGORITHM=SHA256"),
+    ("s3", 404, "NoSuchUpload", "was aborted meanwhile: by a lifecycle rule"),
+    ("s3", 400, "InvalidPart", "by the ETag that came with it: check the endpoint, and proxies"),
     ("s3", 503, "SlowDown", "asks for fewer requests"),
     ("s3", 501, "NotImplemented", "does not do conditional puts"),
     ("az", 404, "ContainerNotFound", "does not exist: make the bucket"),
@@ -637,6 +639,22 @@ def test_what_was_gone_already_is_deleted() -> None:
     assert not storage.exists("f")
 
 
+def test_an_object_that_is_said_to_be_gone_and_is_not_is_an_error(
+    s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """P27: a gateway without the request for many answers it with 404, and nothing is deleted."""
+    url = f"s3://{new_bucket(s3)}/run"
+    with Checkpointer(url, settle_s=0.0) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, _small(step))
+    with fault_proxy(s3, lambda method, path: "404" if "?delete" in path else "") as (_, address):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        assert main(["prune", url, "--keep-last", "1", "--yes"]) == EXIT_MISTAKE
+    said = " ".join(capsys.readouterr().out.split())
+    assert "files of it remain" in said
+    assert "answers a deletion with 404, and still shows the object" in said
+
+
 def test_the_random_streams_of_the_process_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -685,6 +703,54 @@ def test_a_store_without_conditional_puts_is_refused_by_name() -> None:
     assert alone.read("c/f") == b"b"
     with pytest.raises(StorageError, match="never overwritten"):
         alone.rename_dir("b", "c")
+
+
+class Refuses(LastWins):
+    """A store that never finds an object to be of the version that the condition names."""
+
+    def put(self, *args: object, mode: object = None, **options: object) -> object:
+        if isinstance(mode, dict):
+            raise self._library.exceptions.PreconditionError("412")  # type: ignore[attr-defined]
+        return self._library.put(*args, mode=mode, **options)  # type: ignore[attr-defined]
+
+
+def test_a_store_that_refuses_what_it_shows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P20."""
+    monkeypatch.setattr(bucket, "_REFUSED_S", 0.0)
+    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    storage._bucket._obstore = Refuses(storage._bucket._obstore)
+    for name in ("a", "b"):
+        storage.make_dir(name)
+    with pytest.raises(StorageError, match=r"memory://.* refuses a put on condition that an objec"):
+        storage.exchange_dir("a", "b")
+
+
+def test_a_store_without_etags_is_refused_at_once_and_weak_ones_do(s3: str) -> None:
+    """P20: proxies remove ETags, or mark them as weak, and no condition on a weak one holds.
+
+    None is waited for as if the store had not answered, nor tried without end.
+    """
+    faults: list[Fault] = []
+    url = f"s3://{new_bucket(s3)}/run"
+    with fault_proxy(s3, lambda method, path: faults[-1]) as (_, address):
+        storage = ObjectStorage(url, endpoint=address)
+        faults.append("no ETag")
+        with pytest.raises(StorageError, match=r"cannot write: .* answers without an ETag, so no"):
+            Checkpointer(storage, settle_s=0.0).save(1, _small(1))
+        faults.append("weak ETag")
+        with Checkpointer(storage, settle_s=0.0) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(step, _small(step))
+            checkpointer.save(1, _small(11), overwrite=True)
+            assert checkpointer.latest() == 2
+        faults.append("no ETag")
+        reader = ObjectStorage(url, endpoint=address)
+        assert [_version(reader, step) for step in (1, 2)] == [11, 2]
+        faults.append("new ETag")
+        assert storage.update_file("f", lambda content: b"1")
+        with pytest.raises(StorageError, match="the store gives each answer another ETag"):
+            storage.update_file("f", lambda content: b"2")
+        assert storage.read("f") == b"1"
 
 
 class Killed(BaseException):

@@ -135,6 +135,8 @@ def test_a_wrong_url_is_refused_without_quoting_a_password(url: str) -> None:
         ("s3://bucket/run?region=x", r"has a '\?', which ends a URL; options are given to Obj"),
         ("s3://bucket/run#1", "has a '#', which ends a URL"),
         ("s3://bucket/a\tb", "has a control character"),
+        ("s3://bucket/a\u00a0b", r"'s3://bucket/a\\xa0b' has .* sign that cannot be seen"),
+        ("s3://bucket/run/.store/data", r"is inside of \.store, where a run keeps its data"),
         ("file:///data/run", "a directory is written as its path, without file:"),
         (
             "s3:bucket/run",

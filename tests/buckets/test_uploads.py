@@ -158,6 +158,25 @@ def test_an_upload_whose_end_is_answered_with_an_error_is_not_there(
     assert ObjectStorage(f"s3://{bucket}/run").exists("f") == (num_errors == 2)
 
 
+def test_rights_that_end_during_an_upload_are_named_for_the_upload(s3: str) -> None:
+    """P27: not for the look after it, which is denied, too, and has no reason in its answer."""
+
+    denied = list[str]()
+
+    def choose(method: str, path: str) -> Fault:
+        if "uploadId=" in path or denied:
+            denied.append(method)
+        return "denied" if denied else ""
+
+    with fault_proxy(s3, choose) as (_, address):
+        storage = ObjectStorage(f"s3://{new_bucket(s3)}/run", endpoint=address, part_nbytes=5 << 20)
+        with pytest.raises(StorageError, match="denies the request to write"):
+            write_zeros(storage, 6 << 20)
+        assert "HEAD" in denied
+        with pytest.raises(StorageError, match=r"denies the request to read.*; or they hav"):
+            storage.size("f")
+
+
 def write_zeros(storage: ObjectStorage, nbytes: int) -> None:
     with storage.create("f", nbytes=nbytes) as sink:
         sink.write_at(0, memoryview(bytes(nbytes)))

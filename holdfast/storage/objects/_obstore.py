@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 from holdfast.errors import ConfigError
 
-Kind = Literal["absent", "exists", "changed", "range", "again", "final"]
+Kind = Literal["absent", "exists", "changed", "range", "again", "untagged", "final"]
 """What a failed request means: nothing is there; the name is taken; it is another version by now;
-it ends before the range; it may be asked again, and may have been carried out; it is refused."""
+it ends before the range; it may be asked again, and may have been carried out; it was carried out,
+and the answer does not say which version it has made; it is refused."""
 
 SCHEMES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """The clouds, and how the variables begin that hold their credentials."""
@@ -88,6 +89,10 @@ _REFUSALS = {
     **dict.fromkeys(
         ("BlobImmutableDueToPolicy", "RetentionPolicyNotMet", "ObjectUnderActiveHold"), _HELD
     ),
+    "NoSuchUpload": "the upload of the object to {place} was aborted meanwhile: by a lifecycle "
+    "rule that gives uploads too little time, or by another program; write it again",
+    "InvalidPart": "{place} does not know a part of an upload by the ETag that came with it: check "
+    "the endpoint, and proxies on the way, which may change ETags",
     **dict.fromkeys(("InvalidBucketName", "InvalidResourceName"), _NO_NAME),
 }  # fmt: skip
 """What else a store refuses for good, by its code, whatever the status: the words."""
@@ -216,9 +221,11 @@ def _denied(scheme: str, place: str, kind: str) -> str:
     right, names = _RIGHTS[{"head": "get", "upload": "put"}.get(kind, kind)]
     name = f" ({names[scheme]})" if scheme in names else ""
     wall = "; or a firewall of the account does not let this machine in" if scheme == "az" else ""
+    # The answer to a head has no reason in it.
+    old = "; or they have expired" if kind == "head" else ""
     return (
         f"{place} denies the request to {right}: the credentials need the right to {right} below "
-        f"this place{name}{wall}"
+        f"this place{name}{old}{wall}"
     )
 
 
@@ -263,6 +270,15 @@ def _provider(scheme: str, settings: Mapping[str, Any]) -> Any | None:
         return Boto3CredentialProvider()
     except Exception:  # boto3 is missing, or the profile has no credentials
         return None
+
+
+def untagged(place: str) -> Failure:
+    """Return the failure of a store that does not say which version of an object it has."""
+    return Failure(
+        "untagged",
+        f"{place} answers without an ETag, so no change can be on condition of a version: use a "
+        f"store that sends it, or check the endpoint, and proxies on the way, which may remove it",
+    )
 
 
 def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) -> Failure:
@@ -342,6 +358,8 @@ def explain(error: Exception, *, scheme: str, bucket: str, kind: str, key: str) 
     for sign, words in _ODD_ANSWERS.items():
         if sign in text:
             return Failure("again", f"{words}: check the endpoint, and proxies on the way")
+    if "ETag Header missing" in text:
+        return untagged(place)
     names = _ENDPOINTS.get(scheme, ())
     is_set = any(os.environ.get(name) for name in names)
     own = "" if is_set or not names else f"; for another store than the cloud's set {names[-2]}"

@@ -24,7 +24,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from holdfast.errors import StorageError
-from holdfast.storage.objects._obstore import Failure, explain, library, make_store, memory_store
+from holdfast.storage.objects._obstore import (
+    Failure,
+    explain,
+    library,
+    make_store,
+    memory_store,
+    untagged,
+)
 from holdfast.storage.objects.uploads import S3Uploads, Upload
 from holdfast.storage.storage_protocol import UNKNOWN, Observer
 
@@ -46,6 +53,9 @@ obstore does the same with the request that aborts the upload; and for one reque
 _SHARE_OF_LOOK = 1 / 20
 """Of the seconds for which a request is sent again: those for the next ones, if it was given up."""
 _SHORTEST_LOOK_S = 0.2
+_REFUSED_S = 3.0
+"""Seconds for which a put is sent again that the store refuses although its condition seems to
+hold: a cache may have shown what was before."""
 _WARN_S = 3.0
 """Seconds after which a person ought to know why nothing happens."""
 _WARN_AGAIN_S = 30.0
@@ -118,6 +128,7 @@ class BucketClient:
     ) -> None:
         self._obstore = library()
         self._scheme, self._name, self._prefix = scheme, name, prefix
+        self._place = f"{scheme}://{name}"
         self._make_store = partial(make_store, scheme, name, options)
         self._retry_s, self._timeout_s = retry_s, timeout_s
         self._gave_up_at = -math.inf
@@ -254,18 +265,22 @@ class BucketClient:
 
         The bytes must be such that no other put has them. If the answer is lost, the object is read
         back: with these bytes, the put was carried out; if nothing has changed, it was not, and is
-        sent again; anything else is another's.
+        sent again; anything else is another's. A put that is refused while the object is shown as
+        the condition needs it is sent again for a moment, too.
 
         Raises:
-            RequestFailed: The store failed, or does not know conditional puts.
+            RequestFailed: The store failed, or its conditional puts do not work.
         """
         if not self._has_conditions:
             there = self.get(key)
             if there is not None if tag is None else not _is_of(there, tag):
                 return Put(None, there)
             return Put(self.put(key, data), None)
+        if tag is not None and not tag:
+            raise self._give_up(untagged(self._place))
         mode: Any = "create" if tag is None else tag
         deadline = time.monotonic() + self._retry_s
+        refused_until = min(deadline, time.monotonic() + _REFUSED_S)
         for pause_s in _pauses():
             began = time.monotonic()
             failure = self._try(
@@ -280,16 +295,27 @@ class BucketClient:
                 raise self._give_up(failure)
             # Also after "exists" and "changed": a first try of ours may be what is there.
             present = self.get(key, until=deadline)
-            if present is not None and bytes(present[0]) == data:
+            if present is not None and bytes(present[0]) == data and present[1].tag:
                 return Put(present[1].tag, None)
-            is_as_before = present is None if tag is None else _is_of(present, tag)
-            if failure.kind != "again" or not is_as_before:
-                return Put(None, present)
-            if self._is_silent() or _is_last(began, pause_s, deadline):
+            if failure.kind == "untagged":
                 raise self._give_up(failure)
+            if present is not None if tag is None else not _is_of(present, tag):
+                return Put(None, present)
+            until = deadline if failure.kind == "again" else refused_until
+            if self._is_silent() or _is_last(began, pause_s, until):
+                raise self._give_up(failure if failure.kind == "again" else self._contrary())
             self._warn(failure, deadline)
             time.sleep(pause_s)
         raise AssertionError("the pauses do not end")
+
+    def _contrary(self) -> Failure:
+        """Return the failure of a store that refuses puts although their condition holds."""
+        return Failure(
+            "final",
+            f"{self._place} refuses a put on condition that an object is as the store itself shows "
+            f"it: its conditional puts (If-None-Match, If-Match) do not work; check the endpoint, "
+            f"and proxies and caches on the way, which may change ETags or answer what was before",
+        )
 
     def is_refused(self, key: str, data: bytes, *, tag: Tag | None) -> bool:
         """Put an object on a condition as `put_if` does; return whether the store refuses it.
@@ -365,18 +391,37 @@ class BucketClient:
         return self._send("list", prefix, ask)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, many with each request; those that are absent are not an error."""
+        """Delete objects, many with each request; those that are absent are not an error.
+
+        Raises:
+            RequestFailed: The store failed, or says of an object that it is absent, and shows it.
+        """
         for first in range(0, len(keys), _PAGE):
             batch = keys[first : first + _PAGE]
-            if self._delete(batch) or len(batch) == 1:
+            if self._delete(batch):
                 continue
             # GCS has no request for many: obstore sends one for each, and ends with the first
             # object that is absent. The others are still to go.
             with ThreadPoolExecutor(_NUM_DELETES, thread_name_prefix="holdfast-delete") as pool:
-                list(pool.map(lambda key: self._delete([key]), batch))
+                list(pool.map(self._delete_one, batch))
+
+    def _delete_one(self, key: str) -> None:
+        """Delete an object that may be absent.
+
+        It is looked at: a gateway that does not know the request answers that nothing is there.
+        """
+        if self._delete([key]) or self.head(key) is None:
+            return
+        failure = Failure(
+            "final",
+            f"{self._place} answers a deletion with 404, and still shows the object: check the "
+            f"endpoint, and whether the store, or a gateway before it, can delete (DeleteObjects)",
+        )
+        self._say_undeleted(failure)
+        raise RequestFailed(failure)
 
     def _delete(self, keys: Sequence[str]) -> bool:
-        """Delete objects at once; False if one was absent, and others may be left."""
+        """Delete objects at once; False if the store reports one absent, and others may be left."""
         paths = [self._key(key) for key in keys]
         try:
             self._send("delete", keys[0], lambda: self._obstore.delete(self._store, paths))
@@ -468,9 +513,8 @@ class BucketClient:
             if now < max(deadline - self._retry_s + _WARN_S, self._warned + _WARN_AGAIN_S):
                 return
             self._warned = now
-        place = f"{self._scheme}://{self._name}"
         logging.getLogger("holdfast").warning(
-            "%s: %s; trying again, for %.0f s at most", place, failure.words, deadline - now
+            "%s: %s; trying again, for %.0f s at most", self._place, failure.words, deadline - now
         )
 
     def _try(
@@ -523,7 +567,7 @@ def _or_absent(send: Callable[[], T]) -> T | None:
 
 def unsettled(error: RequestFailed, *, action: str, place: str) -> StorageError:
     """Return the StorageError for a request that failed for good."""
-    is_unknown = error.failure.kind in ("again", "final")  # the other kinds are answers
+    is_unknown = error.failure.kind in ("again", "untagged", "final")  # the others are answers
     return StorageError(
         f"cannot {action}: {place}: {error.failure.words}", details=UNKNOWN if is_unknown else None
     )
@@ -564,8 +608,9 @@ def _meta(answer: Mapping[str, Any]) -> Meta:
 
 def _tag(answer: Mapping[str, Any]) -> Tag:
     """Return the version in an answer, without what it lacks."""
-    # moto and some stores answer a put in an unversioned bucket with the version "null".
-    tag = {key: answer[key] for key in ("e_tag", "version") if answer.get(key)}
+    # moto and some stores answer a put in an unversioned bucket with the version "null". A proxy
+    # that compresses marks an ETag as weak (W/), and no condition on a weak one ever holds.
+    tag = {key: answer[key].removeprefix("W/") for key in ("e_tag", "version") if answer.get(key)}
     return {key: value for key, value in tag.items() if value != "null"}
 
 

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from holdfast.errors import StorageError
@@ -198,7 +199,9 @@ class ObjectSink:
         if isinstance(error, RequestFailed):
             # The answer to its last request may have been lost. No other process writes this name,
             # and a part of an upload never shows: an object of this size is this one.
-            meta = self._bucket.head(self._key) if self._is_done else None
+            meta = None
+            with suppress(RequestFailed):  # the upload's own error says more
+                meta = self._bucket.head(self._key) if self._is_done else None
             if meta is None or meta.nbytes != self._nbytes:
                 raise unsettled(error, action="write", place=self._place)
         elif error is not None and not isinstance(error, _AbortedError):

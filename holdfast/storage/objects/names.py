@@ -70,7 +70,8 @@ _STEP = re.compile(r"\.saving-(iter_[0-9]{7,18})-", re.ASCII)
 _MIN_NBYTES = 64
 """A name of at least so many bytes stands for a directory; a smaller one is free. So a listing
 shows which names stand for something."""
-_NUM_TRIES = 50
+NUM_TRIES = 50
+"""Of a change that others are before; each of them has made one, so many mean something else."""
 _MAX_SEEN = 16
 _MAX_MADE = 32
 """Of how many earlier moves a name states the numbers."""
@@ -209,7 +210,7 @@ class Names:
 
     def entry(self, name: str) -> NameEntry | None:
         """Return a name that stands for a directory; None if it does not."""
-        for _ in range(_NUM_TRIES):
+        for _ in range(NUM_TRIES):
             entry = self._get(name)
             if entry is None or entry.record is None:
                 return None
@@ -225,21 +226,21 @@ class Names:
             again = self._get(name)
             if again is not None and again.tag == entry.tag:
                 return entry
-        raise _busy(name)
+        raise busy(name)
 
     def is_taken(self, name: str) -> bool:
         """Return True if it is proven that a name stands for a directory.
 
         A look alone may be at what a cache has of before, so what it shows is written again.
         """
-        for _ in range(_NUM_TRIES):
+        for _ in range(NUM_TRIES):
             try:
                 own = self._own(name)
             except FileNotFoundError:
                 return False
             if self._swap(name, own, own.record) is not None:
                 return True
-        raise _busy(name)
+        raise busy(name)
 
     def make(
         self, name: str, *, to: str = "", held: Mapping[str, bytes] | None = None
@@ -262,7 +263,7 @@ class Names:
         if put.tag is not None:
             self._see(name, NameEntry(record, put.tag))
             return record
-        for _ in range(_NUM_TRIES):
+        for _ in range(NUM_TRIES):
             # Most often: another rank of the same save was first.
             present = self.entry(name)
             if present is not None and present.record is not None:
@@ -279,7 +280,7 @@ class Names:
                 self._tidy_if_made(name, entry)
             elif self._swap(name, entry, record) is not None:
                 return record
-        raise _busy(name)
+        raise busy(name)
 
     def join(self, name: str) -> NameRecord | None:
         """Return what a name stands for that cannot have been moved yet; one request."""
@@ -288,13 +289,13 @@ class Names:
 
     def release(self, name: str, file: str) -> None:
         """Take a file out of those that a name holds, so that it may be an object."""
-        for _ in range(_NUM_TRIES):
+        for _ in range(NUM_TRIES):
             own = self._own(name)
             assert own.record is not None
             held = {path: data for path, data in own.record.held.items() if path != file}
             if self._swap(name, own, msgspec.structs.replace(own.record, held=held)) is not None:
                 return
-        raise _busy(name)
+        raise busy(name)
 
     def move(self, source: str, target: str) -> None:
         """Give a directory another name.
@@ -310,7 +311,7 @@ class Names:
             if self._finish_move(source, seen, early, None):
                 return
             tried.append(early)
-        for number in range(len(tried), _NUM_TRIES):
+        for number in range(len(tried), NUM_TRIES):
             own = self._own_again(source, seen, tried)
             if own is None:
                 return
@@ -328,13 +329,13 @@ class Names:
                 continue
             if self._make_move(source, own, target, there, None, tried):
                 return
-        raise _busy(source)
+        raise busy(source)
 
     def exchange(self, first: str, second: str) -> None:
         """Exchange what two names stand for; FileNotFoundError if one stands for nothing."""
         seen: NameEntry | None = None
         tried: list[NameMove] = []
-        for _ in range(_NUM_TRIES):
+        for _ in range(NUM_TRIES):
             own = self._own_again(first, seen, tried)
             if own is None:
                 return
@@ -344,12 +345,12 @@ class Names:
             other = _plain(there.record)
             if self._make_move(first, own, second, there, other, tried):
                 return
-        raise _busy(first)
+        raise busy(first)
 
     def withdraw(self, name: str) -> NameRecord:
         """Free a name; return what it stood for. FileNotFoundError if that is nothing."""
         tried: dict[str, NameRecord] = {}
-        for _ in range(_NUM_TRIES):
+        for _ in range(NUM_TRIES):
             own = None
             with suppress(FileNotFoundError):
                 own = self._own(name)
@@ -367,7 +368,7 @@ class Names:
             tried[number] = own.record
             if self._swap(name, own, None, nonce=number) is not None:
                 return own.record
-        raise _busy(name)
+        raise busy(name)
 
     def seen(self, name: str) -> NameRecord | None:
         """Return what a name with a dot stood for when this process last wrote or saw it."""
@@ -617,7 +618,7 @@ class Names:
         entry = self._seen.pop(name, None)
         if entry is not None and entry.record is not None and entry.record.move is None:
             return entry
-        for _ in range(_NUM_TRIES):
+        for _ in range(NUM_TRIES):
             entry = entry or self._get(name)
             if entry is None or entry.record is None:
                 raise FileNotFoundError(name)
@@ -636,7 +637,7 @@ class Names:
                 if (own := self._swap(name, entry, freed)) is not None:
                     return own
             entry = None
-        raise _busy(name)
+        raise busy(name)
 
     def _prevent(self, move: NameMove, there: NameEntry | None) -> bool:
         """Make sure that a move is not made any more; False if the target has changed meanwhile.
@@ -672,7 +673,7 @@ class Names:
         it shows is written again. Only of a source with a dot it is enough that nothing is found:
         it would be a leftover without files.
         """
-        for _ in range(_NUM_TRIES):
+        for _ in range(NUM_TRIES):
             if came.id in self._tidied:
                 return
             entry = self._get(came.source)
@@ -683,7 +684,7 @@ class Names:
                 self._tidy(came.source, entry)
             elif entry is not None and self._swap(came.source, entry, entry.record) is not None:
                 return
-        raise _busy(came.source)
+        raise busy(came.source)
 
     def _tidy_if_made(self, name: str, entry: NameEntry) -> bool:
         """Tidy a name if it states a move that was made; return whether it does.
@@ -753,6 +754,8 @@ class Names:
 
     def _know(self, name: str, tag: Tag, record: NameRecord) -> None:
         """Remember what a version of a name states, but for the files that it holds."""
+        if not tag:
+            return  # a store that names no versions: the next one would look like this
         move = record.move
         if move is not None and move.other is not None:
             other = msgspec.structs.replace(move.other, held={})
@@ -875,7 +878,12 @@ def _is_same(seen: NameEntry, now: NameEntry) -> bool:
     return before is not None and after is not None and before.prefix == after.prefix
 
 
-def _busy(name: str) -> RequestFailed:
+def busy(name: str) -> RequestFailed:
+    """Return the error for a name or file that was changed by others as often as by this one."""
     return RequestFailed(
-        Failure("final", f"other processes change the name {name} without end: try again later")
+        Failure(
+            "final",
+            f"other processes change {name} without end: try again later; or the store gives each "
+            f"answer another ETag, and cannot be used",
+        )
     )

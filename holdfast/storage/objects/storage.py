@@ -41,10 +41,12 @@ from holdfast.storage.objects.names import (
     DATA,
     INNER,
     MAX_HELD_NBYTES,
+    NUM_TRIES,
     SUFFIX,
     NameNotes,
     NameRecord,
     Names,
+    busy,
     listed_names,
     used_names,
 )
@@ -427,7 +429,7 @@ class ObjectStorage:
         key = self._new_key(path, "write")
         known = self._updated.pop(path, None)
         own, has_looked = (known[0] if known is not None else None), known is not None
-        while True:
+        for _ in range(NUM_TRIES):
             if (data := make(own)) is None:
                 return False
             if not has_looked or (known is not None and known[0] == data):
@@ -446,6 +448,7 @@ class ObjectStorage:
                 return True
             known = (bytes(put.present[0]), put.present[1].tag) if put.present else None
             own = None
+        raise unsettled(busy(path), action="write", place=self.describe(path))
 
     def _content(self, key: str) -> tuple[bytes, Tag] | None:
         answer = self._bucket.get(key)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from holdfast.errors import ConfigError, StorageError
 from holdfast.storage.objects._obstore import SCHEMES
+from holdfast.storage.objects.names import INNER
 from holdfast.storage.storage_protocol import split_path
 
 _URL = re.compile(r"([A-Za-z0-9]{2,12})://([^/?#]*)(?:/([^?#]*))?", re.ASCII)
@@ -53,8 +54,16 @@ def parse_url(url: str) -> BucketPlace:
     if _BUCKET.fullmatch(match[2]) is None:
         raise ConfigError(f"{url[:200]!r} names no bucket: write {scheme}://bucket/run")
     prefix = (match[3] or "").strip("/")
+    if INNER in prefix.split("/"):
+        raise ConfigError(
+            f"{url[:200]!r} is inside of {INNER}, where a run keeps its data, and removes what is "
+            f"not its own: give a place of its own"
+        )
     if not prefix.isprintable():
-        raise ConfigError(f"{url[:200]!r} has a control character, which no key can have here")
+        raise ConfigError(
+            f"{url[:200]!r} has a control character, or a space or other sign that cannot be seen, "
+            f"which no key can have here"
+        )
     try:
         split_path(prefix)
     except StorageError:
