@@ -39,6 +39,7 @@ from holdfast.optim.in_flight import (
     GradientHook,
     HeldHook,
     change_class,
+    gradient_hook,
     gradient_of,
     write_gradient,
 )
@@ -143,7 +144,8 @@ class PendingGradient(GradientHook):
         raise ConfigError(
             f"the gradient of a parameter of shape {list(self._member.sharded_param.shape)} is not "
             f"reduced yet, and its .grad is None: read it after the backward of the last "
-            f"microbatch, microbatch(is_last=True)"
+            f"microbatch, microbatch(is_last=True). (What torch.utils.checkpoint computes again in "
+            f"a backward of its own may come too late: pass use_reentrant=False)"
         )
 
     def on_clear(self) -> None:
@@ -686,11 +688,19 @@ def make_unit(
 def _keep_attributes(module: nn.Module) -> None:
     """Keep the attributes of DTensor parameters in `to`, `half` and their kin.
 
-    These swap a DTensor with a new one, which has none.
+    These swap a DTensor with a new one, which has none. They read `.grad` of each parameter after
+    they have converted those before it, so gradients that would be refused are looked for first.
     """
 
     def apply(new: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         plain: Any = type(module)._apply
+        for parameter in module.parameters(recurse):
+            if isinstance(gradient_hook(parameter), PendingGradient):
+                raise ConfigError(
+                    f"the gradient of a parameter of shape {list(parameter.shape)} is not reduced "
+                    f"yet, and would not be converted or moved with it: convert or move the model "
+                    f"between steps, or forget gradients first; nothing was changed"
+                )
         places = [
             (below._parameters, key, dict(vars(parameter)))
             for below in (module.modules() if recurse else (module,))

@@ -670,6 +670,8 @@ class ShardedModel(MicrobatchTaker):
             _torch.prepare_for_inference(module, [guard.state for guard in self._guards])
             self._is_ready_for_inference = True
         if torch.is_grad_enabled():  # maybe without a microbatch here
+            if self not in self.groups.reducing:
+                self._check_settings()
             self._share_backward()
         self._log.fold_orders()
         self._prefetch.begin()
