@@ -694,17 +694,17 @@ def _keep_attributes(module: nn.Module) -> None:
 
     def apply(new: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         plain: Any = type(module)._apply
-        for parameter in module.parameters(recurse):
-            if isinstance(gradient_hook(parameter), PendingGradient):
+        for below in module.parameters(recurse):
+            if isinstance(gradient_hook(below), PendingGradient):
                 raise ConfigError(
-                    f"the gradient of a parameter of shape {list(parameter.shape)} is not reduced "
+                    f"the gradient of a parameter of shape {list(below.shape)} is not reduced "
                     f"yet, and would not be converted or moved with it: convert or move the model "
                     f"between steps, or forget gradients first; nothing was changed"
                 )
         places = [
-            (below._parameters, key, dict(vars(parameter)))
-            for below in (module.modules() if recurse else (module,))
-            for key, parameter in below._parameters.items()
+            (each._parameters, key, dict(vars(parameter)))
+            for each in (module.modules() if recurse else (module,))
+            for key, parameter in each._parameters.items()
             if parameter is not None
         ]
         result: nn.Module = plain(module, new, recurse)
