@@ -372,14 +372,16 @@ def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Act
             yield from (_inside(chance, limits) for _ in range(chance.choice((1, 1, 2))))
     if kind == "late":
         yield replace(microbatches[-1], is_last=chance.random() < 0.5)
-    if limits.num_ranks > 1 and chance.random() < 0.05:
+    mode: StepMode = chance.choice(limits.step_modes) if chance.random() < 0.2 else ""
+    # Torch's own step looks at no other rank.
+    if limits.num_ranks > 1 and chance.random() < 0.05 and mode not in OWN_STEPS:
         count = chance.randint(1, limits.num_ranks - 1)
         yield Set(factor=2.0, ranks=tuple(sorted(chance.sample(range(limits.num_ranks), count))))
     is_bad = chance.random() < 0.15
     yield Step(
         max_norm=chance.choice((0.0, 0.1, 0.1, 1e6)),
         bad=(chance.randrange(limits.num_ranks),) if is_bad else (),
-        mode=chance.choice(limits.step_modes) if chance.random() < 0.2 else "",
+        mode=mode,
         rows=step,
     )
     if chance.random() < 0.1:
