@@ -182,8 +182,10 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
     has_scaler = chance.random() < 0.3
     optimizer = chance.choice([*OPTIMIZERS])
     own_steps: tuple[StepMode, ...] = ("closure",)
-    if kind == "fsdp":  # torch's own step does not take the loss scale from gradients
-        own_steps = OWN_STEPS if not has_scaler else ()
+    if kind == "fsdp":
+        # Torch's own step does not take the loss scale from gradients, and reads one that comes too
+        # late only after it has updated the groups before it.
+        own_steps = () if has_scaler or traits.is_reentrant else OWN_STEPS
     way = Way(
         kind=kind,
         layout=layout,
