@@ -16,7 +16,8 @@ need nothing special: state is DTensors.
 
 Which unit runs next is known to the model alone, so `prefetch.py` records it in each forward. Every
 gather and reduction goes through `launch_log.py`, so that ranks can complete after an error what
-others have launched.
+others have launched. A reduction also tells which parameters no rank has used (`UseCounts`), which
+are left without a gradient.
 
 Read first: `model.py`, `plan.py`, `sharded_model.py`.
 """

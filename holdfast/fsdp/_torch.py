@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -34,7 +34,15 @@ from holdfast.fsdp.launch_log import (
     LoggedSums,
     can_watch,
 )
-from holdfast.optim.in_flight import BUCKETED, GradientHook, HeldHook, change_class, gradient_of
+from holdfast.optim.in_flight import (
+    BUCKETED,
+    GradientHook,
+    HeldHook,
+    change_class,
+    gradient_hook,
+    gradient_of,
+    write_gradient,
+)
 from holdfast.optim.left_gradients import LeftGradients
 
 try:
@@ -136,7 +144,8 @@ class PendingGradient(GradientHook):
         raise ConfigError(
             f"the gradient of a parameter of shape {list(self._member.sharded_param.shape)} is not "
             f"reduced yet, and its .grad is None: read it after the backward of the last "
-            f"microbatch, microbatch(is_last=True)"
+            f"microbatch, microbatch(is_last=True). (What torch.utils.checkpoint computes again in "
+            f"a backward of its own may come too late: pass use_reentrant=False)"
         )
 
     def on_clear(self) -> None:
@@ -164,6 +173,81 @@ class _InTrainingState:
         self._group._training_state = self._before
 
 
+class UseCounts:
+    """Tells ranks, in a reduction that they make anyway, which parameters none of them has used.
+
+    To FSDP2 it is one more parameter: the gradient of each rank has 1 for what this rank has used,
+    and 0 for the rest. However the reduction divides, a result is 0 only if all ranks gave 0.
+
+    Args:
+        num_members: parameters that may be reduced with it.
+        num_parts: of the reduction.
+        device: of the gradients.
+    """
+
+    # What FSDP2 reads of a parameter that it reduces.
+    fsdp_placement = Shard(0)
+    offload_to_cpu = False
+    contiguous_sharded_stride = (1,)
+    _post_accumulate_grad_hooks = None
+
+    def __init__(self, *, num_members: int, num_parts: int, device: torch.device) -> None:
+        # What follows in a buffer keeps its alignment.
+        self.size = -(-num_members // _ALIGNMENT) * _ALIGNMENT
+        self.sharded_size = torch.Size([self.size])
+        self.grad: torch.Tensor | None = None
+        """What FSDP2 gives as the reduced gradient."""
+        self.unsharded_accumulated_grad: torch.Tensor | None = None
+        self._num_parts = num_parts
+        self._device = device
+        self._pattern: tuple[Any, ...] = ()
+        self._given: torch.Tensor | None = None
+
+    def give(self, used: Sequence[bool], dtype: torch.dtype) -> None:
+        """Set what this rank gives to the next reduction."""
+        pattern = (dtype, *used)
+        if pattern != self._pattern:
+            part = [*map(float, used), *repeat(0.0, self.size - len(used))]
+            is_pinned = self._device.type == "cuda"  # the host does not wait for the copy then
+            one = torch.tensor(part, dtype=dtype, device="cpu", pin_memory=is_pinned)
+            self._given = one.to(self._device, non_blocking=True).repeat(self._num_parts)
+            self._pattern = pattern
+        self.unsharded_accumulated_grad, self.grad = self._given, None
+
+    def take(self) -> list[complex] | None:
+        """Return for each parameter 0 if no rank has used it; None if nothing was reduced.
+
+        Waits for the device.
+        """
+        result: list[complex] | None = None if self.grad is None else self.grad.tolist()
+        return result
+
+    # ---- for FSDP2 ----
+
+    @property
+    def sharded_param(self) -> UseCounts:
+        """Has `grad`."""
+        return self
+
+    @property
+    def _unsharded_param(self) -> UseCounts:
+        return self
+
+    @property
+    def unsharded_accumulated_grad_data(self) -> torch.Tensor | None:
+        """What is reduced."""
+        return self.unsharded_accumulated_grad
+
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        """Do nothing: it has one gradient."""
+
+    def to_sharded_dtensor(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Return a reduced gradient as it is."""
+        return reduced
+
+
+_ALIGNMENT = 16
+"""Elements, which are at least 16 bytes: what NCCL copies at once."""
 _Base: Any = FSDPParamGroup
 
 
@@ -177,6 +261,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
     the next backward its shard has a class that notices `zero_grad`.
     """
 
+    fsdp_params: list[Any]
     _partial_reduce_output: torch.Tensor | None
     is_aside = False
     """True while whole parameters are kept, and shards are in their places."""
@@ -200,6 +285,11 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Makes all-reduces, if this group has any."""
         self._pending: dict[Any, tuple[PendingGradient, RemovableHandle]] = {}
         """Members whose shards have a class that notices `zero_grad`."""
+        self._counts = UseCounts(
+            num_members=len(self.fsdp_params), num_parts=num_shards(self), device=self.device
+        )
+        self._unused: set[Any] = set()
+        """Members without a gradient before this backward, which this rank has not used."""
         self._unwatched = {True, False}
         """Whether the first forward with gradients, and that without, are still to be watched."""
 
@@ -246,6 +336,8 @@ class ParameterGroup(_Base):  # type: ignore[misc]
 
     def _to_sharded(self) -> None:
         is_lost = self.opened is not None and self._is_lost()
+        if self.fsdp_params[-1] is self._counts:  # the reduction has taken it
+            del self.fsdp_params[-1]
         super()._to_sharded()
         self.is_aside = False
         if is_lost:
@@ -325,7 +417,24 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             self._owed.clear()
         else:
             self._owed.update(filter(_IS_TRAINED, self.fsdp_params))
-        super().post_backward(*unused)
+        dtype = self._dtype_to_reduce() if self.reduce_grads else None
+        if dtype is None:
+            super().post_backward(*unused)
+            return
+        members = self.fsdp_params
+        used = [*map(self.used.__contains__, members)]
+        if self._unused or not all(used):
+            self._unused = {
+                each
+                for each, is_used in zip(members, used, strict=True)
+                if not is_used and (each in self._unused or gradient_of(each.sharded_param) is None)
+            }
+        self._counts.give(used, dtype)
+        self.fsdp_params = [*members, self._counts]
+        try:
+            super().post_backward(*unused)
+        finally:
+            self.fsdp_params = members
 
     def finalize_backward(self) -> None:
         """FSDP2 calls it at the end of a backward."""
@@ -338,31 +447,68 @@ class ParameterGroup(_Base):  # type: ignore[misc]
                 waits = True
             elif member.unsharded_accumulated_grad is not None:
                 waits = True
+        if self._unused:
+            self._remove_unused()
+        self._counts.grad = None  # a view of all reduced gradients
         if self._sharded_state is _UNSHARDED:
             self.put_aside()
         if waits:
             self.mark()
 
+    def _dtype_to_reduce(self) -> torch.dtype | None:
+        """Return the dtype of the gradients that wait for a reduction; None if there is nothing."""
+        for member in self.fsdp_params:
+            whole = _whole_of(member)
+            waiting = whole_gradient(member)
+            if waiting is None and whole is not None and whole.requires_grad:
+                waiting = whole  # FSDP2 reduces zeros
+            if waiting is not None:
+                return waiting.dtype
+        return None
+
+    def _remove_unused(self) -> None:
+        """Leave what no rank has used without a gradient, as one process does.
+
+        FSDP2 gives it zeros, by which momentum and decay would move it. All ranks that hold a part
+        of a parameter have the same count. What is used later in the step gets its gradient then.
+
+        Cost: waits for the device.
+        """
+        counts = self._counts.take()
+        for member, count in zip(self.fsdp_params, counts or (), strict=False):
+            if member in self._unused and not count:
+                write_gradient(member.sharded_param, None)
+        self._unused.clear()
+
     def _take_part(self) -> None:
-        """Take part in reductions of what was trained and is frozen since.
+        """Take part in reductions of what was trained and is frozen since, and in their dtype.
 
         FSDP2 reduces what this rank has a gradient for, and zeros only for what is trained now:
         ranks without a gradient for what was frozen, as those whose rows reached no such expert,
-        would reduce less than the others.
+        would reduce less than the others. Gradients that have waited may be wider than those of the
+        last microbatch, and than FSDP2's zeros; it refuses to reduce both at once.
         """
         waiting = [each.unsharded_accumulated_grad for each in self.fsdp_params]
         dtype = next((each.dtype for each in waiting if each is not None), None)
         for member in self.fsdp_params:
+            whole = _whole_of(member)
+            if whole is None:
+                continue
             is_owed = member in self._owed and not member.sharded_param.requires_grad
-            if is_owed and whole_gradient(member) is None:
-                zeros = torch.zeros_like(member._unsharded_param, dtype=dtype)
+            has_zeros = is_owed or (dtype is not None and whole.requires_grad)
+            if has_zeros and whole_gradient(member) is None:
+                zeros = torch.zeros_like(whole, dtype=dtype)
                 member.unsharded_accumulated_grad = zeros.detach()
+            elif dtype is not None:
+                member.accumulate_unsharded_grad_if_needed()
+                member.to_accumulated_grad_if_needed()
 
     def drop_gradients(self) -> None:
         """Forget gradients: reduced ones, whole ones, and sums within a slice; and their owners."""
         if self._pending:
             self.unmark()
         self.used.clear()
+        self._unused.clear()
         self.trained.clear()
         self._owed.clear()
         self._partial_reduce_output = None
@@ -380,7 +526,8 @@ class ParameterGroup(_Base):  # type: ignore[misc]
     def summed_sizes(self) -> dict[Any, int]:
         """Return the elements of each parameter that the sum in a slice has a part of, in order."""
         members = filter(self.is_summed, self.fsdp_params)
-        return {each: each._sharded_param_data.numel() for each in members}
+        sizes = {each: each._sharded_param_data.numel() for each in members}
+        return {**sizes, self._counts: self._counts.size}
 
     def mark(self) -> None:
         """Notice from now on if a gradient that waits is to be forgotten."""
@@ -421,6 +568,7 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             self._partial_reduce_output = None
         elif self._partial_reduce_output is not None:
             self._part_of_sum(member).zero_()
+            self._part_of_sum(self._counts)[self.fsdp_params.index(member)] = 0
         self.used.pop(member, None)
 
     def make_zero(self, member: Any) -> None:
@@ -540,15 +688,23 @@ def make_unit(
 def _keep_attributes(module: nn.Module) -> None:
     """Keep the attributes of DTensor parameters in `to`, `half` and their kin.
 
-    These swap a DTensor with a new one, which has none.
+    These swap a DTensor with a new one, which has none. They read `.grad` of each parameter after
+    they have converted those before it, so gradients that would be refused are looked for first.
     """
 
     def apply(new: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         plain: Any = type(module)._apply
+        for below in module.parameters(recurse):
+            if isinstance(gradient_hook(below), PendingGradient):
+                raise ConfigError(
+                    f"the gradient of a parameter of shape {list(below.shape)} is not reduced "
+                    f"yet, and would not be converted or moved with it: convert or move the model "
+                    f"between steps, or forget gradients first; nothing was changed"
+                )
         places = [
-            (below._parameters, key, dict(vars(parameter)))
-            for below in (module.modules() if recurse else (module,))
-            for key, parameter in below._parameters.items()
+            (each._parameters, key, dict(vars(parameter)))
+            for each in (module.modules() if recurse else (module,))
+            for key, parameter in each._parameters.items()
             if parameter is not None
         ]
         result: nn.Module = plain(module, new, recurse)

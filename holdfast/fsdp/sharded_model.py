@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from holdfast._torch import buffer_table, mark_eager, unsaved_buffers
 from holdfast.errors import ConfigError
 from holdfast.fsdp import _torch
-from holdfast.fsdp.data_axes import WHOLE, DataAxis
+from holdfast.fsdp.data_axes import DataAxis
 from holdfast.fsdp.guards import UnitGuard
 from holdfast.fsdp.joins import check_joins
 from holdfast.fsdp.launch_log import LaunchLog, UnitLaunch, can_watch
 from holdfast.fsdp.originals import Originals
 from holdfast.fsdp.plan import Kind
 from holdfast.fsdp.prefetch import Prefetch
-from holdfast.optim import LossScaler, StepOutcome, collectives
+from holdfast.optim import LossScaler, StepOutcome
 from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import ALONE, Veto
 from holdfast.optim.microbatches import (
@@ -415,8 +415,7 @@ class ShardedModel(MicrobatchTaker):
             HoldfastError: The optimizer failed on some rank; raised on all, naming the ranks and
                 their messages. The others have updated their shards by then.
 
-        Cost: two small sums over the layout, before and after the update; if some rank used a
-            parameter and another did not, one of a number per parameter for each data axis.
+        Cost: two small sums over the layout, before and after the update.
         """
         given = [*optimizer.values()] if isinstance(optimizer, Mapping) else [optimizer]
         if self._stepper is None or [*map(id, self._stepper.inners)] != [*map(id, given)]:
@@ -563,10 +562,6 @@ class ShardedModel(MicrobatchTaker):
         """Free whole parameters; `gradient_parts` has looked at what was written to them."""
         _torch.reshard_idle(self._groups)
 
-    def kinds(self) -> dict[nn.Parameter, Kind]:
-        """Return the kind of every parameter."""
-        return {_torch.sharded(member): kind for member, kind in self._members}
-
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, or were in this step: the same on all ranks."""
         parameters = self._parameters()
@@ -574,10 +569,6 @@ class ShardedModel(MicrobatchTaker):
             return parameters
         before = self._trained_before()
         return [p for p in parameters if p.requires_grad or p in before]
-
-    def used(self) -> set[nn.Parameter]:
-        """Return the parameters that got a gradient from this rank."""
-        return {*_torch.sharded_all(self._units.used())}
 
     def num_used(self) -> int:
         """Count the parameters that got a gradient from this rank."""
@@ -622,13 +613,6 @@ class ShardedModel(MicrobatchTaker):
                 "pass use_reentrant=False)"
             )
         parameters = self._parameters()
-        frozen = [p for p in parameters if not p.requires_grad]
-        kept = self._trained_before() | self.used() if frozen else ()
-        for parameter in frozen:
-            if parameter not in kept:
-                # FSDP2 knows what is frozen from the last forward of a unit, and reduces zeros for
-                # one that has not run since: momentum and decay would move frozen values.
-                parameter.grad = None
         if "experts" not in self.axes:
             return gradient_parts(parameters, copies=self._copies)
         by_num_parts: dict[int, list[nn.Parameter]] = {}
@@ -686,6 +670,8 @@ class ShardedModel(MicrobatchTaker):
             _torch.prepare_for_inference(module, [guard.state for guard in self._guards])
             self._is_ready_for_inference = True
         if torch.is_grad_enabled():  # maybe without a microbatch here
+            if self not in self.groups.reducing:
+                self._check_settings()
             self._share_backward()
         self._log.fold_orders()
         self._prefetch.begin()
@@ -724,8 +710,8 @@ class ShardedModel(MicrobatchTaker):
 class ShardedModelStepper(PlainStepper):
     """Steps a `ShardedModel`, alone or as an entry of a `MultiModuleOptimizer`.
 
-    Gradients are reduced in the backward and parameters are gathered in the next forward, so ranks
-    only exchange here which parameters were used. `ShardedModel.stepper` makes one.
+    Gradients are reduced in the backward, which also tells what no rank has used, and parameters
+    are gathered in the next forward. `ShardedModel.stepper` makes one.
     """
 
     def __init__(
@@ -829,22 +815,7 @@ class ShardedModelStepper(PlainStepper):
         self._sharded.compare_launches()
 
     def exchange_used(self) -> None:
-        """Remove the gradients, all zeros, of parameters that no rank of their data axis used.
-
-        Cost: for each data axis an all-reduce of a number per parameter.
-        """
-        sharded = self._sharded
-        kinds, trained, used = sharded.kinds(), sharded.trained(), sharded.used()
-        for kind in sharded.axes:
-            own = [p for p in trained if kinds[p] == kind]
-            over = WHOLE[kind]
-            group = self.groups.group(over) if self.groups.size(over) > 1 else None
-            counts = collectives.count_ranks(
-                [p in used for p in own], group, what="the exchange of used parameters"
-            )
-            for parameter, count in zip(own, counts, strict=True):
-                if not count:
-                    parameter.grad = None
+        """Do nothing: what no rank has used has no gradient; see `UseCounts`."""
 
     def update(self, factor: float) -> None:
         self._sharded.free()

@@ -42,8 +42,11 @@ GRADIENT_WRITES: tuple[GradientWrite, ...] = ("halve", "none")
 CLIPS: tuple[GradientWrite, ...] = ("clip norm", "clip value")
 DetourKind = Literal["parametrization", "assignment", "functional", "module", "data", "dtype"]
 DETOURS: tuple[DetourKind, ...] = ("parametrization", "assignment", "functional", "module")
-HookKind = Literal["output", "gradient", "after gradient"]
-HOOKS: tuple[HookKind, ...] = ("output", "gradient", "after gradient")
+HookKind = Literal["output", "module gradient", "gradient", "after gradient"]
+HOOKS: tuple[HookKind, ...] = ("output", "module gradient", "gradient", "after gradient")
+StepMode = Literal["", "no_grad", "inference_mode", "closure", "own", "own closure"]
+STEP_MODES: tuple[StepMode, ...] = ("no_grad", "inference_mode")
+OWN_STEPS: tuple[StepMode, ...] = ("own", "own closure")
 FORMS_OF_ONE_GRADIENT = tuple(form for form in FORMS if form not in ("penalty", "graph"))
 
 
@@ -178,7 +181,8 @@ class WriteGradients:
 class Hook:
     """Halve, by a hook registered now, outputs of a block's first part or a gradient of it.
 
-    "after gradient" is called when `.grad` has what was added up so far.
+    "module gradient" is that of its input; "after gradient" is called when `.grad` has what was
+    added up so far.
     """
 
     how: HookKind
@@ -233,6 +237,14 @@ class Step:
     max_norm: float
     bad: tuple[int, ...] = ()
     """Indices, in the layout, of the ranks whose losses are not finite."""
+    mode: StepMode = ""
+    """What is around the call; or how it is made.
+
+    "closure" passes one; "own" is the torch optimizer's step by itself, of a fully sharded model,
+    and "own closure" one to which a closure is passed that makes the last microbatch.
+    """
+    rows: int = 0
+    """Number of the step whose rows a closure takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +303,7 @@ class Limits:
     hooks: tuple[HookKind, ...] = HOOKS
     gradient_writes: tuple[GradientWrite, ...] = GRADIENT_WRITES
     detours: tuple[DetourKind, ...] = DETOURS
+    step_modes: tuple[StepMode, ...] = STEP_MODES
     num_idle: int = 0
     """Ranks that may have no rows for a microbatch."""
     may_move: bool = True
@@ -359,13 +372,17 @@ def _draw_step(chance: random.Random, step: int, limits: Limits) -> Iterator[Act
             yield from (_inside(chance, limits) for _ in range(chance.choice((1, 1, 2))))
     if kind == "late":
         yield replace(microbatches[-1], is_last=chance.random() < 0.5)
-    if limits.num_ranks > 1 and chance.random() < 0.05:
+    mode: StepMode = chance.choice(limits.step_modes) if chance.random() < 0.2 else ""
+    # Torch's own step looks at no other rank.
+    if limits.num_ranks > 1 and chance.random() < 0.05 and mode not in OWN_STEPS:
         count = chance.randint(1, limits.num_ranks - 1)
         yield Set(factor=2.0, ranks=tuple(sorted(chance.sample(range(limits.num_ranks), count))))
     is_bad = chance.random() < 0.15
     yield Step(
         max_norm=chance.choice((0.0, 0.1, 0.1, 1e6)),
         bad=(chance.randrange(limits.num_ranks),) if is_bad else (),
+        mode=mode,
+        rows=step,
     )
     if chance.random() < 0.1:
         yield Step(max_norm=0.0)  # without any gradient

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 ROWS = 48
@@ -23,6 +26,11 @@ _OTHER = {
 }
 
 
+Norm = Literal["weight", "weight by a hook", "spectral"]
+NORMS: tuple[Norm, ...] = ("weight", "weight by a hook", "spectral")
+"""The last one has buffers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traits:
     """What a model may have, which depends on the ways that are to hold it."""
@@ -34,6 +42,12 @@ class Traits:
     is_odd: bool = False
     """True if it may have scalars, complex values and rows that the tensor ranks share unevenly."""
     is_small: bool = False
+    norm: Norm | None = None
+    """If it may have layers with computed weights, what computes them."""
+    has_running: bool = False
+    """True if it may have layers whose forwards in training write to buffers."""
+    is_reentrant: bool = False
+    """True if what computes activations again does so by the older one of torch's two ways."""
 
 
 def whole(value: Tensor) -> Tensor:
@@ -135,6 +149,46 @@ class Wide(nn.Module):
         return out
 
 
+class Normed(nn.Module):
+    """A layer whose weight torch computes in each forward, from parameters and maybe buffers."""
+
+    def __init__(self, norm: Norm) -> None:
+        super().__init__()
+        layer = nn.Linear(WIDTH, WIDTH)
+        if norm == "weight by a hook":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                self.layer: nn.Module = nn.utils.weight_norm(layer)
+        elif norm == "weight":
+            self.layer = parametrizations.weight_norm(layer)
+        else:
+            self.layer = parametrizations.spectral_norm(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Running(nn.Module):
+    """Follows its weight by buffers, as batch norms follow their input, which ranks share."""
+
+    mean: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = whole(self.weight)
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(weight.mean(dim=0), 0.2)
+                self.count.add_(1)
+        return torch.tanh(x @ weight.T) + self.mean.clone()
+
+
 class Specialists(nn.Module):
     """Row r goes through specialist r % 4: experts in all but name."""
 
@@ -153,8 +207,11 @@ class Specialists(nn.Module):
 class Block(nn.Module):
     """Parts in a row, one of them maybe twice, one maybe only in even steps."""
 
-    def __init__(self, parts: list[nn.Module], *, chance: random.Random) -> None:
+    def __init__(
+        self, parts: list[nn.Module], *, chance: random.Random, is_reentrant: bool
+    ) -> None:
         super().__init__()
+        self.is_reentrant = is_reentrant
         self.parts = nn.ModuleList(parts)
         self.order = list(range(len(parts)))
         if chance.random() < 0.5:
@@ -174,7 +231,7 @@ class Block(nn.Module):
             if isinstance(part, Specialists | Block):
                 x = x + 0.5 * part(x, rows)
             elif self.recomputed:
-                x = x + 0.5 * checkpoint(part, x, use_reentrant=False)
+                x = x + 0.5 * checkpoint(part, x, use_reentrant=self.is_reentrant)
             else:
                 x = x + 0.5 * part(x)
         return x
@@ -200,6 +257,10 @@ class Generated(nn.Module):
         }
         if self.traits.has_experts:
             makers["specialists"] = Specialists
+        if self.traits.norm is not None:
+            makers["normed"] = partial(Normed, self.traits.norm)
+        if self.traits.has_running:
+            makers["running"] = Running
         if self.traits.has_tp:
             makers["wide"] = Wide
         if depth == 0:
@@ -207,7 +268,7 @@ class Generated(nn.Module):
         parts: list[nn.Module] = [Leaf(chance, self.traits)]
         count = 1 if self.traits.is_small else chance.randint(1, 3)
         parts += [makers[chance.choice([*makers])]() for _ in range(count)]
-        return Block(parts, chance=chance)
+        return Block(parts, chance=chance, is_reentrant=self.traits.is_reentrant)
 
     def forward(self, rows: Tensor, probe: Tensor | None = None) -> Tensor:
         """Return the loss of each row, (rows,); a probe is added to the input, (rows, WIDTH)."""
@@ -269,4 +330,8 @@ def generate(seed: int, traits: Traits = Traits(), *, values: int | None = None)
             wide = torch.complex128 if parameter.is_complex() else torch.float64
             value = torch.randn(parameter.shape, generator=generator, dtype=wide) * 0.2
             parameter.copy_(value)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("._u", "._v")):  # drawn, and not by a seed
+                value = torch.randn(buffer.shape, generator=generator, dtype=torch.float64)
+                buffer.copy_(nn.functional.normalize(value, dim=0))
     return Case(model=model, units=units, experts=experts)

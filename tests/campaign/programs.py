@@ -24,14 +24,19 @@ from tests.campaign.actions import (
     GRADIENT_WRITES,
     HOOKS,
     MODES,
+    OWN_STEPS,
+    STEP_MODES,
     Action,
     Limits,
+    StepMode,
     draw_actions,
     regular_actions,
 )
-from tests.campaign.models import ROWS, Traits
+from tests.campaign.models import NORMS, ROWS, Traits
 
 Kind = Literal["plain", "zero", "chained", "fsdp"]
+ScheduleKind = Literal["exponential", "chained", "one cycle", "plateau"]
+SCHEDULES: tuple[ScheduleKind, ...] = ("exponential", "chained", "one cycle", "plateau")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 # torch's foreach functions refuse a list of DTensors and plain tensors, and a load brings the saved
 # flag into the next way.
@@ -64,6 +69,9 @@ class Way:
     """True if the second block is frozen, and the optimizer built without it."""
     has_tensor_rates: bool = False
     """True if the learning rate of each parameter group is a tensor."""
+    schedule: ScheduleKind = "exponential"
+    keeps_schedule: bool = False
+    """True if the learning rate scheduler is a part of the state."""
     actions: tuple[Action, ...] = ()
 
 
@@ -134,13 +142,6 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
             is_odd=is_odd,
             is_narrow=is_narrow,
         )
-    traits = Traits(
-        dtype=dtype,
-        has_tp=any(each.get("tp", 1) > 1 for each in (layout, before.layout if before else {})),
-        has_experts=not is_narrow,
-        is_odd=is_odd,
-        is_small=True,
-    )
     has_contexts = chance.random() < 0.85
     # Other ranks would wait for one that fails in a forward with collectives of its own, or learn
     # nothing of an error outside of a microbatch.
@@ -156,6 +157,35 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
     # Torch ignores an assignment to `.data` of a DTensor, if nothing refuses it; and buckets hold
     # parameters, which another dtype does not fit.
     detours = DETOURS if is_declared or kind == "fsdp" else (*DETOURS, "data")
+    traits = Traits(
+        dtype=dtype,
+        has_tp=any(each.get("tp", 1) > 1 for each in (layout, before.layout if before else {})),
+        has_experts=not is_narrow,
+        is_odd=is_odd,
+        is_small=True,
+        # Ranks have the same buffers if they make the same number of forwards; a twin of narrow
+        # parameters makes one for each rank.
+        norm=chance.choice((None, *(NORMS[:2] if is_narrow or may_idle else NORMS))),
+        has_running=not may_idle and not is_narrow and chance.random() < 0.5,
+        # One narrow gradient for each place rounds otherwise than their sum.
+        is_reentrant=not is_narrow and chance.random() < 0.3,
+    )
+    modes = [*MODES]
+    # A fully sharded model cannot be copied, a layer that keeps what it has computed neither, and
+    # experts of a copy get gradients of the same rows from several ranks.
+    if kind != "fsdp" and traits.norm != "weight by a hook":
+        modes += COPIES if is_plain else COPIES[:1]
+    # Only in a microbatch an error of torch can be explained.
+    forms = FORMS if kind != "fsdp" or has_contexts else FORMS_OF_ONE_GRADIENT
+    if traits.is_reentrant:  # torch refuses gradients of something alone
+        forms = tuple(each for each in forms if each not in ("saliency", "penalty"))
+    has_scaler = chance.random() < 0.3
+    optimizer = chance.choice([*OPTIMIZERS])
+    own_steps: tuple[StepMode, ...] = ("closure",)
+    if kind == "fsdp":
+        # Torch's own step does not take the loss scale from gradients, and reads one that comes too
+        # late only after it has updated the groups before it.
+        own_steps = () if has_scaler or traits.is_reentrant else OWN_STEPS
     way = Way(
         kind=kind,
         layout=layout,
@@ -174,11 +204,9 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
                 else HOOKS[:2],
                 may_move=kind in ("plain", "fsdp"),  # buckets hold parameters
                 has_before=before is not None,
-                # A fully sharded model cannot be copied, and experts of a copy get gradients of the
-                # same rows from several ranks.
-                modes=MODES if kind == "fsdp" else (*MODES, *(COPIES if is_plain else COPIES[:1])),
-                # Only in a microbatch an error of torch can be explained.
-                forms=FORMS if kind != "fsdp" or has_contexts else FORMS_OF_ONE_GRADIENT,
+                modes=tuple(modes),
+                forms=forms,
+                step_modes=(*STEP_MODES, *own_steps),
                 gradient_writes=GRADIENT_WRITES + (CLIPS if is_clipped else ()),
                 detours=(*detours, "dtype") if kind in ("plain", "fsdp") else detours,
                 has_late=has_late,
@@ -187,14 +215,19 @@ def draw_irregular(seed: int, *, num_ranks: int) -> Program:
         ),
         # A user's reduction of one group of several does not know what is added to it.
         has_two=kind != "chained" and not (has_late and kind == "plain") and chance.random() < 0.3,
-        has_scaler=chance.random() < 0.3,
+        has_scaler=has_scaler,
+        # Others have values for each group that there was at first.
+        schedule="exponential" if has_late else chance.choice(SCHEDULES),
+        keeps_schedule=chance.random() < 0.5,
         # A load brings the saved kind of rate into the next way.
         has_tensor_rates=before is None and chance.random() < 0.3,
     )
+    if before is not None:
+        before = replace(before, schedule=way.schedule, keeps_schedule=way.keeps_schedule)
     return Program(
         seed=seed,
         traits=traits,
-        optimizer=chance.choice([*OPTIMIZERS]),
+        optimizer=optimizer,
         ways=(way,) if before is None else (before, way),
     )
 

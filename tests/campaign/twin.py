@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from holdfast import Layout
 from tests.campaign.actions import (
+    OWN_STEPS,
     Action,
     AddGroup,
     ClearState,
@@ -44,8 +45,10 @@ from tests.campaign.ways import (
     Hooks,
     Values,
     add_group,
+    buffers_of,
     change_settings,
     clip,
+    closure_of,
     evaluate,
     evaluate_average,
     evaluate_otherwise,
@@ -58,6 +61,7 @@ from tests.campaign.ways import (
     rows_of,
     scheduler_of,
     set_trainable,
+    step_schedule,
     tensors_of,
     toggle,
     write,
@@ -89,6 +93,8 @@ class Situation:
     """True if ranks have other settings."""
     is_regrouped: bool = False
     """True if what is to be loaded has another number of parameter groups."""
+    is_reentrant: bool = False
+    """True if activations may be computed again within backwards of their own."""
 
 
 class Twin:
@@ -111,7 +117,8 @@ class Twin:
         self._optimizer = make(
             param_groups(members, settings=make.keywords, has_tensor_rates=has_tensor_rates)
         )
-        self._scheduler = scheduler_of(self._optimizer)
+        self._scheduler = scheduler_of(self._optimizer, program.ways[-1])
+        self._keeps_schedule = program.ways[-1].keeps_schedule
         self._sums: dict[int, Tensor] = {}
         """Gradients so far, by position of the parameter."""
         self._shares = 1
@@ -120,7 +127,7 @@ class Twin:
         self._saved_before: Any = None
         """What the way before has left."""
         self._hooks = Hooks(self.model)
-        self.situation = Situation()
+        self.situation = Situation(is_reentrant=program.traits.is_reentrant)
 
     def do(self, action: Action, way: Way) -> Values:
         """Do what an action says; losses are those of all data ranks."""
@@ -128,10 +135,15 @@ class Twin:
             case Microbatch():
                 return self._microbatch(action, way)
             case Step():
+                if action.mode == "own closure":
+                    self._microbatch(closure_of(action), way)
                 return self._step(action)
             case Look():
                 named = self.model.named_parameters()
-                return {"parameters": {name: p.detach().clone() for name, p in named}}
+                return {
+                    "parameters": {name: p.detach().clone() for name, p in named},
+                    "buffers": buffers_of(self.model),
+                }
             case Evaluate():
                 return {"output": evaluate(self.model, action.mode)}
             case Swap():
@@ -180,7 +192,7 @@ class Twin:
             case Toggle():
                 toggle(self.model, action)
             case Schedule():
-                self._scheduler.step()
+                step_schedule(self._scheduler)
             case Move():
                 self._note_write()
         return {}
@@ -224,7 +236,8 @@ class Twin:
     def _state(self) -> Any:
         # A save takes what was written, but main parameters keep bits for when it is undone.
         mains = self._written_mains()
-        return copy.deepcopy((tensors_of(self.model), mains, self._optimizer.state_dict()))
+        rates = self._optimizer.state_dict(), self._scheduler.state_dict()
+        return copy.deepcopy((tensors_of(self.model), mains, *rates))
 
     def _microbatch(self, action: Microbatch, way: Way) -> Values:
         layout = Layout(**way.layout)
@@ -253,6 +266,8 @@ class Twin:
         for batch in batches:
             with torch.set_grad_enabled(action.does != "no_grad"):
                 found = forwards(self.model, batch, action)
+            if action.form == "evaluated":  # which may write to buffers
+                evaluate(self.model, "no_grad")
             if action.does == "all":
                 for loss in found.totals():
                     if isinstance(action, TwiceBackward):
@@ -292,7 +307,9 @@ class Twin:
             for p, main in zip(self._all, self._mains, strict=True)
             if p.requires_grad or main.grad is not None
         )
-        clipped = 0 < limit < norm and not is_skipped
+        is_alone = action.mode in OWN_STEPS
+        is_skipped &= not is_alone
+        clipped = 0 < limit < norm and not is_skipped and not is_alone
         if clipped:
             for gradient in gradients:
                 gradient.mul_(limit / norm)
@@ -304,6 +321,10 @@ class Twin:
         self._has_loaded_mains = False
         is_as_built = all(p.requires_grad == was for p, was in self._at_start.items())
         is_as_built &= not self.situation.was_thawed
+        if is_alone:  # it frees no whole copies; the backward of a last microbatch does
+            self._note_write()
+            self._drop(frees=not self.situation.is_open)
+            return {}
         self._drop()
         return {
             "norm": norm,
@@ -317,7 +338,11 @@ class Twin:
         self._optimizer.zero_grad()
         self._sums.clear()
         before = self.situation
-        self.situation = Situation(is_thawed=before.is_thawed, is_hooked=before.is_hooked)
+        self.situation = Situation(
+            is_thawed=before.is_thawed,
+            is_hooked=before.is_hooked,
+            is_reentrant=before.is_reentrant,
+        )
         if not frees:
             self.situation.has_run = before.has_run
             self.situation.is_written = before.is_written
@@ -347,11 +372,13 @@ class Twin:
 
     @torch.no_grad()
     def _load(self, saved: Any) -> None:
-        weights, mains, state = copy.deepcopy(saved)
+        weights, mains, state, schedule = copy.deepcopy(saved)
         self.model.load_state_dict(weights)
         for main, saved in zip(self._mains, mains, strict=True):
             main.copy_(saved)
         self._optimizer.load_state_dict(state)
+        if self._keeps_schedule:
+            self._scheduler.load_state_dict(schedule)
         self._has_loaded_mains = True
 
     def _note_write(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from holdfast import HoldfastError, Layout
 from tests.campaign.actions import (
+    OWN_STEPS,
     Action,
     Detour,
     Drop,
@@ -64,6 +65,9 @@ class Refusal:
     """Returns True if the error's cause is there."""
 
 
+_AFTER_ITS_BUCKET = (
+    r"a gradient came after its bucket was reduced.* one backward call in each microbatch"
+)
 _STALE = r"were changed \(a step, a load\) while"
 REFUSALS = (
     Refusal(
@@ -75,8 +79,14 @@ REFUSALS = (
     Refusal(
         name="not reduced",
         actions=(Step,),
-        text=r"gradients of the last microbatch are not reduced",
+        text=r"gradients of the last microbatch are not reduced|is not reduced yet",
         fits=lambda now: now.is_open or now.has_odd_forward,
+    ),
+    Refusal(
+        name="not reduced",
+        actions=(Step,),
+        text=r"not reduced.*use_reentrant=False",
+        fits=lambda now: now.is_reentrant,
     ),
     Refusal(
         name="no backward",
@@ -101,6 +111,12 @@ REFUSALS = (
         actions=(Swap,),  # writes, too
         text=_STALE,
         fits=lambda now: now.has_run,
+    ),
+    Refusal(
+        name="not reduced",
+        actions=(Detour,),  # "dtype"
+        text=r"is not reduced yet, and would not be converted",
+        fits=lambda now: now.has_gradients,
     ),
     Refusal(
         name="in buckets",
@@ -129,8 +145,14 @@ REFUSALS = (
     Refusal(
         name="twice",
         actions=(TwiceBackward, Formed),  # "in turns"
-        text=r"a gradient came after its bucket was reduced.* one backward call in each microbatch",
+        text=_AFTER_ITS_BUCKET,
         fits=lambda now: True,
+    ),
+    Refusal(
+        name="twice",
+        actions=(Microbatch,),  # what is used twice, or tied, and computed again
+        text=_AFTER_ITS_BUCKET + ".*use_reentrant=False",
+        fits=lambda now: now.is_reentrant,
     ),
     Refusal(
         name="freed",
@@ -150,6 +172,12 @@ REFUSALS = (
         actions=(Step,),
         text=r"ranks differ in (lr|weight_decay) of parameter group",
         fits=lambda now: now.is_split,
+    ),
+    Refusal(
+        name="closure",
+        actions=(Step,),
+        text=r"step\(closure\).*: call backward yourself",
+        fits=lambda now: True,
     ),
     Refusal(
         name="no state dict",
@@ -279,8 +307,10 @@ def _refusal(action: Action, answers: Sequence[Answer], twin: Twin) -> str | Non
 def _has_to_raise(action: Action, twin: Twin) -> bool:
     """Return True for an update without any gradient, or of ranks with other settings."""
     now = twin.situation
-    no_gradient = isinstance(action, Step) and not action.bad and not now.has_gradients
-    return no_gradient or (isinstance(action, Step) and now.is_split)
+    if not isinstance(action, Step) or action.mode in OWN_STEPS:  # torch does nothing then
+        return False
+    no_gradient = not action.bad and not now.has_gradients
+    return no_gradient or now.is_split or action.mode == "closure"
 
 
 def _differences(found: Values, expected: Values, *, index: int) -> list[str]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.func import functional_call
 from torch.nn.utils import parametrize
+from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
@@ -37,6 +38,7 @@ from holdfast.optim import (
     StepOutcome,
 )
 from tests.campaign.actions import (
+    OWN_STEPS,
     Action,
     AddGroup,
     ClearState,
@@ -71,6 +73,7 @@ from tests.campaign.models import (
     Case,
     Generated,
     Leaf,
+    Normed,
     Specialists,
     Wide,
     generate,
@@ -125,6 +128,10 @@ class Interrupt(KeyboardInterrupt):
 
 
 INJECTED = (Trouble, Interrupt)
+_STEP_MODES: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
 
 
 Values = Mapping[str, Any]
@@ -164,20 +171,23 @@ class Trained:
         self._num_saves = 0
         self._pending: PendingSave | None = None
         self._hooks = Hooks(self.model)
-        self._scheduler = scheduler_of(self._inner)
+        self._scheduler = scheduler_of(self._inner, way)
         self._scaler = LossScaler(initial=64.0, growth_interval=2) if way.has_scaler else None
         self._own_factor = 1.0
         """Of settings, on this rank and not on all."""
+        self._buffers: dict[str, Tensor] = {}
+        """Copies from before the action."""
 
     def do(self, action: Action) -> Values:
         """Do what an action says."""
+        self._buffers = buffers_of(self.model)
         match action:
             case Microbatch():
                 return self._run_microbatch(action)
             case Step():
                 return self._step(action)
             case Look():
-                return {"parameters": self.whole()}
+                return {"parameters": self.whole(), "buffers": buffers_of(self.model)}
             case Evaluate():
                 return {"output": evaluate(self.model, action.mode)}
             case Write():
@@ -214,14 +224,17 @@ class Trained:
             case Toggle():
                 toggle(self.model, action)
             case Schedule():
-                self._scheduler.step()
+                step_schedule(self._scheduler)
             case Move():
                 move(self.model)
         return {}
 
     def recover(self, action: Action, text: str) -> None:
         """Do what the documentation says after an error that has this text."""
-        if not isinstance(action, Save | Load | Step):  # a step has forgotten gradients
+        for name, buffer in self.model.named_buffers():  # the forwards that failed wrote to some
+            buffer.copy_(self._buffers[name])
+        has_forgotten = isinstance(action, Step) and action.mode not in OWN_STEPS
+        if not has_forgotten and not isinstance(action, Save | Load):
             self._drop("drop_gradients")
         if isinstance(action, Swap) and STALE.search(text):  # half of it is done
             self._load()
@@ -235,7 +248,9 @@ class Trained:
 
     def state(self) -> dict[str, object]:
         """Return what is saved and loaded."""
-        return {"model": self.model, "optimizer": OptimizerState(self._inner, self.model)}
+        optimizer = {"optimizer": OptimizerState(self._inner, self.model)}
+        schedule = {"schedule": self._scheduler} if self.way.keeps_schedule else {}
+        return {**schedule, "model": self.model, **optimizer}
 
     @torch.no_grad()
     def whole(self) -> dict[str, Tensor]:
@@ -315,10 +330,16 @@ class Trained:
             "scaler": self._scaler,
             "is_finite": self._index not in action.bad,
         }
+        if action.mode in OWN_STEPS:
+            self._step_alone(action)
+            return {}
+        step = self.optimizer.step
         if self.sharded is not None:
-            outcome = self.sharded.step(self._stepped, **options)
-        else:
-            outcome = self.optimizer.step(**options)
+            step = partial(self.sharded.step, self._stepped)
+        if action.mode == "closure":
+            options["closure"] = partial(self._run_microbatch, closure_of(action))
+        with _STEP_MODES.get(action.mode, nullcontext)():
+            outcome = step(**options)
         assert isinstance(outcome, StepOutcome)
         return {
             "norm": outcome.norm,
@@ -326,6 +347,16 @@ class Trained:
             "clipped": outcome.clipped,
             "skipped": outcome.skipped,
         }
+
+    def _step_alone(self, action: Step) -> None:
+        """Step with the torch optimizers of a sharded model, as a loop without Holdfast does."""
+        each = self._stepped.values() if self.way.has_two else [self._stepped]
+        for number, optimizer in enumerate(each):
+            if action.mode == "own closure" and number == 0:
+                optimizer.step(partial(self._run_microbatch, closure_of(action)))
+            else:
+                optimizer.step()
+        self._drop("optimizer.zero_grad")
 
     def _save(self, *, is_async: bool = False, is_lazy: bool = False) -> None:
         self._wait()
@@ -578,6 +609,11 @@ def forwards(model: Generated, shares: list[Tensor], action: Microbatch) -> Forw
     return found
 
 
+def closure_of(action: Step) -> Microbatch:
+    """Return the microbatch that the closure of a step makes."""
+    return Microbatch(step=action.rows, part=0, num_parts=1, is_last=True)
+
+
 def late_parameters(model: Generated) -> dict[nn.Parameter, bool]:
     """Return the parameters of the second block alone, each with True if it is to be trained."""
     others = {model.table, *model.blocks[0].parameters()}
@@ -728,6 +764,11 @@ def evaluate_average(model: Generated, *, save: Callable[[], object] | None) -> 
     return output
 
 
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all buffers."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict without what hooks have added, which no module takes."""
     return {n: v for n, v in model.state_dict().items() if isinstance(v, Tensor)}
@@ -825,6 +866,8 @@ class Hooks:
         trained = [p for p in part.parameters() if p.requires_grad]
         if action.how == "output":
             self._handles.append(part.register_forward_hook(_halve_output))
+        elif action.how == "module gradient":
+            self._handles.append(part.register_full_backward_hook(_halve_input_gradients))
         elif trained:
             self.at_gradients = True
             if action.how == "gradient":
@@ -854,6 +897,11 @@ def _halve(value: Tensor) -> Tensor:
     return value * 0.5
 
 
+def _halve_input_gradients(module: nn.Module, gradients: Any, _: Any) -> Any:
+    del module
+    return tuple(None if each is None else each * 0.5 for each in gradients)
+
+
 def _halve_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     del module, args
     return output * 0.5
@@ -872,9 +920,29 @@ def reload(optimizer: torch.optim.Optimizer) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-def scheduler_of(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return a scheduler that multiplies the rates that there are."""
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
+def scheduler_of(optimizer: Any, way: Way) -> Any:
+    """Return the scheduler of a way; by default it multiplies the rates that there are."""
+    if way.schedule == "plateau":
+        return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    if way.schedule == "one cycle":  # sets momenta, too
+        group = optimizer.param_groups[0]
+        cycles = bool(group.get("momentum") or group.get("betas"))
+        return lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.05, total_steps=40, pct_start=0.1, cycle_momentum=cycles
+        )
+    exponential = lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
+    if way.schedule == "chained":
+        warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
+        return lr_scheduler.ChainedScheduler([warmup, exponential])
+    return exponential
+
+
+def step_schedule(scheduler: Any) -> None:
+    """Step a scheduler, which may want a metric: one that does not improve."""
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(1.0)
+    else:
+        scheduler.step()
 
 
 def move(model: nn.Module) -> None:
@@ -919,7 +987,9 @@ def _placed(case: Case, way: Way, groups: ProcessGroups) -> set[nn.Parameter] | 
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     if way.is_declared and layout.world_size > 1:
         split = {m.up for m in case.model.modules() if isinstance(m, Leaf)}
-        uncut = {p for m in case.model.modules() if isinstance(m, Wide) for p in m.parameters()}
+        uncut = {
+            p for m in case.model.modules() if isinstance(m, Wide | Normed) for p in m.parameters()
+        }
         mesh = groups.mesh(*data, "tp")
         for p in case.model.parameters():
             if p not in mixes and p not in uncut:

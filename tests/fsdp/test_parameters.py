@@ -163,14 +163,31 @@ def refused(context: RankContext) -> None:
             handle = getattr(net.layers[1].weight, register)(print)
             with pytest.raises(ConfigError, match=r"unit 'layers\.1': a hook .* \[6, 6\] after"):
                 sharded.microbatch(is_last=True).__enter__()
+            with pytest.raises(ConfigError, match=r"unit 'layers\.1': a hook .* \[6, 6\] after"):
+                net(rows(0))  # torch's own step looks at no hooks
+            handle.remove()
             optimizer = sgd(net.parameters())
-            net(rows(0)).backward()  # nothing looks at hooks before a step
+            loss = net(rows(0))
+            handle = getattr(net.layers[1].weight, register)(print)
+            loss.backward()
             with pytest.raises(ConfigError, match=r"unit 'layers\.1': a hook .* \[6, 6\] after"):
                 sharded.step(optimizer)
             handle.remove()
             with sharded.microbatch(is_last=True):
                 net(rows(0)).backward()
             assert sharded.step(optimizer).norm > 0
+        refuse_conversion(groups)
+
+
+def refuse_conversion(groups: ProcessGroups) -> None:
+    """Before, what came before the first gradient that waits was converted."""
+    net = Tied()
+    sharded = fully_shard_model(net, groups, experts=(), units=list(net.layers), strategy="optim")
+    with sharded.microbatch(is_last=False):
+        net(rows(0)).backward()
+    with pytest.raises(ConfigError, match="nothing was changed"):
+        net.double()
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
 
 
 def test_hooks_that_would_never_be_called_are_refused() -> None:
