@@ -389,13 +389,13 @@ class HoldfastReader(StorageReader):
         if not isinstance(stored, dict) or "paths" not in stored:
             self._keys = {key: key for key in snapshot.keys}
             self._values = {}
-            found: dict[str, tuple[Any, ...]] = {}
+            loaded: dict[str, tuple[Any, ...]] = {}
             for part, tree in snapshot.manifest.parts.items():
                 for place, each in _leaves((part,), tree):
                     fqn = ".".join(map(str, place))
                     self._add(fqn, each)
-                    found[fqn] = place
-            return {fqn: found.get(fqn, (fqn,)) for fqn in (*self._keys, *self._values)}
+                    loaded[fqn] = place
+            return {fqn: loaded.get(fqn, (fqn,)) for fqn in (*self._keys, *self._values)}
         paths = {fqn: tuple(path) for fqn, path in stored["paths"].items()}
         pickled = stored["pickled"]
         nodes = {
