@@ -139,7 +139,7 @@ def test_its_checkpoints_are_those_of_any_run(tmp_path: Path) -> None:
     check(tmp_path, layouts, timeout_s=200)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_strategy_loads_what_layouts_saved(tmp_path: Path) -> None:
     """K1, K8."""
     layouts = (
