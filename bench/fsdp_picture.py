@@ -143,11 +143,13 @@ def _record_step(groups: ProcessGroups) -> list[Event]:
     events = []
     for number, launch in enumerate(recorder.launches):
         events += [event for place, event in noted if place == number]
-        # A gather passes a shard and the whole; a reduction on the host is in place.
+        # A gather passes a shard and the whole; a reduction on the host is in place, and tells
+        # in some bytes more which parameters were used.
         whole = launch.nbytes
         if launch.op == GATHER:
             whole = whole * NUM_RANKS // (NUM_RANKS + 1)
-        events.append(Event(what=launch.op, unit=names[whole], row=launch.purpose))
+        unit = names[max(nbytes for nbytes in names if nbytes <= whole)]
+        events.append(Event(what=launch.op, unit=unit, row=launch.purpose))
     return events + [event for place, event in noted if place == len(recorder.launches)]
 
 
