@@ -415,10 +415,24 @@ def write_and_read_several_boxes(context: RankContext, root: str) -> None:
         rows, columns = (slice(o, o + n) for o, n in zip(
             shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True))  # fmt: skip
         assert torch.equal(shard.tensor, whole[rows, columns])
+    write_and_read_dicts_of_one_rank(root, context.rank)
+
+
+def write_and_read_dicts_of_one_rank(root: str, rank: int) -> None:
+    """As `full_state_dict` with `cpu_offload` gives them: with entries on the first rank alone."""
+    whole = {"w": torch.arange(3.0), "v": torch.ones(4), "n": 5}
+    own.save({"model": whole if rank == 0 else {}, "none": {}}, checkpoint_id=f"{root}/2")
+    part: dict[str, Any] = {"model": {"w": torch.zeros(3)}} if rank == 0 else {}
+    report = own.load({**part, "none": {}}, checkpoint_id=f"{root}/2")
+    assert report.unexpected == ("model.v",)
+    assert rank != 0 or torch.equal(part["model"]["w"], torch.arange(3.0))
 
 
 def test_several_boxes_of_one_tensor_on_a_rank(tmp_path: Path) -> None:
-    """Of a `ShardedTensor`, by other ranks and by a process that has it whole."""
+    """Of a `ShardedTensor`, by other ranks and by a process that has it whole.
+
+    X21. And a dict that only one rank has: the others leave it to that, and to what it reads.
+    """
     run_ranks(3, write_and_read_several_boxes, str(tmp_path))
     loaded = {"model": {"table": torch.zeros(8, 7)}}
     dcp.load(loaded, checkpoint_id=tmp_path / "1", storage_reader=HoldfastReader())
