@@ -24,6 +24,7 @@ OTHER_FILES = "other_files"
 """Entry of a checkpoint's metadata: names of files in its directory that other programs need and
 that are made from it after the commit. `verify` expects them, and does not read them."""
 LATEST = "latest_checkpointed_iteration.txt"
+ROOT_ID = ".root-id"
 FAULT_CHECKPOINTS = "checkpoints"
 """The root of fault checkpoints, below a rerun machine's directory."""
 RANK_LOG_DIR = "events"
@@ -223,7 +224,8 @@ def require_root_of_checkpoints(storage: Storage) -> None:
     A directory inside of one counts, too, in a file system: what is saved there damages it. So does
     a file: a run would find no checkpoint, start afresh, and fail at its first save. And so does
     the name of a step that has no checkpoint, or whose data is elsewhere, as in a bucket: the run
-    above would find there what it has not saved.
+    above would find there what it has not saved. What a run has used already is its root, whatever
+    it is called: it has an id or steps.
     """
     local = storage.local_path("")
     if local is not None:
@@ -237,7 +239,9 @@ def require_root_of_checkpoints(storage: Storage) -> None:
     ]
     place = str(whole or storage.describe("")).rstrip("/")
     is_checkpoint = bool(checkpoints) or storage.exists(MANIFEST)
-    if not is_checkpoint and parse_step_dir(place.rpartition("/")[2]) is None:
+    if not is_checkpoint and (
+        parse_step_dir(place.rpartition("/")[2]) is None or _is_used_root(storage)
+    ):
         return
     where = str(checkpoints[0]) if checkpoints else place
     if checkpoints and checkpoints[0] != whole:
@@ -253,6 +257,11 @@ def require_root_of_checkpoints(storage: Storage) -> None:
         f"{where} {has} one checkpoint, not the root of a run's checkpoints: "
         f"give the directory above{above and f', {above}'}{meant}"
     )
+
+
+def _is_used_root(storage: Storage) -> bool:
+    """Return True if a run has saved here, or a checkpoint was copied to here."""
+    return storage.exists(ROOT_ID) or (storage.is_dir("") and bool(list_steps(storage)))
 
 
 def committed_step(steps: Sequence[int], step: int | None, *, place: str) -> int:

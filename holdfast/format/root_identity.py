@@ -14,11 +14,9 @@ import secrets
 import time
 
 from holdfast.errors import StorageError
-from holdfast.format.names import require_root_of_checkpoints
+from holdfast.format.names import ROOT_ID, require_root_of_checkpoints
 from holdfast.storage import Storage
 from holdfast.storage.reading import is_absence, read_at_most
-
-ROOT_ID = ".root-id"
 
 _ID = re.compile(rb"([0-9a-f]{32})\n", re.ASCII)
 _NBYTES = 33

@@ -19,7 +19,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -508,7 +508,8 @@ def save(
 
     Args:
         state_dict: entries by name: objects with `state_dict`, modules, trees of DTensors, tensors
-            and values. Plain tensors of several ranks must be equal.
+            and values. Plain tensors of several ranks must be equal. A rank whose dict is empty,
+            as `full_state_dict` with `cpu_offload` leaves it, leaves the entry to the others.
         checkpoint_id: a path whose last part ends with the number of the step.
         storage_writer, planner: not supported: `HoldfastWriter` takes a planner.
         process_group: None, or the default group.
@@ -526,8 +527,16 @@ def save(
     if not use_collectives:
         raise ConfigError("holdfast.integrations.dcp does not support use_collectives=False")
     root, step = place_of(_given(checkpoint_id))
-    with _groups(no_dist) as groups, Checkpointer(root, groups=groups) as checkpointer:
-        return checkpointer.save(step, state_dict, overwrite=overwrite)
+    with _groups(no_dist) as groups:
+        own = _plain_dicts(state_dict)
+        filled = _named_by_any(groups, [key for key in own if state_dict[key]])
+        state = {
+            key: each
+            for key, each in state_dict.items()
+            if key not in own or key not in filled or each
+        }
+        with Checkpointer(root, groups=groups) as checkpointer:
+            return checkpointer.save(step, state, overwrite=overwrite)
 
 
 def load(
@@ -559,18 +568,39 @@ def load(
         HoldfastError: on all ranks, as of `Checkpointer.load`.
     """
     _refuse(storage_reader=storage_reader, planner=planner, process_group=process_group)
-    # An object is given all that it has saved, or refuses what it does not know.
-    dicts = [
-        glob.escape(f"{key}.") + "*"
-        for key, each in state_dict.items()
-        if isinstance(each, Mapping) and not hasattr(each, "load_state_dict")
-    ]
     with _groups(no_dist) as groups:
         root, step = _agreed(groups, _given(checkpoint_id))
+        # An object is given all that it has saved, or refuses what it does not know.
+        dicts = sorted(_named_by_any(groups, _plain_dicts(state_dict)))
+        left = [glob.escape(f"{key}.") + "*" for key in dicts]
         with Checkpointer(root, groups=groups) as checkpointer:
-            report = checkpointer.load(state_dict, step=step, ignore_unexpected=dicts)
+            report = checkpointer.load(state_dict, step=step, ignore_unexpected=left)
     put_values(state_dict, report.values)
     return report
+
+
+def _plain_dicts(state_dict: Mapping[str, Any]) -> list[str]:
+    """Return the names of entries that are dicts, and not objects with a state."""
+    return [
+        key
+        for key, each in state_dict.items()
+        if isinstance(key, str)
+        and isinstance(each, Mapping)
+        and not hasattr(each, "load_state_dict")
+    ]
+
+
+def _named_by_any(groups: ProcessGroups, names: Sequence[str]) -> set[str]:
+    """Return the names that any rank gives, on all of them. Cost: one small collective."""
+    control, own = groups.control, json.dumps(names).encode()
+
+    def gather() -> set[str]:
+        return {
+            name for each in control.all_gather(own, phase="names") for name in json.loads(each)
+        }
+
+    with control.in_step():
+        return Guard[set[str]](control, "names").run(gather)
 
 
 def _agreed(groups: ProcessGroups, checkpoint_id: PathLike) -> tuple[Path, int]:

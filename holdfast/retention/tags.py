@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from holdfast.errors import ConfigError, CorruptionError, StorageError
+from holdfast.errors import ConfigError, CorruptionError, HoldfastError, StorageError, some_of
 from holdfast.format.names import committed_step, is_committed, list_steps, step_dir
 from holdfast.format.versions import read_lease
 from holdfast.storage import Storage
@@ -73,6 +73,15 @@ def list_tags(storage: Storage) -> dict[str, int]:
             )
         tags[name] = int(match[1])
     return tags
+
+
+def tags_left_behind(storage: Storage, step: int) -> list[str]:
+    """Say which tags of a step a copy of it does not have, since its root has them; cannot fail."""
+    try:
+        tags = [tag for tag, each in list_tags(storage).items() if each == step]
+    except HoldfastError as error:  # it says nothing of the checkpoint
+        return [f"tags of the step, if it has any: {error}"]
+    return [f"tags of the step, which its root has: {some_of(tags)}"] if tags else []
 
 
 def _path(name: str) -> str:

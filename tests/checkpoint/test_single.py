@@ -40,7 +40,10 @@ from holdfast import (
     Stored,
     Transient,
 )
-from holdfast.storage import Storage
+from holdfast.format.names import step_dir
+from holdfast.integrations.world import newest_step
+from holdfast.storage import Storage, open_storage
+from holdfast.writer.copying import copy_checkpoint
 
 
 @dataclass
@@ -468,6 +471,28 @@ def test_one_checkpoint_is_no_root(in_bucket: bool, is_saved: bool, tmp_path: Pa
         with pytest.raises(StorageError, match=words):
             call()
     assert _names_at(inside.storage) == before
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_a_root_that_is_in_use_may_have_the_name_of_a_step(in_bucket: bool, tmp_path: Path) -> None:
+    """R6: a run that was copied to there is read and continued, with an id of a root and without.
+
+    "Give the directory above" would be wrong: nothing is there.
+    """
+    source, state = Checkpointer(tmp_path / "run"), {"t": {"x": torch.ones(2)}}
+    source.save(5, state)
+    root = (
+        f"memory://{secrets.token_hex(8)}/iter_0000001" if in_bucket else tmp_path / "iter_0000001"
+    )
+    target = open_storage(root)
+    copy_checkpoint(source.storage, step_dir(5), target)
+    for step in (6, 7):
+        assert Checkpointer(root).load(state).step == step - 1
+        Checkpointer(root).save(step, state)
+    for each in (5, 6, 7):
+        target.remove_tree(step_dir(each))
+    assert newest_step(root) is None
+    assert Checkpointer(root).latest() is None
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import torch.distributed.checkpoint as dcp
 
 from holdfast import Checkpointer, PosixStorage, Sharded, Stored
 from holdfast.checkpoint.plan.kept_plans import PLANS_DIR
-from holdfast.format.names import LATEST, list_steps, step_dir
+from holdfast.format.names import LATEST, ROOT_ID, list_steps, step_dir
 from holdfast.format.reader import Snapshot
-from holdfast.format.root_identity import ROOT_ID
 from holdfast.format.verifier import verify_snapshot
 from holdfast.format.versions import LEASES_DIR
 from holdfast.writer.leftovers import repair

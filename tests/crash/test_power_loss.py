@@ -14,7 +14,7 @@ import pytest
 from holdfast import Checkpointer, HoldfastError, PosixStorage
 from holdfast.checkpoint.options import CkptFormat
 from holdfast.checkpoint.plan.kept_plans import PLANS_DIR
-from holdfast.format.root_identity import ROOT_ID
+from holdfast.format.names import ROOT_ID
 from holdfast.format.versions import LEASES_DIR
 from holdfast.storage import posix
 from holdfast.writer.leftovers import repair

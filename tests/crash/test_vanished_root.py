@@ -17,7 +17,7 @@ from torch import distributed as dist
 from holdfast import Checkpointer, HoldfastError, KeepLast, Layout, PosixStorage, ProcessGroups
 from holdfast.cli.main import main
 from holdfast.errors import StorageError
-from holdfast.format.root_identity import ROOT_ID
+from holdfast.format.names import ROOT_ID
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.retention.tags import set_tag
 from holdfast.writer.leftovers import repair

@@ -6,13 +6,15 @@ import random
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.integrations.forks import ForkServer
 
+T = TypeVar("T")
 _KILL_AT_STEP = """
 import os, signal
 from MODULE import NAME
@@ -73,10 +75,31 @@ def straight_of(program: str, epochs: int, prefix: str) -> Any:
     return straight
 
 
+Resumed = Callable[[int], list[str]]
+"""Of a step: what a run prints that is killed there, and started again in its root."""
+
+
+def resumed_by(run: Callable[[ForkServer, Path, int], list[str]]) -> Any:
+    """Return a fixture, a `Resumed`: `run` in a root of its own, which is removed after it."""
+
+    @pytest.fixture
+    def resumed(server: ForkServer, tmp_path: Path) -> Resumed:
+        return partial(in_new_root, partial(run, server), tmp_path / "run")
+
+    return resumed
+
+
+def in_new_root(run: Callable[[Path, int], list[str]], root: Path, at: int) -> list[str]:
+    """Return what a run prints that makes its root, and remove that."""
+    lines = run(root, at)
+    shutil.rmtree(root)
+    return lines
+
+
 def killed_once(
     program: str, epochs: int, kill: str
 ) -> Callable[[ForkServer, Path, int], list[str]]:
-    """Return a function: what a program prints that is killed once, and started again."""
+    """Return a function for `resumed_by`: a program in one process is killed once."""
 
     def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
         named: dict[str, Any] = {"kill": kill.format(at=at, rank=0), "num_ranks": 1}
@@ -85,27 +108,36 @@ def killed_once(
     return killed_and_resumed
 
 
-NUM_KILLS = pytest.mark.parametrize(
-    "num_kills",
-    [pytest.param(4, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.nightly)],
+_NIGHTLY = pytest.mark.nightly
+_NUM_KILLS = pytest.mark.parametrize(
+    "num_kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(20, marks=_NIGHTLY)]
 )
 
 
+def many_kills(test: T) -> T:
+    """Mark a test of `num_kills`."""
+    return pytest.mark.timeout(900)(_NUM_KILLS(test))
+
+
+def on_four_ranks(program: str, sharded: str, *, nightly: str) -> Callable[[T], T]:
+    """Mark a test of `program`: with DDP and with FSDP2, of which one runs at night only."""
+    programs = {"DDP": program, "FSDP2": sharded}
+    cases = [
+        pytest.param(each, id=name, marks=_NIGHTLY if name == nightly else ())
+        for name, each in programs.items()
+    ]
+    each_case = pytest.mark.parametrize("program", cases)
+    return lambda test: pytest.mark.slow(pytest.mark.timeout(600)(each_case(test)))
+
+
 def check_kills(
-    resumed: Callable[[Path, int], list[str]],
-    straight: list[str],
-    root: Path,
-    num_kills: int,
-    *,
-    first: int,
-    stop: int,
+    resumed: Resumed, straight: list[str], num_kills: int, *, first: int, stop: int
 ) -> None:
     """Kill a run at random steps, one after the other, and at each if there are fewer.
 
     Args:
-        resumed: What a run in a root prints that is killed at a step and started again.
+        resumed: What a run prints that is killed at a step and started again.
         straight: What a run prints that is not.
-        root: Of the runs, removed after each.
         num_kills: Runs.
         first: The first step to kill at.
         stop: The one after the last.
@@ -114,8 +146,7 @@ def check_kills(
     chosen = [*draws.sample(steps, min(num_kills, len(steps)))]
     chosen += draws.choices(steps, k=num_kills - len(chosen))
     for at in chosen:
-        assert resumed(root, at) == straight, at
-        shutil.rmtree(root)
+        assert resumed(at) == straight, at
 
 
 def check_variant(server: ForkServer, root: Path, program: str, *, kill: str, epochs: int) -> None:
@@ -278,7 +309,7 @@ def check_four_ranks(
     *,
     silent: tuple[str, str],
     every: tuple[str, str],
-    kill: Callable[[int, int], str],
+    kill: str,
     steps: int,
 ) -> None:
     """Four ranks train, are killed at a random step and go on; two take what four have saved.
@@ -288,7 +319,7 @@ def check_four_ranks(
             the number of epochs.
         silent: What to replace so that a run does not print the loss of each rank, and by what.
         every: What to replace so that the last step of each epoch is saved.
-        kill: The prelude that ends a rank at a step; both are its arguments.
+        kill: The prelude that ends a rank at a step, to be formatted.
         steps: Of an epoch.
     """
     halved = program.replace("batch_size=2", "batch_size=1")
@@ -297,7 +328,8 @@ def check_four_ranks(
     draws = random.Random(program)
     at, rank = draws.randrange(3, 3 * steps), draws.randrange(4)
     straight = server.lines(halved, directory / "a", 3, directory=directory, num_ranks=4)
-    resumed = server.lines_after_kill(halved, directory / "b", 3, kill=kill(at, rank), num_ranks=4)
+    named: dict[str, Any] = {"kill": kill.format(at=at, rank=rank), "num_ranks": 4}
+    resumed = server.lines_after_kill(halved, directory / "b", 3, **named)
     assert resumed == straight, (at, rank)
     four, two = (each.replace(*silent).replace(*every) for each in (halved, program))
     saved = server.lines(four, directory / "c", 1, directory=directory, num_ranks=4)

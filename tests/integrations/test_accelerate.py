@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from holdfast import Checkpointer, PerRankValues
 from holdfast.state.tensor_elements import equal_trees
 from tests.integrations.forks import ForkServer
 from tests.integrations.kills import (
-    NUM_KILLS,
+    Resumed,
     beside_a_shorter_one,
     check_four_ranks,
     check_kills,
@@ -25,6 +24,9 @@ from tests.integrations.kills import (
     in_two_loops,
     killed_once,
     leaves_early,
+    many_kills,
+    on_four_ranks,
+    resumed_by,
     served_by,
     straight_of,
     within_a_loop,
@@ -50,25 +52,19 @@ server = served_by(
     "accelerate", "torchdata.stateful_dataloader", "holdfast.integrations.accelerate"
 )
 straight = straight_of(PROGRAM, EPOCHS, f"step {STEPS}, loss ")
-killed_and_resumed = killed_once(PROGRAM, EPOCHS, KILL)
+resumed = resumed_by(killed_once(PROGRAM, EPOCHS, KILL))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [5, 13])
-def test_killed_and_resumed_bitwise(
-    server: ForkServer, straight: list[str], tmp_path: Path, at: int
-) -> None:
+def test_killed_and_resumed_bitwise(resumed: Resumed, straight: list[str], at: int) -> None:
     """In the middle of an epoch, and right after the end of one."""
-    assert killed_and_resumed(server, tmp_path / "run", at) == straight
+    assert resumed(at) == straight
 
 
-@pytest.mark.timeout(900)
-@NUM_KILLS
-def test_killed_at_random_steps(
-    server: ForkServer, straight: list[str], tmp_path: Path, num_kills: int
-) -> None:
-    resumed = partial(killed_and_resumed, server)
-    check_kills(resumed, straight, tmp_path / "run", num_kills, first=3, stop=STEPS)
+@many_kills
+def test_killed_at_random_steps(resumed: Resumed, straight: list[str], num_kills: int) -> None:
+    check_kills(resumed, straight, num_kills, first=3, stop=STEPS)
 
 
 BESIDES = PROGRAM.replace(
@@ -219,9 +215,7 @@ def sharded(accelerator):
 )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("program", [PROGRAM, SHARDED], ids=["DDP", "FSDP2"])
+@on_four_ranks(PROGRAM, SHARDED, nightly="DDP")
 def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, program: str) -> None:
     check_four_ranks(
         server,
@@ -229,7 +223,7 @@ def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, pro
         program,
         silent=("loss {loss.item():.17g}, ", ""),
         every=("every=2", "every=3"),
-        kill=lambda at, rank: KILL.format(at=at, rank=rank),
+        kill=KILL,
         steps=3,
     )
 

@@ -44,7 +44,7 @@ from holdfast.integrations.world import committed_steps, step_of_coordinator
 from holdfast.state.tensor_elements import equal_bits, local_of
 from tests.harness import RankContext, run_ranks
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import KILL_AT_ADAMW, NUM_KILLS, check_kills
+from tests.integrations.kills import KILL_AT_ADAMW, Resumed, check_kills, many_kills, resumed_by
 from tests.integrations.pages import program_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -60,7 +60,8 @@ def server() -> Iterator[ForkServer]:
     server.close()
 
 
-def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
+@resumed_by
+def resumed(server: ForkServer, root: Path, at: int) -> list[str]:
     """What two ranks print that are killed once, and started again."""
     kill = KILL_AT_ADAMW.format(at=at, rank=at % 2)
     return server.lines_after_kill(PROGRAM, root, STEPS, kill=kill, num_ranks=2)
@@ -73,19 +74,13 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 @pytest.mark.parametrize("at", [4, pytest.param(9, marks=pytest.mark.slow)])
-def test_killed_and_resumed_bitwise(
-    server: ForkServer, straight: list[str], tmp_path: Path, at: int
-) -> None:
-    assert killed_and_resumed(server, tmp_path / "run", at) == straight
+def test_killed_and_resumed_bitwise(resumed: Resumed, straight: list[str], at: int) -> None:
+    assert resumed(at) == straight
 
 
-@pytest.mark.timeout(900)
-@NUM_KILLS
-def test_killed_at_random_steps(
-    server: ForkServer, straight: list[str], tmp_path: Path, num_kills: int
-) -> None:
-    resumed = partial(killed_and_resumed, server)
-    check_kills(resumed, straight, tmp_path / "run", num_kills, first=2, stop=STEPS)
+@many_kills
+def test_killed_at_random_steps(resumed: Resumed, straight: list[str], num_kills: int) -> None:
+    check_kills(resumed, straight, num_kills, first=2, stop=STEPS)
 
 
 def trained(seed: int, *, sharded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -420,10 +415,24 @@ def write_and_read_several_boxes(context: RankContext, root: str) -> None:
         rows, columns = (slice(o, o + n) for o, n in zip(
             shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True))  # fmt: skip
         assert torch.equal(shard.tensor, whole[rows, columns])
+    write_and_read_dicts_of_one_rank(root, context.rank)
+
+
+def write_and_read_dicts_of_one_rank(root: str, rank: int) -> None:
+    """As `full_state_dict` with `cpu_offload` gives them: with entries on the first rank alone."""
+    whole = {"w": torch.arange(3.0), "v": torch.ones(4), "n": 5}
+    own.save({"model": whole if rank == 0 else {}, "none": {}}, checkpoint_id=f"{root}/2")
+    part: dict[str, Any] = {"model": {"w": torch.zeros(3)}} if rank == 0 else {}
+    report = own.load({**part, "none": {}}, checkpoint_id=f"{root}/2")
+    assert report.unexpected == ("model.v",)
+    assert rank != 0 or torch.equal(part["model"]["w"], torch.arange(3.0))
 
 
 def test_several_boxes_of_one_tensor_on_a_rank(tmp_path: Path) -> None:
-    """Of a `ShardedTensor`, by other ranks and by a process that has it whole."""
+    """Of a `ShardedTensor`, by other ranks and by a process that has it whole.
+
+    X21. And a dict that only one rank has: the others leave it to that, and to what it reads.
+    """
     run_ranks(3, write_and_read_several_boxes, str(tmp_path))
     loaded = {"model": {"table": torch.zeros(8, 7)}}
     dcp.load(loaded, checkpoint_id=tmp_path / "1", storage_reader=HoldfastReader())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.integrations.forks import ForkServer
 from tests.integrations.kills import (
-    NUM_KILLS,
+    Resumed,
     beside_a_shorter_one,
     check_four_ranks,
     check_kills,
@@ -21,6 +20,9 @@ from tests.integrations.kills import (
     kill_at_step_of,
     killed_once,
     leaves_early,
+    many_kills,
+    on_four_ranks,
+    resumed_by,
     served_by,
     straight_of,
     with_workers_that_stay,
@@ -34,25 +36,19 @@ KILL = kill_at_step_of("lightning_fabric.wrappers", "_FabricOptimizer")
 
 server = served_by("lightning_fabric", "holdfast.integrations.fabric")
 straight = straight_of(PROGRAM, EPOCHS, f"step {STEPS}, loss ")
-killed_and_resumed = killed_once(PROGRAM, EPOCHS, KILL)
+resumed = resumed_by(killed_once(PROGRAM, EPOCHS, KILL))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [6, 11])
-def test_killed_and_resumed_bitwise(
-    server: ForkServer, straight: list[str], tmp_path: Path, at: int
-) -> None:
+def test_killed_and_resumed_bitwise(resumed: Resumed, straight: list[str], at: int) -> None:
     """In the middle of an epoch, and right after the end of one."""
-    assert killed_and_resumed(server, tmp_path / "run", at) == straight
+    assert resumed(at) == straight
 
 
-@pytest.mark.timeout(900)
-@NUM_KILLS
-def test_killed_at_random_steps(
-    server: ForkServer, straight: list[str], tmp_path: Path, num_kills: int
-) -> None:
-    resumed = partial(killed_and_resumed, server)
-    check_kills(resumed, straight, tmp_path / "run", num_kills, first=3, stop=STEPS)
+@many_kills
+def test_killed_at_random_steps(resumed: Resumed, straight: list[str], num_kills: int) -> None:
+    check_kills(resumed, straight, num_kills, first=3, stop=STEPS)
 
 
 @pytest.mark.slow
@@ -120,9 +116,7 @@ sharded = dict(strategy=ModelParallelStrategy(shard, size, 1))
 )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("program", [PROGRAM, SHARDED], ids=["DDP", "FSDP2"])
+@on_four_ranks(PROGRAM, SHARDED, nightly="DDP")
 def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, program: str) -> None:
     check_four_ranks(
         server,
@@ -130,7 +124,7 @@ def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, pro
         program,
         silent=("loss {loss.item():.17g}, ", ""),
         every=("every=2", "every=5"),
-        kill=lambda at, rank: KILL.format(at=at, rank=rank),
+        kill=KILL,
         steps=5,
     )
 

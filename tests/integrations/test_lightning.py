@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,14 @@ import pytest
 from holdfast import Checkpointer
 from tests.integrations.forks import ForkServer
 from tests.integrations.kills import (
-    NUM_KILLS,
+    Resumed,
     check_four_ranks,
     check_kills,
     check_variant,
     killed_once,
+    many_kills,
+    on_four_ranks,
+    resumed_by,
     served_by,
     straight_of,
     with_workers_that_stay,
@@ -37,24 +39,18 @@ _TrainingEpochLoop.on_advance_end = kill
 
 server = served_by("lightning.pytorch", "holdfast.integrations.lightning")
 straight = straight_of(PROGRAM, EPOCHS, f"step {STEPS}, loss ")
-killed_and_resumed = killed_once(PROGRAM, EPOCHS, KILL)
+resumed = resumed_by(killed_once(PROGRAM, EPOCHS, KILL))
 
 
 @pytest.mark.parametrize("at", [5, pytest.param(11, marks=pytest.mark.slow)])
-def test_killed_and_resumed_bitwise(
-    server: ForkServer, straight: list[str], tmp_path: Path, at: int
-) -> None:
+def test_killed_and_resumed_bitwise(resumed: Resumed, straight: list[str], at: int) -> None:
     """In the middle of an epoch, and right after the end of one."""
-    assert killed_and_resumed(server, tmp_path / "run", at) == straight
+    assert resumed(at) == straight
 
 
-@pytest.mark.timeout(900)
-@NUM_KILLS
-def test_killed_at_random_steps(
-    server: ForkServer, straight: list[str], tmp_path: Path, num_kills: int
-) -> None:
-    resumed = partial(killed_and_resumed, server)
-    check_kills(resumed, straight, tmp_path / "run", num_kills, first=3, stop=STEPS)
+@many_kills
+def test_killed_at_random_steps(resumed: Resumed, straight: list[str], num_kills: int) -> None:
+    check_kills(resumed, straight, num_kills, first=3, stop=STEPS)
 
 
 @pytest.mark.slow
@@ -141,9 +137,7 @@ sharded = dict(strategy=ModelParallelStrategy(size, 1))
 )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("program", [PROGRAM, SHARDED], ids=["DDP", "FSDP2"])
+@on_four_ranks(PROGRAM, SHARDED, nightly="DDP")
 def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, program: str) -> None:
     check_four_ranks(
         server,
@@ -151,7 +145,7 @@ def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, pro
         program,
         silent=("loss {model.loss.item():.17g}, ", ""),
         every=("every_n_train_steps=2", "every_n_train_steps=5"),
-        kill=lambda at, rank: KILL.format(at=at, rank=rank),
+        kill=KILL,
         steps=5,
     )
 

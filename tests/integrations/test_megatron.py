@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from holdfast.format.reader import Snapshot
 from holdfast.state.tensor_elements import torch_dtype
 from holdfast.storage import PosixStorage
 from tests.integrations.forks import ForkServer
-from tests.integrations.kills import KILL_AT_ADAMW, NUM_KILLS, check_kills
+from tests.integrations.kills import KILL_AT_ADAMW, check_kills, in_new_root, many_kills
 from tests.integrations.pages import program_of
 
 PROGRAM = program_of("megatron", "megatron")
@@ -91,9 +92,8 @@ def test_killed_and_resumed_bitwise(
     assert killed_and_resumed(server, tmp_path / "run", at, layout) == straight[layout]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", [DENSE, SPARSE])
-@NUM_KILLS
+@many_kills
 def test_killed_at_random_steps(
     server: ForkServer,
     straight: Straight,
@@ -102,14 +102,10 @@ def test_killed_at_random_steps(
     num_kills: int,
 ) -> None:
     num_optimizers = 2 if layout == SPARSE else 1  # experts have one of their own
-    check_kills(
-        lambda root, at: killed_and_resumed(server, root, at, layout),
-        straight[layout],
-        tmp_path / "run",
-        num_kills,
-        first=2,
-        stop=STEPS * num_optimizers,
-    )
+    run = partial(killed_and_resumed, server, layout=layout)
+    resumed = partial(in_new_root, run, tmp_path / "run")
+    stop = STEPS * num_optimizers
+    check_kills(resumed, straight[layout], num_kills, first=2, stop=stop)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.cli.main import main
 from tests.integrations.forks import TITAN_PYTHON, ForkServer
-from tests.integrations.kills import KILL_AT_ADAMW, NUM_KILLS, check_killed_often
+from tests.integrations.kills import KILL_AT_ADAMW, check_killed_often, many_kills
 from tests.integrations.pages import program_of
 
 PROGRAM = program_of("torchtitan", "torchtitan")
@@ -88,8 +88,7 @@ print(f"step {trainer.step}")
 )
 
 
-@pytest.mark.timeout(900)
-@NUM_KILLS
+@many_kills
 def test_killed_at_random_steps(server: ForkServer, tmp_path: Path, num_kills: int) -> None:
     check_killed_often(server, PROGRAM, tmp_path, "llama3", num_kills=num_kills, num_ranks=2)
 

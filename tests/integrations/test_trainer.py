@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,12 @@ from holdfast.format.reader import Snapshot
 from holdfast.storage import PosixStorage
 from tests.integrations.forks import ForkServer
 from tests.integrations.kills import (
-    NUM_KILLS,
+    Resumed,
     check_four_ranks,
     check_kills,
+    many_kills,
+    on_four_ranks,
+    resumed_by,
     served_by,
     straight_of,
 )
@@ -65,7 +67,8 @@ def sharded(program: str) -> str:
     return _SHARDS + program.replace("p.double()", whole)
 
 
-def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
+@resumed_by
+def resumed(server: ForkServer, root: Path, at: int) -> list[str]:
     """What a run prints that is killed once, and started again: with another seed of its data."""
     kill, other = KILL.format(at=at, rank=0), PROGRAM.replace("use_cpu=", "data_seed=7, use_cpu=")
     named: dict[str, Any] = {"directory": root.parent}
@@ -75,11 +78,9 @@ def killed_and_resumed(server: ForkServer, root: Path, at: int) -> list[str]:
 
 
 @pytest.mark.parametrize("at", [7, pytest.param(22, marks=pytest.mark.slow)])
-def test_killed_and_resumed_bitwise(
-    server: ForkServer, straight: list[str], tmp_path: Path, at: int
-) -> None:
+def test_killed_and_resumed_bitwise(resumed: Resumed, straight: list[str], at: int) -> None:
     """In the middle of an epoch, and at its end, with draws of the dataset and dropout."""
-    assert killed_and_resumed(server, tmp_path / "run", at) == straight
+    assert resumed(at) == straight
 
 
 DRAWS = """
@@ -119,24 +120,12 @@ def test_the_best_step_is_saved_when_its_epoch_has_ended(
     assert server.lines_after_kill(program, tmp_path / "b", 3, kill=kill, num_ranks=1) == straight
 
 
-@pytest.mark.timeout(900)
-@NUM_KILLS
-def test_killed_at_random_steps(
-    server: ForkServer, straight: list[str], tmp_path: Path, num_kills: int
-) -> None:
-    resumed = partial(killed_and_resumed, server)
-    check_kills(resumed, straight, tmp_path / "run", num_kills, first=3, stop=STEPS)
+@many_kills
+def test_killed_at_random_steps(resumed: Resumed, straight: list[str], num_kills: int) -> None:
+    check_kills(resumed, straight, num_kills, first=3, stop=STEPS)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(PROGRAM, id="DDP"),
-        pytest.param(sharded(PROGRAM), id="FSDP2", marks=pytest.mark.nightly),
-    ],
-)
+@on_four_ranks(PROGRAM, sharded(PROGRAM), nightly="FSDP2")
 def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, program: str) -> None:
     check_four_ranks(
         server,
@@ -144,7 +133,7 @@ def test_four_ranks_bitwise_and_then_two(server: ForkServer, tmp_path: Path, pro
         program,
         silent=("", ""),
         every=("save_steps=2", "save_steps=6"),
-        kill=lambda at, rank: KILL.format(at=at, rank=rank),
+        kill=KILL,
         steps=6,
     )
 

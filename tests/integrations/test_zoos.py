@@ -83,7 +83,7 @@ def check_habits(lightning: ForkServer, directory: Path, name: str, at: tuple[in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [3, 7])
+@pytest.mark.parametrize("at", [3, pytest.param(7, marks=pytest.mark.nightly)])
 def test_hooks_means_and_schedules_of_lightning_go_on(
     lightning: ForkServer, tmp_path: Path, at: int
 ) -> None:
@@ -109,7 +109,8 @@ HABITS_AT = (
 @pytest.mark.parametrize(
     ("name", "at"),
     [
-        *(pytest.param(name, at[:1], marks=pytest.mark.slow) for name, at in HABITS_AT),
+        *(pytest.param(name, at[:1], marks=pytest.mark.slow) for name, at in HABITS_AT[::2]),
+        *(pytest.param(name, at[:1], marks=pytest.mark.nightly) for name, at in HABITS_AT[1::2]),
         *(
             pytest.param(name, at[1:], marks=pytest.mark.nightly)
             for name, at in HABITS_AT

@@ -308,6 +308,23 @@ def test_a_command_takes_the_newer_step_if_retention_removes_the_newest(
     assert steps_of(PosixStorage(tmp_path / "made")) == [3]
 
 
+def test_a_copy_names_the_tags_that_stay_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The root has them, so that a copy is not protected as its source is."""
+    storage = fill(tmp_path / "run", [1, 2])
+    for name, step in (("best", 1), ("last", 2)):
+        set_tag(storage, name, step=step)
+    words = ["copy", str(tmp_path / "run"), str(tmp_path / "made"), "--step", "1"]
+    for _ in range(2):  # also of what is there already
+        assert main(words) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "left out: tags of the step, which its root has: best" in said
+        assert "last" not in said
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"][0].endswith(": best")
+
+
 def test_a_place_that_cannot_be_written_to_is_read_without_a_mark(tmp_path: Path) -> None:
     def refuse(operation: str, path: str, start: int, nbytes: int) -> None:
         if operation in ("replace", "make_dir"):

@@ -32,10 +32,9 @@ from holdfast.errors import (
     values_by_rank,
 )
 from holdfast.format.digest import digest128
-from holdfast.format.names import saving_dir, step_dir
+from holdfast.format.names import ROOT_ID, saving_dir, step_dir
 from holdfast.format.root_identity import (
     NOT_MOUNTED,
-    ROOT_ID,
     RootIdentity,
     new_root_id,
 )

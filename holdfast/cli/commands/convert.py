@@ -14,7 +14,7 @@ from rich.console import Console
 from holdfast.cli.support.arguments import POSITIONAL
 from holdfast.cli.support.messages import print_removed
 from holdfast.cli.support.tables import Listing, make_console, print_json, progress_bar
-from holdfast.errors import ConfigError, HoldfastError, counted, in_bytes, some_of
+from holdfast.errors import ConfigError, counted, in_bytes
 from holdfast.foreign.casts import cast_weights, float_type
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.convert import (
@@ -26,7 +26,7 @@ from holdfast.foreign.convert import (
 )
 from holdfast.foreign.name_map_presets import name_map_of
 from holdfast.foreign.own_format import FORMAT
-from holdfast.retention.tags import list_tags
+from holdfast.retention.tags import tags_left_behind
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?([kMGT]?)(i?)B?", re.ASCII | re.IGNORECASE)
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
@@ -177,18 +177,8 @@ def _as_json(
 def _left_out(conversion: Conversion) -> list[str]:
     """What the result does not have, each sentence once."""
     catalog = conversion.catalog
-    return list(dict.fromkeys([*catalog.left_out, *conversion.output.notes, *_tags(catalog)]))
-
-
-def _tags(catalog: Catalog) -> list[str]:
-    """What stays behind because a root has it, and not a checkpoint."""
-    if catalog.format != FORMAT:
-        return []
-    try:
-        tags = [tag for tag, step in list_tags(catalog.storage).items() if step == catalog.step]
-    except HoldfastError as error:  # it says nothing of the checkpoint
-        return [f"tags of the step, if it has any: {error}"]
-    return [f"tags of the step, which its root has: {some_of(tags)}"] if tags else []
+    tags = tags_left_behind(catalog.storage, catalog.step) if catalog.format == FORMAT else []
+    return list(dict.fromkeys([*catalog.left_out, *conversion.output.notes, *tags]))
 
 
 def _print(

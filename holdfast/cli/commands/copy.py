@@ -14,7 +14,9 @@ from holdfast.cli.support.steps import lease_checkpoint
 from holdfast.cli.support.tables import print_json, progress_bar
 from holdfast.errors import ConfigError, clean, in_bytes
 from holdfast.format.names import step_dir
+from holdfast.retention.tags import tags_left_behind
 from holdfast.storage import open_storage, shown
+from holdfast.storage.reading import pause_of
 from holdfast.writer.copying import copy_checkpoint
 
 
@@ -68,6 +70,9 @@ def run(args: Args) -> int:
                     f"continues there, and `holdfast repair` removes it"
                 )
                 raise
+        # In a bucket they would be requests; `holdfast tag` lists them.
+        is_local = not pause_of(checkpoint.storage)
+        left_out = tags_left_behind(checkpoint.storage, report.step) if is_local else []
     seconds = time.monotonic() - began
     where = f"{shown(args.dst).rstrip('/')}/{step_dir(report.step)}"
     if args.json:
@@ -77,6 +82,7 @@ def run(args: Args) -> int:
                 "to": where,
                 "seconds": round(seconds, 3),
                 "verified": args.verify,
+                "left_out": left_out,
                 **asdict(report),
             }
         )
@@ -90,4 +96,7 @@ def run(args: Args) -> int:
         )
         what = f"{in_bytes(report.nbytes)}{sent} in {seconds:.2f} s"
         print(clean(f"{checkpoint.label} -> {where} ({what})"))
+    if not args.json:
+        for each in left_out:
+            print(clean(f"left out: {each}"))
     return 0

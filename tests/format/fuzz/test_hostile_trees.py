@@ -18,8 +18,7 @@ from holdfast import Checkpointer
 from holdfast.arrays.packed_ints import squeeze
 from holdfast.checkpoint.plan.kept_plans import PLANS_DIR
 from holdfast.format.digest import digest128
-from holdfast.format.names import INDEX, LATEST, MANIFEST
-from holdfast.format.root_identity import ROOT_ID
+from holdfast.format.names import INDEX, LATEST, MANIFEST, ROOT_ID
 from holdfast.format.versions import LEASES_DIR
 from holdfast.storage import PosixStorage
 from holdfast.writer.leftovers import repair
