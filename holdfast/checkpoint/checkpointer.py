@@ -442,9 +442,10 @@ class Checkpointer:
             names: with `source`: how its names become those of the state (renamed, split, joined,
                 transposed, …): a `NameMap`, the name of a preset, or a TOML file. The bytes of a
                 mapped source count as not verified.
-            ignore_unexpected: leave stored entries that no rank asks for: all, or by patterns. A
-                plain dict asks for everything stored in its place; with targets in it, it then
-                asks for the tensors that it names, and leaves others.
+            ignore_unexpected: leave stored entries that no rank asks for: all, or by patterns, on
+                every rank that asks for their part. A plain dict asks for everything stored in its
+                place; with targets in it, it then asks for the tensors that it names, and leaves
+                others.
             allow_missing: `fnmatch` patterns of full paths that may be absent.
             allow_dropped: patterns of per-rank values whose coordinates no rank of this layout has.
             cast: convert dtypes.

@@ -27,7 +27,7 @@ from holdfast import (
 )
 from holdfast.checkpoint.plan import planner as local_module
 from holdfast.checkpoint.plan.rank_plan import LocalState
-from holdfast.errors import ConfigError, HoldfastError, PlanError, StorageError
+from holdfast.errors import ConfigError, HoldfastError, MismatchError, PlanError, StorageError
 from holdfast.format.values import Codecs
 from holdfast.storage import PosixStorage
 from holdfast.writer import job
@@ -464,12 +464,27 @@ def call_wrongly(context: RankContext, root: str, victim: int) -> list[str]:
         with pytest.raises(PlanError, match="disagree on kind"):
             (checkpointer.save if context.rank else checkpointer.save_async)(300, state)
         checkpointer.save_async(301, state).result(60)
+        leave_on_one_rank(checkpointer, is_victim=context.rank == victim)
         checkpointer.close()
     return found
 
 
+def leave_on_one_rank(checkpointer: Checkpointer, *, is_victim: bool) -> None:
+    """What only one of the ranks that ask for a part would leave, before a target is touched."""
+    torch.manual_seed(0)
+    checkpointer.save(302, {"m": nn.Linear(2, 1)})
+    target = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(target.weight)
+    with pytest.raises(MismatchError, match=r"2 of 2 ranks failed[\s\S]*does not ask for: m.bias"):
+        checkpointer.load({"m": target}, ignore_unexpected=["m.bias"] if is_victim else ["other"])
+    assert not target.weight.any()
+    checkpointer.load({"m": target}, ignore_unexpected=["m.bias"] if is_victim else True)
+    assert target.weight.any()
+
+
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_wrong_arguments_of_one_rank_are_raised_on_both(tmp_path: Path, victim: int) -> None:
+    """E9: before a target is touched on any of them."""
     first, second = run_ranks(2, call_wrongly, str(tmp_path), victim, timeout_s=280).results
     assert len(first) == len(wrong_calls())
     for mine, theirs in ((first, second) if victim == 0 else (second, first),):

@@ -29,7 +29,7 @@ from holdfast import (
     Stored,
     Union,
 )
-from holdfast.checkpoint.load.requests import find_dropped, taken_of
+from holdfast.checkpoint.load.requests import LoadRequest, find_dropped, taken_of
 from holdfast.format.values import Codecs
 from holdfast.state.flatten import flatten_state
 from holdfast.state.matcher import Matcher
@@ -100,7 +100,7 @@ def test_who_gets_what_is_what_brute_force_says(
     extra = {tuple(p for p in place if p[0] not in asked) for place in there}
     is_clear = set(asked) <= set(stored_axes) and len(extra) == 1
     is_merged = merging and (not is_clear or set(mine.values()) != set(by_place))
-    taken, kept = [], []
+    requests, kept = [], []
     problems = 0
     for rank in after.ranks:
         merge = (lambda trees: list(trees.values())) if merging else None
@@ -119,7 +119,9 @@ def test_who_gets_what_is_what_brute_force_says(
             assert "a value per" in result.mismatched[0]
             problems += 1
             continue
-        taken += taken_of(result.per_rank_uses, {"p": ("q", node)})
+        taken = taken_of(result.per_rank_uses, {"p": ("q", node)})
+        allow = ["p"] if consent else []
+        requests.append(LoadRequest(used={"q": None}, boxes=b"", taken=taken, drops=allow))
         if not is_merged and mine[rank] not in by_place:
             assert (len(result.kept), len(result.missing)) == (
                 (1, 0) if missing == "keep" else (0, 1)
@@ -145,13 +147,12 @@ def test_who_gets_what_is_what_brute_force_says(
         for key in lost
         for place in by_place[key]
     )
-    allow = ["p"] if consent else []
     if lost and surplus == "error" and not consent:
         with pytest.raises(MismatchError, match="no rank of this layout takes") as caught:
-            find_dropped({"q": node}, taken, allow=allow)
+            find_dropped({"q": node}, requests)
         assert all(name[2:-1] in str(caught.value) for name in names[:3])
     else:
-        assert sorted(find_dropped({"q": node}, taken, allow=allow)) == names
+        assert sorted(find_dropped({"q": node}, requests)) == names
 
 
 # Real saves and loads.

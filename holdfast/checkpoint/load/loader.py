@@ -24,7 +24,6 @@ from holdfast.checkpoint.load.requests import (
     encode_request,
     find_dropped,
     find_unexpected,
-    not_ignored,
     paths_of_sources,
     patterns_of,
     refuse_needed,
@@ -304,20 +303,26 @@ class Loader:
             executor.plan()
         known = paths_of_sources(parts, self._codecs)
         boxes_sent = executor.boxes if is_shared else None
-        payload = encode_request(parts, result, self._codecs, known=known, boxes=boxes_sent)
+        payload = encode_request(
+            parts,
+            result,
+            self._codecs,
+            known=known,
+            boxes=boxes_sent,
+            leaves=patterns_of(options.ignore_unexpected),
+            drops=options.allow_dropped,
+        )
         payloads = control.agree(None, phase="load: match", payload=payload)
         requests = [msgspec.msgpack.decode(data, type=LoadRequest) for data in payloads]
         stored = files.manifest.parts
-        ignore = options.ignore_unexpected
-        unexpected = find_unexpected(stored, requests, self._codecs, known=known)
-        raise_mismatch(result, step, stored, not_ignored(unexpected, ignore))
+        unexpected, refused = find_unexpected(stored, requests, self._codecs, known=known)
+        raise_mismatch(result, step, stored, refused)
         if not all(request.fits for request in requests):
             control.agree(None, phase="load: match")  # raises what other ranks have raised
-        refuse_needed(stored, requests, ignore=ignore)
+        refuse_needed(stored, requests)
         checks = [request.checks for request in requests]
         check_consistency(control.ranks, checks, warn=control.is_coordinator)
-        taken = [labels for request in requests for labels in request.taken]
-        dropped = find_dropped(stored, taken, allow=options.allow_dropped)
+        dropped = find_dropped(stored, requests)
         if is_shared:
             # Ranks that request the same boxes send equal bytes, which are decoded once.
             tables = {data: decode_boxes(data) for data in {each.boxes for each in requests}}
@@ -610,8 +615,8 @@ def raise_mismatch(
     if unexpected:
         sentences.append(
             f"the checkpoint holds {counted(len(unexpected), 'entry')} that the state does not ask "
-            f"for: {some_of(unexpected)} (ignore_unexpected=[patterns], or True for all, leaves "
-            f"them)"
+            f"for: {some_of(unexpected)} (ignore_unexpected=[patterns], or True for all, on every "
+            f"rank that asks for their part leaves them)"
         )
     if sentences:
         raise MismatchError(

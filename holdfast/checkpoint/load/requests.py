@@ -88,6 +88,8 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
         taken: What it takes of values per coordinate.
         checks: What has to be equal on several ranks after the load.
         fits: False if the rank cannot load what is stored.
+        leaves, drops: Patterns of what it agrees to leave, and of values per coordinate that it
+            agrees to lose: all ranks decide alike, before any writes to a target.
     """
 
     used: dict[str, bytes | None]
@@ -95,6 +97,8 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
     taken: list[TakenLabels] = []
     checks: list[ConsistencyCheck] = []
     fits: bool = True
+    leaves: Sequence[str] = ()
+    drops: Sequence[str] = ()
 
 
 def encode_boxes(boxes: BoxTable) -> bytes:
@@ -129,6 +133,8 @@ def encode_request(
     *,
     known: Mapping[str, list[str]],
     boxes: BoxTable | None,
+    leaves: Sequence[str],
+    drops: Sequence[str],
 ) -> bytes:
     """Return this rank's request as a message: see `LoadRequest`.
 
@@ -138,6 +144,7 @@ def encode_request(
         codecs: The user's types.
         known: As `paths_of_sources` returns it.
         boxes: The boxes that it requests; None if no other rank needs to know them.
+        leaves, drops: As in `LoadRequest`.
     """
     used: dict[str, bytes | None] = {}
     by_source: dict[str, list[np.ndarray]] = {}
@@ -163,6 +170,8 @@ def encode_request(
             ),
             checks=result.checks,
             fits=result.fits,
+            leaves=leaves,
+            drops=drops,
         )
     )
 
@@ -173,10 +182,13 @@ def find_unexpected(
     codecs: Codecs,
     *,
     known: Mapping[str, list[str]],
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
     """Stored entries that no rank requests, of parts of which no rank takes everything.
 
     `known` is what `paths_of_sources` returns for this rank's parts.
+
+    Returns:
+        All of them; and those that not every rank that requests their part agrees to leave.
 
     Ranks may request different parts (modules on their own layouts) and different entries
     (pipeline stages): an entry is unexpected if none of them requests it. Example, a part with
@@ -188,7 +200,8 @@ def find_unexpected(
         2       (does not request the part)
         all     1 1 1 0    the last entry is unexpected
     """
-    unexpected = []
+    unexpected: list[str] = []
+    refused: list[str] = []
     # A source that is not a part is a branch of one, given with `FromPart`.
     branches = {source for request in requests for source in request.used} - parts.keys()
     for source in (*parts, *sorted(branches)):
@@ -203,14 +216,16 @@ def find_unexpected(
         for bits in {bits for bits in used if bits is not None}:
             packed = np.frombuffer(zlib.decompress(bits), dtype=np.uint8)
             touched |= np.unpackbits(packed, count=len(paths))
-        unexpected += [paths[i] for i in np.flatnonzero(touched == 0).tolist()]
-    return unexpected
+        left = [paths[i] for i in np.flatnonzero(touched == 0).tolist()]
+        unexpected += left
+        refused += not_left(left, [each for each in requests if source in each.used])
+    return unexpected, refused
 
 
-def not_ignored(paths: Sequence[str], ignore: bool | Sequence[str]) -> list[str]:
-    """Return the paths that the caller has not agreed to leave: all, none, or by patterns."""
-    patterns = patterns_of(ignore)
-    return [path for path in paths if not matches(path, patterns)]
+def not_left(paths: Sequence[str], requests: Sequence[LoadRequest]) -> list[str]:
+    """Return the paths that not all of these ranks agree to leave."""
+    agreed = {tuple(each.leaves) for each in requests}
+    return [path for path in paths if not all(matches(path, patterns) for patterns in agreed)]
 
 
 def patterns_of(ignore: bool | Sequence[str]) -> Sequence[str]:
@@ -218,17 +233,15 @@ def patterns_of(ignore: bool | Sequence[str]) -> Sequence[str]:
     return ("*",) if ignore is True else () if ignore is False else ignore
 
 
-def refuse_needed(
-    parts: Mapping[str, Node], requests: Sequence[LoadRequest], *, ignore: bool | Sequence[str]
-) -> None:
+def refuse_needed(parts: Mapping[str, Node], requests: Sequence[LoadRequest]) -> None:
     """Raise MismatchError if a part says that it must not be left out, and no rank requests it.
 
-    An optional part says so by a text `needed` in the value of a rank. `ignore` is that of
-    `not_ignored`, for the names of parts.
+    An optional part says so by a text `needed` in the value of a rank. All ranks may agree to
+    leave it, by its name.
     """
     requested = {source for request in requests for source in request.used}
     for name, node in parts.items():
-        if name in requested or not is_per_rank(node) or not not_ignored([name], ignore):
+        if name in requested or not is_per_rank(node) or not not_left([name], requests):
             continue
         for value in node["v"].values():
             needed = value.get("needed") if is_plain_dict(value) else None
@@ -262,10 +275,13 @@ def taken_of(
     return [TakenLabels(*numbers[id(use.node)], use.path, use.labels, use.may_drop) for use in uses]
 
 
-def find_dropped(
-    parts: Mapping[str, Node], taken: Sequence[TakenLabels], *, allow: Sequence[str]
-) -> list[str]:
-    """Return the paths of stored coordinates that no rank loads; MismatchError if not allowed."""
+def find_dropped(parts: Mapping[str, Node], requests: Sequence[LoadRequest]) -> list[str]:
+    """Return the paths of stored coordinates that no rank loads.
+
+    MismatchError if not all ranks that take other ones allow it.
+    """
+    taken = [labels for request in requests for labels in request.taken]
+    allowed = {tuple(request.drops) for request in requests if request.taken}
     stored = StoredPart(parts, {})
     sources = dict.fromkeys(each.source for each in taken)
     nodes = {source: _per_rank_nodes(stored.part_or_below(source)) for source in sources}
@@ -284,7 +300,7 @@ def find_dropped(
             if label in claimed:
                 continue
             whole = f"{path}[{label}]"
-            if may_drop or matches(whole, allow):
+            if may_drop or all(matches(whole, patterns) for patterns in allowed):
                 dropped.append(whole)
             else:
                 refused.setdefault(path, []).append(label)
