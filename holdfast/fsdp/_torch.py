@@ -335,9 +335,9 @@ class ParameterGroup(_Base):  # type: ignore[misc]
                 _refuse_lost()
 
     def _to_sharded(self) -> None:
-        is_lost = self.opened is not None and self._is_lost()
         if self.fsdp_params[-1] is self._counts:  # the reduction has taken it
             del self.fsdp_params[-1]
+        is_lost = self.opened is not None and self._is_lost()
         super()._to_sharded()
         self.is_aside = False
         if is_lost:
