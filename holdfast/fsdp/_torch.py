@@ -419,7 +419,9 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             self._owed.update(filter(_IS_TRAINED, self.fsdp_params))
         dtype = self._dtype_to_reduce() if self.reduce_grads else None
         if dtype is None:
-            super().post_backward(*unused)
+            # FSDP2 fails to keep gradients of a group that has not run in any forward yet.
+            if self.reduce_grads or _whole_of(self.fsdp_params[0]) is not None:
+                super().post_backward(*unused)
             return
         members = self.fsdp_params
         used = [*map(self.used.__contains__, members)]
