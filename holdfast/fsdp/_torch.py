@@ -297,6 +297,12 @@ class ParameterGroup(_Base):  # type: ignore[misc]
     def _all_reduce_process_group(self) -> Any:
         return super()._all_reduce_process_group if self.sums is None else self.sums
 
+    def _init_mp_dtypes(self) -> None:
+        """FSDP2 calls it before the first forward, and leaves out a group that is frozen then."""
+        super()._init_mp_dtypes()
+        first = self.fsdp_params[0]  # all of a group have the same dtype
+        self._orig_dtype, self._reduce_dtype = first.orig_dtype, first.reduce_dtype
+
     def use_training_state(self, training_state: Any) -> _InTrainingState:
         """FSDP2 enters it around each gather ahead."""
         return _InTrainingState(self, training_state)
