@@ -297,6 +297,12 @@ class ParameterGroup(_Base):  # type: ignore[misc]
     def _all_reduce_process_group(self) -> Any:
         return super()._all_reduce_process_group if self.sums is None else self.sums
 
+    def _init_mp_dtypes(self) -> None:
+        """FSDP2 calls it before the first forward, and leaves out a group that is frozen then."""
+        super()._init_mp_dtypes()
+        first = self.fsdp_params[0]  # all of a group have the same dtype
+        self._orig_dtype, self._reduce_dtype = first.orig_dtype, first.reduce_dtype
+
     def use_training_state(self, training_state: Any) -> _InTrainingState:
         """FSDP2 enters it around each gather ahead."""
         return _InTrainingState(self, training_state)
@@ -335,9 +341,9 @@ class ParameterGroup(_Base):  # type: ignore[misc]
                 _refuse_lost()
 
     def _to_sharded(self) -> None:
-        is_lost = self.opened is not None and self._is_lost()
         if self.fsdp_params[-1] is self._counts:  # the reduction has taken it
             del self.fsdp_params[-1]
+        is_lost = self.opened is not None and self._is_lost()
         super()._to_sharded()
         self.is_aside = False
         if is_lost:
@@ -419,7 +425,9 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             self._owed.update(filter(_IS_TRAINED, self.fsdp_params))
         dtype = self._dtype_to_reduce() if self.reduce_grads else None
         if dtype is None:
-            super().post_backward(*unused)
+            # FSDP2 fails to keep gradients of a group that has not run in any forward yet.
+            if self.reduce_grads or _whole_of(self.fsdp_params[0]) is not None:
+                super().post_backward(*unused)
             return
         members = self.fsdp_params
         used = [*map(self.used.__contains__, members)]

@@ -512,6 +512,14 @@ def written_to_whole(context: RankContext) -> None:
                     layer.down.weight.data.mul_(0.5)
                 with pytest.raises(ConfigError, match=r"unshard\(\)") if writes else nullcontext():
                     layer.reshard()
+                # A reduction ends the copy here.
+                loss = net(rows_of(0)[0]).mean()
+                layer.unshard()
+                if writes:
+                    layer.down.weight.data.mul_(0.5)
+                with pytest.raises(ConfigError, match=r"unshard\(\)") if writes else nullcontext():
+                    loss.backward()
+                sharded.drop_gradients()
             # Of shards that are written by what counts no write nothing says that they are lost.
             layer.unshard()
             with torch.no_grad():
