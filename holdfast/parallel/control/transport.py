@@ -200,10 +200,20 @@ class Transport:
         """Withdraw what `note_later` has not left yet."""
         self._store.withdraw(f"note/{self._rank}")
 
-    def leave_reason(self, of: int | str, text: str) -> None:
-        """Leave a text for all ranks, of the call by which they meet again, or of anything else."""
+    def leave_reason(self, of: int | str, text: str, *, replaces: bool = True) -> None:
+        """Leave a text for all ranks, of the call by which they meet again, or of anything else.
+
+        Args:
+            of: what it is left of.
+            text: the text.
+            replaces: True to leave it also where another rank has left one.
+        """
+        key = f"reason/{of}"
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"reason/{of}", text)
+            if replaces:
+                self._store.set(key, text)
+            else:
+                self._store.compare_set(key, "", text)
 
     def reason(self, of: int | str) -> str | None:
         """Return the text that a rank has left of a call, or of anything else, if one has."""
