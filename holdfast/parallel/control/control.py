@@ -817,7 +817,7 @@ class Control:
             self._sequence += 1
         else:
             data = own.encode()
-            self._transport.start(own.sequence, phase, self.limit_s)
+            self._transport.start(own.sequence, phase, self.limit_s, is_frequent=self._is_in_step)
             # Before a byte is sent: an interrupt from here on breaks the communicator.
             self._is_midway = True
             self._phase = phase
