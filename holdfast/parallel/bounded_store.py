@@ -64,8 +64,12 @@ class _Later:
         """How often to look; None if nothing was ever held."""
 
     def hold(self, key: str, make: Callable[[], object], *, after_s: float) -> bool:
-        """Hold a request; return True if the thread is to be woken, or it would look too late."""
-        self._held[key] = time.monotonic() + after_s, make
+        """Hold a request; return True if the thread is to be woken, or it would look too late.
+
+        It is made in the place of one that is held under the key already, when that one is due.
+        """
+        due = time.monotonic() + after_s
+        self._held[key] = min(due, self._held.get(key, (due, make))[0]), make
         before, self._every_s = self._every_s, after_s
         return before is None or after_s < before
 
@@ -253,6 +257,8 @@ class BoundedStore(Store):
 
     def post_later(self, key: str, value: str, *, after_s: float) -> None:
         """Set a key as `post` does, but after that time, and not if it is withdrawn before.
+
+        What comes under the same key meanwhile takes its place, and is set at its time.
 
         Cost, if it is withdrawn: neither a request nor a turn of the thread, which looks by itself
         from the first call on, every `after_s` seconds.

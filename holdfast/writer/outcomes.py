@@ -45,11 +45,7 @@ def publish_failure(
     if is_other_root(storage, job.root):
         return
     if not committer:
-        record = msgspec.structs.replace(
-            record,
-            message=f"rank {job.rank}: {record.message}",
-            details={"failed_ranks": [job.rank], **record.details},
-        )
+        record = of_rank(job.rank, record)
     name = FAILED_FILE if committer else f"{DONE_DIR}/{job.position:05d}.failed"
     path = f"{job.directory}/{name}"
     data = seal(msgspec.msgpack.encode(record))
@@ -72,6 +68,15 @@ def publish_failure(
             with suppress(HoldfastError):
                 if committer or not storage.exists(f"{job.directory}/{done_file(job.position)}"):
                     discard_save(storage, job.directory)
+
+
+def of_rank(rank: int, record: ErrorRecord) -> ErrorRecord:
+    """Return a record that says which rank has failed, in words too, if it does not yet."""
+    named = f"rank {rank}: "
+    message = record.message if record.message.startswith(named) else named + record.message
+    return msgspec.structs.replace(
+        record, message=message, details={"failed_ranks": [rank], **record.details}
+    )
 
 
 def pass_on_failure(

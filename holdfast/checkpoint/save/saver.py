@@ -39,7 +39,7 @@ from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.storage import Storage
 from holdfast.storage.reading import requests_of
 from holdfast.writer.client import Ticket, Writer, start_writer
-from holdfast.writer.outcomes import discard_save, pass_on_failure, publish_failure
+from holdfast.writer.outcomes import discard_save, of_rank, pass_on_failure, publish_failure
 from holdfast.writer.records import SaveOutcome
 from holdfast.writer.sealed_image import can_seal
 
@@ -251,33 +251,36 @@ class Saver:
             pending.ticket, late = self._executor.submit(
                 writer, buffer, agreed, request, phases, state=state, lazy=self._lazy, after=after
             )
-            if self._groups.control.size > 1:
-                pending.look = partial(self._look_for_failure, pending.ticket)
-                pending.ticket.when_finished(partial(self._leave_failure, pending.ticket))
+            self._tell_of_failure(pending, pending.ticket)
             if late is not None:
                 pending.staged = late.staged
                 late.start()
         self._report_later(pending)
         return PendingSave(pending)
 
-    def _leave_failure(self, ticket: Ticket) -> None:
-        """Let ranks that wait know what this one's writer has failed with.
+    def _tell_of_failure(self, pending: InFlightSave, ticket: Ticket) -> None:
+        """Let waits of this rank and of others find what one of them has failed with.
 
         Its storage may refuse even the record of it, while that of other ranks works.
         """
+        if self._groups.control.size > 1:
+            pending.look = partial(self._look_for_failure, ticket)
+            ticket.when_finished(partial(self._leave_failure, ticket))
+
+    def _leave_failure(self, ticket: Ticket) -> None:
+        """Let ranks that wait know what this one has failed with."""
         outcome, job = ticket.outcome, ticket.job
         if outcome is None or outcome.error is None:
             return
         if outcome.error.details.get("failed_ranks", [job.rank]) != [job.rank]:
             return  # another one's, as found on storage
-        record = msgspec.structs.replace(
-            outcome.error,
-            message=f"rank {job.rank}: {outcome.error.message}",
-            details={"failed_ranks": [job.rank], **outcome.error.details},
-        )
+        record = of_rank(job.rank, outcome.error)
         left = _LeftFailure(position=job.position, committer=ticket.commits, record=record)
+        # That of another rank is for the committing one alone, which has failed if it leaves one.
         self._groups.control.leave_text(
-            f"save/{job.header.save_id}", msgspec.json.encode(left).decode()
+            f"save/{job.header.save_id}",
+            msgspec.json.encode(left).decode(),
+            replaces=ticket.commits,
         )
 
     def _look_for_failure(self, ticket: Ticket) -> None:
@@ -308,7 +311,7 @@ class Saver:
     def _rescue(self, error: BaseException) -> PendingSave:
         """An asynchronous save failed here after its last collective.
 
-        The failure is published on storage, so that every rank's writer finds it, and raised by its
+        The failure is published, so that every rank's writer finds it or is told, and raised by its
         `result`, and by the next save on all ranks. A save that the writer has already continues.
         """
         pending = self._submitted
@@ -338,6 +341,7 @@ class Saver:
             job = self._executor.empty_job(proposals.directory, proposals.save_id, request)
             commits = self._groups.control.is_coordinator
             pending.ticket = Ticket(job, commits=commits, nbytes=0)
+            self._tell_of_failure(pending, pending.ticket)
             pending.ticket.fail(record)
             publish_failure(self._storage, job, record, committer=commits)
         if not isinstance(error, Exception):

@@ -615,10 +615,13 @@ class Control:
         self._cut(error)
         return error
 
-    def leave_text(self, key: str, text: str) -> None:
-        """Leave a text for ranks that look, in any thread. Cost: one request to the store."""
+    def leave_text(self, key: str, text: str, *, replaces: bool) -> None:
+        """Leave a text for ranks that look, in any thread; see `Transport.leave_reason`.
+
+        Cost: one request to the store.
+        """
         if self._transport is not None:
-            self._transport.leave_reason(key, text)
+            self._transport.leave_reason(key, text, replaces=replaces)
 
     def text_of(self, key: str) -> str | None:
         """Return what a rank has left by `leave_text`. Cost: at most two requests to the store."""
@@ -814,7 +817,7 @@ class Control:
             self._sequence += 1
         else:
             data = own.encode()
-            self._transport.start(own.sequence, phase, self.limit_s)
+            self._transport.start(own.sequence, phase, self.limit_s, is_frequent=self._is_in_step)
             # Before a byte is sent: an interrupt from here on breaks the communicator.
             self._is_midway = True
             self._phase = phase

@@ -30,10 +30,11 @@ class Transport:
     """Moves exact bytes between group indices for `Control`, with a deadline for each call.
 
     Before a collective each rank writes a progress entry, ``sequence:phase``, under its own store
-    key (overwritten, so the store does not grow). When a wait fails, the entries say who is missing
-    and where each was last seen. That is a DeadlineError, and the transport is broken from then on:
-    its connections are closed at once, so that ranks that wait for this one fail, too. One rank
-    reads the entries, for all that fail in the same collective.
+    key (overwritten, so the store does not grow); of calls in every microbatch it writes the last
+    one of a second. When a wait fails, the entries say who is missing and where each was last seen.
+    That is a DeadlineError, and the transport is broken from then on: its connections are closed at
+    once, so that ranks that wait for this one fail, too. One rank reads the entries, for all that
+    fail in the same collective.
 
     Two ranks connect when one first sends to the other, and finds its address in the store.
     All-gather and broadcast take ceil(log2(ranks)) rounds over the same connections: each rank has
@@ -66,6 +67,8 @@ class Transport:
         self._sequence = 0
         self._phase = "created"
         self._deadline = 0.0
+        self._posted_after_s = 0.0
+        """Seconds after which the progress of the call in progress is posted."""
         self._broken = ""
         self._is_closed = False
         self._connections = Connections(index=self._index, store=store)
@@ -80,10 +83,16 @@ class Transport:
         """True if it failed, or was abandoned or closed."""
         return bool(self._broken) or self._is_closed
 
-    def start(self, sequence: int, phase: str, timeout_s: float) -> None:
+    def start(
+        self, sequence: int, phase: str, timeout_s: float, *, is_frequent: bool = False
+    ) -> None:
         """Post the progress of the next call; GroupError if an earlier call broke the transport.
 
-        The call has `timeout_s` from now on.
+        Args:
+            sequence, phase: of the call.
+            timeout_s: what it has from now on.
+            is_frequent: True for calls of every microbatch. With thousands of ranks a request for
+                each would be too much for the store: their progress is posted later.
         """
         if self._broken:
             raise GroupError(
@@ -92,12 +101,20 @@ class Transport:
             )
         self._sequence, self._phase = sequence, phase
         self.extend(timeout_s)
+        key, progress = self._progress(phase)
+        if is_frequent:
+            self._posted_after_s = min(self._connections.after_s, timeout_s / 4)
+            self._store.post_later(key, progress, after_s=self._posted_after_s)
+            return
+        self._posted_after_s = 0.0
+        self._store.withdraw(key)  # of an earlier call
         # Not waited for: a call would take several times as long as its own messages.
-        self._store.post(*self._progress(phase))
+        self._store.post(key, progress)
 
     def close(self) -> None:
         """End the connections; a second call does nothing."""
         self._is_closed = True
+        self._store.withdraw(f"progress/{self._rank}")
         self._connections.close()
 
     def abandon(self, why: str) -> None:
@@ -200,10 +217,20 @@ class Transport:
         """Withdraw what `note_later` has not left yet."""
         self._store.withdraw(f"note/{self._rank}")
 
-    def leave_reason(self, of: int | str, text: str) -> None:
-        """Leave a text for all ranks, of the call by which they meet again, or of anything else."""
+    def leave_reason(self, of: int | str, text: str, *, replaces: bool = True) -> None:
+        """Leave a text for all ranks, of the call by which they meet again, or of anything else.
+
+        Args:
+            of: what it is left of.
+            text: the text.
+            replaces: True to leave it also where another rank has left one.
+        """
+        key = f"reason/{of}"
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"reason/{of}", text)
+            if replaces:
+                self._store.set(key, text)
+            else:
+                self._store.compare_set(key, "", text)
 
     def reason(self, of: int | str) -> str | None:
         """Return the text that a rank has left of a call, or of anything else, if one has."""
@@ -272,8 +299,10 @@ class Transport:
 
     def _post(self, phase: str) -> None:
         """Write this rank's progress entry."""
+        key, progress = self._progress(phase)
+        self._store.withdraw(key)  # that of the call
         with contextlib.suppress(RuntimeError):  # progress is for messages: calls work without it
-            self._store.set(*self._progress(phase))
+            self._store.set(key, progress)
 
     def _progress(self, phase: str) -> tuple[str, str]:
         """Return key and value of this rank's progress entry."""
@@ -349,7 +378,8 @@ class Transport:
 
         Ranks that gave up in an earlier collective are named only if there are no others.
         """
-        until = time.monotonic() + _PROGRESS_WAIT_S
+        began = time.monotonic()
+        posted, until = began + self._posted_after_s, began + _PROGRESS_WAIT_S
         while True:
             missing: dict[int, str] = {}
             victims: dict[int, str] = {}
@@ -367,7 +397,8 @@ class Transport:
             # rank that has not is the one that died; of several some may still be about to post.
             is_last = broke and len(missing) + len(silent) == 1
             missing = missing or victims
-            late = bool(missing) and not broke  # the deadline has passed: late is late
+            # The deadline has passed: late is late. Who came before it has posted by `posted`.
+            late = bool(missing) and not broke and time.monotonic() >= posted
             if late or is_last or not (missing or silent) or time.monotonic() >= until:
                 return missing, silent
             time.sleep(0.05)
