@@ -722,10 +722,11 @@ class Control:
         return Note(waits_in=waits_in, places=places, step=self._num_steps, step_of=self._step_of)
 
     def _places(self) -> dict[str, list[Any]]:
-        places = {key: each for noted in [*self.noted] for key, each in noted.places().items()}
-        for each in [*self._within]:
-            places[each.name] = [each._sequence, each._phase if each._is_midway else ""]
-        return places
+        noted = {key: each for noted in [*self.noted] for key, each in noted.places().items()}
+        return noted | {
+            each.name: [each._sequence, each._phase if each._is_midway else ""]
+            for each in [*self._within]
+        }
 
     def exchange(
         self,
