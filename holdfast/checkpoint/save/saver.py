@@ -311,8 +311,9 @@ class Saver:
     def _rescue(self, error: BaseException) -> PendingSave:
         """An asynchronous save failed here after its last collective.
 
-        The failure is published, so that every rank finds it, and raised by its `result`, and by
-        the next save on all ranks. A save that the writer has already continues.
+        The failure is left on storage, for every rank's writer, and in the groups' store, for those
+        that wait. It is raised by its `result`, and by the next save on all ranks. A save that the
+        writer has already continues.
         """
         pending = self._submitted
         self._lazy.wait(error)
