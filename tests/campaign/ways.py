@@ -795,7 +795,8 @@ def write(model: Generated, action: Write) -> None:
         return
     for p in target.parameters():
         if action.how == "mask":
-            p.mul_(p.abs() > 0.1)
+            # Not by 0: a row of zeros has no direction, and a weight norm makes it NaN.
+            p.mul_(torch.where(p.abs() > 0.1, 1.0, 0.125))
         else:
             (p.data if action.how == "data" else p).mul_(action.factor)
 
