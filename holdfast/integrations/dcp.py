@@ -75,6 +75,7 @@ from holdfast.integrations.world import (
     committed_steps,
     groups_of_world,
     newest_step,
+    on_all_ranks,
     put_values,
     text_of_coordinator,
 )
@@ -599,8 +600,7 @@ def _named_by_any(groups: ProcessGroups, names: Sequence[str]) -> set[str]:
             name for each in control.all_gather(own, phase="names") for name in json.loads(each)
         }
 
-    with control.in_step():
-        return Guard[set[str]](control, "names").run(gather)
+    return on_all_ranks(control, gather, phase="names")
 
 
 def _agreed(groups: ProcessGroups, checkpoint_id: PathLike) -> tuple[Path, int]:

@@ -168,9 +168,9 @@ class HoldfastManager(CheckpointManager):  # type: ignore[misc]
             return None
 
         def own_path() -> str:
-            path = Path(self.initial_load_path)
             if filesystem.is_remote(self.initial_load_path):
                 return ""
+            path = Path(self.initial_load_path)
             step_of_path = parse_step_dir(path.name)
             steps = committed_steps(path if step_of_path is None else path.parent)
             is_own = bool(steps) if step_of_path is None else step_of_path in steps

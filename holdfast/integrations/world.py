@@ -6,19 +6,21 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
 from holdfast.checkpoint import Checkpointer, LoadReport, PendingSave
 from holdfast.errors import ConfigError, GroupError
 from holdfast.format.names import list_steps, require_root_of_checkpoints
-from holdfast.parallel import Layout, ProcessGroups
+from holdfast.parallel import Control, Layout, ProcessGroups
 from holdfast.parallel.control.guard import Guard
 from holdfast.policies.keep import KeepLast, KeepPolicy, KeepTagged
 from holdfast.state import PerRank
-from holdfast.storage import is_url, open_storage, shown
+from holdfast.storage import Storage, is_url, open_storage, shown
 from holdfast.writer.leftovers import wait_for_writers
+
+T = TypeVar("T")
 
 _SETTLE_S = 60.0
 _ALIVE_S = 5.0
@@ -144,8 +146,16 @@ def text_of_coordinator(groups: ProcessGroups, make: Callable[[], str], *, phase
         own = make().encode() if control.is_coordinator else None
         return control.broadcast(own, phase=phase).decode()
 
+    return on_all_ranks(control, text, phase=phase)
+
+
+def on_all_ranks(control: Control, call: Callable[[], T], *, phase: str) -> T:
+    """Call on every rank, and raise on all of them what it raises on one.
+
+    They wait for each other as long as for a rank that is late in a step.
+    """
     with control.in_step():
-        return Guard[str](control, phase).run(text)
+        return Guard[T](control, phase).run(call)
 
 
 def newest_step(root: str | os.PathLike[str]) -> int | None:
@@ -161,7 +171,7 @@ def newest_step(root: str | os.PathLike[str]) -> int | None:
     storage = open_storage(root)
     if storage.is_dir(""):
         wait_for_writers(storage, alive_s=_ALIVE_S, timeout_s=_SETTLE_S)
-    steps = committed_steps(root)
+    steps = _steps_in(storage)
     if not steps:
         require_root_of_checkpoints(storage)
     return max(steps, default=None)
@@ -169,7 +179,10 @@ def newest_step(root: str | os.PathLike[str]) -> int | None:
 
 def committed_steps(root: str | os.PathLike[str]) -> list[int]:
     """Return the committed steps under a root, ascending; none if it is not a directory."""
-    storage = open_storage(root)
+    return _steps_in(open_storage(root))
+
+
+def _steps_in(storage: Storage) -> list[int]:
     return list_steps(storage) if storage.is_dir("") else []
 
 
@@ -224,9 +237,8 @@ def refuse_other_run(checkpointer: Checkpointer, root: Path, *, continues: bool,
                 f"another root"
             )
 
-    control = checkpointer.groups.control
-    with control.in_step():  # it may wait for writers of an earlier run
-        Guard[None](control, "newest step").run(refuse)
+    # It may wait for writers of an earlier run.
+    on_all_ranks(checkpointer.groups.control, refuse, phase="newest step")
 
 
 def keep_newest(limit: int) -> KeepPolicy:
