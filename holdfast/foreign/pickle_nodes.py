@@ -254,9 +254,8 @@ class _Walk:
         return None
 
     def _key(self, path: str) -> str:
-        key = free_key(
-            path, self._keys, self._taken
-        )  # a member "a.b" next to a member "a" with a member "b"
+        # A member "a.b" may stand next to a member "a" with a member "b".
+        key = free_key(path, self._keys, self._taken)
         self._keys.add(key)
         return key
 

@@ -40,18 +40,16 @@ def weights_of(catalog: Catalog, part: str | None) -> Weights:
     """
     part = choose_part(catalog, part)
     keys: dict[str, str] = {}
+    paths: dict[str, tuple[str, ...]] = {}
     left_out: list[str] = []
     for names, node in _leaves(catalog.parts[part], ()):
         name = _name(names)
         path = join_path(part, name) if name else part
         if is_tensor(node):
-            key = attributes_of(node)["k"]
+            key, first = attributes_of(node)["k"], paths.setdefault(name, names)
             if keys.setdefault(name, key) != key:
-                paths = [
-                    each for each, _ in _leaves(catalog.parts[part], ()) if _name(each) == name
-                ]
                 raise PlanError(
-                    f"two tensors would have the name {name!r}, as {paths[0]} and as {paths[1]}; "
+                    f"two tensors would have the name {name!r}, as {first} and as {names}; "
                     f"rename one"
                 )
         elif inner := len(list(tensor_keys(node))):

@@ -46,9 +46,7 @@ def publish_failure(
         return
     if not committer:
         record = of_rank(job.rank, record)
-    name = FAILED_FILE if committer else f"{DONE_DIR}/{job.position:05d}.failed"
-    path = f"{job.directory}/{name}"
-    data = seal(msgspec.msgpack.encode(record))
+    path, data = _failure_file(job, record, position=job.position, committer=committer)
     try:
         storage.make_dir(f"{job.directory}/{DONE_DIR}", durable=False)
         storage.write_file(path, data, durable=False)
@@ -91,14 +89,21 @@ def pass_on_failure(
         position: That rank's position in the plan.
         committer: True if it is the one that commits.
     """
-    name = FAILED_FILE if committer else f"{DONE_DIR}/{position:05d}.failed"
     with suppress(HoldfastError):
         if is_other_root(storage, job.root) or not storage.exists(job.directory):
             return
         # By its done-record the committer may be giving the save its name already.
         if committer or not storage.exists(f"{job.directory}/{done_file(position)}"):
-            data = seal(msgspec.msgpack.encode(record))
-            storage.write_file(f"{job.directory}/{name}", data, durable=False)
+            path, data = _failure_file(job, record, position=position, committer=committer)
+            storage.write_file(path, data, durable=False)
+
+
+def _failure_file(
+    job: WriteJob, record: ErrorRecord, *, position: int, committer: bool
+) -> tuple[str, bytes]:
+    """Return the path of a rank's failure record, and its content."""
+    name = FAILED_FILE if committer else f"{DONE_DIR}/{position:05d}.failed"
+    return f"{job.directory}/{name}", seal(msgspec.msgpack.encode(record))
 
 
 def committers_failure(storage: Storage, job: WriteJob) -> HoldfastError | None:
