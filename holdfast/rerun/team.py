@@ -50,6 +50,7 @@ class HasSteps(Protocol):
 
 Root = TypeVar("Root", bound=HasSteps)
 T = TypeVar("T")
+M = TypeVar("M", bound=msgspec.Struct)
 
 
 class _Meeting(msgspec.Struct, frozen=True, array_like=True):
@@ -206,16 +207,9 @@ class Team:
         """
         past = Past()
         job = uuid.uuid4().hex[:16]
-        try:
-            if self._control.is_coordinator and error is None and self._journal:
-                past = self._journal.open(job)
-        except HoldfastError as reason:
-            error = reason
-        mine = _Meeting(settings, job, self.here, past)
-        rows = self._control.agree(
-            error, phase="RerunMachine", payload=msgspec.msgpack.encode(mine)
-        )
-        met = [msgspec.msgpack.decode(row, type=_Meeting) for row in rows]
+        if error is None:
+            past, error = self._on_coordinator(lambda journal: journal.open(job), past)
+        met = self._agree_all(_Meeting(settings, job, self.here, past), error, "RerunMachine")
         for name, value in met[0].settings.items():
             if any(each.settings[name] != value for each in met):
                 values = [each.settings[name] for each in met]
@@ -243,16 +237,9 @@ class Team:
         Raises:
             ConfigError: on all ranks: it has.
         """
-        error: HoldfastError | None = None
-        try:
-            if is_first and self._control.is_coordinator and self._journal is not None:
-                self._journal.check_owner()
-        except HoldfastError as reason:
-            error = reason
+        error = self._on_coordinator(Journal.check_owner, None)[1] if is_first else None
         mine = _StateReport(len(names), [*names[:MAX_NAMED]], digest)
-        phase = f"{self._name}: step {step}: state"
-        rows = self._control.agree(error, phase=phase, payload=msgspec.msgpack.encode(mine))
-        reports = [msgspec.msgpack.decode(row, type=_StateReport) for row in rows]
+        reports = self._agree_all(mine, error, f"{self._name}: step {step}: state")
         spoiled = [
             {
                 **msgspec.structs.asdict(place),
@@ -362,6 +349,27 @@ class Team:
         """Raise the error of any rank on all of them. Collective."""
         self.exchange(b"", phase=phase, error=error)
 
+    def _on_coordinator(
+        self, action: Callable[[Journal], T], otherwise: T
+    ) -> tuple[T, HoldfastError | None]:
+        """Return what the report gives the coordinator, and its error for the next agreement.
+
+        Args:
+            action: reads or writes the report.
+            otherwise: what other ranks get, and all ranks without a report, or after an error.
+        """
+        try:
+            if self._control.is_coordinator and self._journal is not None:
+                return action(self._journal), None
+        except HoldfastError as error:
+            return otherwise, error
+        return otherwise, None
+
+    def _agree_all(self, mine: M, error: HoldfastError | None, phase: str) -> list[M]:
+        """Return the messages of all ranks, or raise the error of any on all. Collective."""
+        rows = self._control.agree(error, phase=phase, payload=msgspec.msgpack.encode(mine))
+        return [msgspec.msgpack.decode(row, type=type(mine)) for row in rows]
+
     def together(self, action: Callable[[], T], *, step: int) -> T:
         """Take or set up what a run starts with, on each rank by itself; all raise what one does.
 
@@ -401,18 +409,12 @@ class Team:
             unreadable: why this rank's entry cannot be read; empty if it can.
         """
         error: HoldfastError | None = None
-        history = FaultHistory()
-        try:
-            if self._control.is_coordinator and fault is not None and self._journal is not None:
-                history = self._journal.history_of(fault.fault)
-        except HoldfastError as reason:
-            error = reason
-        name, step = ("", -1) if fault is None else (fault.fault, fault.step)
+        history, name, step = FaultHistory(), "", -1
+        if fault is not None:
+            name, step = fault.fault, fault.step
+            history, error = self._on_coordinator(lambda each: each.history_of(name), history)
         mine = _Settlement(name, step, history, unreadable)
-        rows = self._control.agree(
-            error, phase=f"{self._name}: pending fault", payload=msgspec.msgpack.encode(mine)
-        )
-        known = [msgspec.msgpack.decode(row, type=_Settlement) for row in rows]
+        known = self._agree_all(mine, error, f"{self._name}: pending fault")
         first = known[0]
         others = {
             place.rank: each.unreadable
@@ -445,13 +447,9 @@ class Team:
 
     def record(self, event: str, *, step: int, fault: str, **fields: Any) -> None:
         """Add an event to the report; all ranks raise if it cannot be written. Collective."""
-        error: HoldfastError | None = None
-        try:
-            if self._control.is_coordinator and self._journal is not None:
-                common = {"machine": self._name, "job": self.job, "step": step}
-                self._journal.append(event, common | ({"fault": fault} if fault else {}) | fields)
-        except HoldfastError as reason:
-            error = reason
+        common = {"machine": self._name, "job": self.job, "step": step}
+        fields = common | ({"fault": fault} if fault else {}) | fields
+        _, error = self._on_coordinator(lambda journal: journal.append(event, fields), None)
         self.agree(error, phase="report")
 
     def record_verdict(
