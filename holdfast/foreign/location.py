@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from holdfast.errors import ConfigError, StorageError
 from holdfast.foreign.shared_opening import Answers, folders_in, modified
 from holdfast.format.names import parse_step_dir
 from holdfast.storage import PosixStorage, Source, Storage, is_url, open_storage
-from holdfast.storage.places import Opener, as_url
+from holdfast.storage.places import Opener, as_url, is_folder
 from holdfast.storage.reading import is_unknown
 
 _MAX_STEP = 10**18
@@ -118,13 +117,7 @@ class Location:
         if is_url(path):
             return cls._in_bucket(as_url(path).rstrip("/"), answers, opener)
         path = Path(path)
-        try:
-            is_dir = stat.S_ISDIR(path.stat().st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            raise ConfigError(f"{path} does not exist") from None
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"{path} cannot be examined: {reason}") from None
+        is_dir = is_folder(path)
         folder = path if is_dir else path.parent
         storage = _noted(Folder(folder), str(folder), answers)
         return cls(storage, None if is_dir else path.name, str(path), answers)

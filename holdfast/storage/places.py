@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,21 @@ def check_place(place: str | os.PathLike[str]) -> None:
             f"{text!r} is not a whole URL: write {match[1].lower()}://bucket/run; for a directory "
             f"of this name write its absolute path"
         )
+
+
+def is_folder(path: Path) -> bool:
+    """Return True if a path of the user's is a directory, False if it is anything else.
+
+    Raises:
+        ConfigError: Nothing is there, or it cannot be examined.
+    """
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be examined: {reason}") from None
 
 
 def check_local(place: str | os.PathLike[str], *, what: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from holdfast.format.reader import Snapshot
 from holdfast.format.summaries import requests_of_save
 from holdfast.format.versions import Lease, lease_chosen
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage, shown
-from holdfast.storage.places import as_url, check_place
+from holdfast.storage.places import as_url, check_place, is_folder
 from holdfast.storage.reading import is_unknown
 
 _MAX_RUN_DEPTH = 2
@@ -59,14 +58,7 @@ def open_root(path: Path) -> Storage:
     check_place(path)
     if is_url(path):
         return open_storage(path)
-    try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path} cannot be examined: {reason}") from None
-    if not stat.S_ISDIR(mode):
+    if not is_folder(path):
         raise ConfigError(
             f"{path} is not a directory: name a checkpoint, or the directory that holds them"
         )
