@@ -31,7 +31,7 @@ from holdfast.foreign.pickled_values import (
     Record,
     TorchSize,
 )
-from holdfast.format.dtypes import DTYPES
+from holdfast.format.dtypes import DTYPES, is_plain_numpy
 from holdfast.format.envelopes.torch_types import TORCH_DTYPES
 from holdfast.format.manifest import USUAL_VERSION
 from holdfast.format.values import (
@@ -176,7 +176,7 @@ def _elements(array: PickledArray, path: str) -> AnyArray:
 def _code(array: PickledArray, path: str) -> str | None:
     """Return NumPy's code of the elements, or None if a tensor's type implies it."""
     dtype = array.dtype
-    if dtype is None or dtype.kind in "SU" or _is_odd(dtype):
+    if dtype is None or not is_plain_numpy(dtype):
         raise PlacementError(
             f"{path}: a NumPy array of dtype {dtype} cannot be stored; convert it to numbers"
         )
@@ -186,12 +186,6 @@ def _code(array: PickledArray, path: str) -> str | None:
 
 def _is_text(array: PickledArray) -> bool:
     return array.dtype is not None and array.dtype.kind in "SU"
-
-
-def _is_odd(dtype: np.dtype[Any]) -> bool:
-    """Return True for elements that are neither texts nor numbers or dates of 64 bits."""
-    is_number = dtype.kind in "biufcmM" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
-    return not is_number and dtype.kind not in "SU"
 
 
 class _Walk:
@@ -249,7 +243,7 @@ class _Walk:
             case datetime.timedelta():
                 span: list[Node] = [value.days, value.seconds, value.microseconds]
                 return codec_node("datetime.timedelta", span)
-            case np.generic() if _is_odd(value.dtype):
+            case np.generic() if not (is_plain_numpy(value.dtype) or value.dtype.kind in "SU"):
                 raise PlacementError(f"{path}: a NumPy scalar of {value.dtype} cannot be stored")
         return None
 

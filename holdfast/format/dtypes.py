@@ -68,6 +68,14 @@ DTYPES: Mapping[str, DType] = MappingProxyType(_table())
 """Every element type by name; immutable."""
 
 
+def is_plain_numpy(dtype: np.dtype[np.generic]) -> bool:
+    """Return True for elements that have a stored form: numbers, and dates and times, of 64 bits.
+
+    Of a complex number each part has as many. Texts, objects, records and longer floats have none.
+    """
+    return dtype.kind in "biufcmM" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+
+
 def dtype_named(name: str) -> DType:
     """Return the element type of that name; PlacementError names the known ones."""
     try:

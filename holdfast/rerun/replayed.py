@@ -19,7 +19,7 @@ from holdfast._torch import (
     unsaved_buffers,
 )
 from holdfast.errors import ConfigError
-from holdfast.format.values import Codecs
+from holdfast.format.values import Codecs, join_path
 from holdfast.rerun.kept_trees import is_sparse, is_strided, keep_tree, revive_tree, span_of
 from holdfast.rerun.other_modules import OtherModules
 from holdfast.state import RNG
@@ -191,7 +191,7 @@ class Replayed:
                 own = {name: value for name, value in vars(module).items() if name not in _TABLES}
                 for name, each in instances_in(own, Generator):
                     if id(getattr(each, "bit_generator", each)) not in known:
-                        path = start + (f"{prefix}.{name}" if prefix else name)
+                        path = start + join_path(prefix, name)
                         generators.setdefault(id(each), (path, each, accessors(each).get()))
         return [*generators.values()]
 

@@ -28,6 +28,7 @@ from holdfast.format.values import (
     is_plain_dict,
     is_tensor,
     items_of,
+    join_path,
     key_name,
     keys_of_tensors,
     kind_in_words,
@@ -332,7 +333,7 @@ def follow_stored(
     is_mapping = items_of(stored.node) is None
     made: dict[Any, object] = {}
     for key, child, now in children:
-        below = f"{path}.{key}" if path else str(key)
+        below = join_path(path, key)
         if not is_mapping or is_requested(below):
             made[key] = follow_stored(child, now, make, path=below, is_requested=is_requested)
     if is_mapping:

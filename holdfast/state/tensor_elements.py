@@ -14,6 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import CorruptionError, PlacementError
 from holdfast.format.digest import digest128
+from holdfast.format.dtypes import is_plain_numpy
+from holdfast.format.values import join_path
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +87,7 @@ def instances_in(tree: object, kinds: Any, path: str = "") -> Iterator[tuple[str
     elif isinstance(tree, list | tuple):
         children = enumerate(tree)
     for name, child in children:
-        yield from instances_in(child, kinds, f"{path}.{name}" if path else str(name))
+        yield from instances_in(child, kinds, join_path(path, name))
 
 
 def equal_bits(one: object, other: object) -> bool:
@@ -254,7 +256,7 @@ def array_tensor(path: str, array: np.ndarray) -> tuple[torch.Tensor, str | None
             f"their own, or register a codec for its type"
         )
     dtype = array.dtype
-    if dtype.kind not in "biufcmM" or dtype.itemsize > (16 if dtype.kind == "c" else 8):
+    if not is_plain_numpy(dtype):
         raise PlacementError(
             f"{path}: a NumPy array of dtype {dtype} cannot be stored without pickle; "
             f"convert it to numbers, or register a codec"

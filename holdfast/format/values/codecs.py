@@ -29,6 +29,7 @@ from holdfast.errors import (
     MismatchError,
     PlacementError,
 )
+from holdfast.format.dtypes import is_plain_numpy
 from holdfast.format.values.value_nodes import (
     MAPPINGS,
     METADATA_MEMBER,
@@ -385,7 +386,7 @@ class _Encoder:
         dtype = value.dtype.newbyteorder("<")
         if type(value) is not dtype.type:  # a subclass: what it adds would be lost
             raise self._refusal(value, path)
-        if dtype.kind not in "biufcmM" or dtype.itemsize > (16 if dtype.kind == "c" else 8):
+        if not is_plain_numpy(dtype):
             raise self._refusal(value, path)
         raw = np.asarray(value).astype(dtype).tobytes()
         return {TAG: "numpy", "d": dtype.str, "v": base64.b64encode(raw).decode()}
