@@ -26,13 +26,8 @@ from holdfast.cli.page.tensors import tensor_data
 from holdfast.cli.page.timeline import timeline_section
 from holdfast.cli.page.verdict import judge, verdict_section
 from holdfast.cli.support.holders import SavedPlacement
-from holdfast.cli.support.locality import (
-    RankLocality,
-    placement_counts,
-    rank_localities,
-    stored_kinds,
-)
-from holdfast.cli.support.locality_tables import SCOPE, copies_in_words
+from holdfast.cli.support.locality import RankLocality, placement_counts, rank_localities
+from holdfast.cli.support.locality_tables import KIND_COLUMNS, SCOPE, kind_rows, size_or_dash
 from holdfast.cli.support.messages import in_ranges, layout_in_words, metadata_in_words, when
 from holdfast.errors import clean, counted, in_bytes
 from holdfast.format.manifest import Manifest
@@ -214,31 +209,20 @@ def _locality(saved: SavedPlacement, ranks: Sequence[RankLocality]) -> Html:
 
 
 def _sizes(heading: str, values: Sequence[float]) -> RankColumn:
-    return RankColumn(heading=heading, values=values, in_words=lambda nbytes: _size(int(nbytes)))
-
-
-def _size(nbytes: int) -> str:
-    """A size, or a dash for nothing."""
-    return in_bytes(nbytes) if nbytes else "-"
+    return RankColumn(heading=heading, values=values, in_words=lambda n: size_or_dash(int(n)))
 
 
 def _copies(saved: SavedPlacement) -> Html:
     """Return how often tensors are stored, by part and kind."""
-    heads = ["Part", "Kind", "Tensors", "Size", "Stored", "Times stored", "Extra"]
-    columns = [Column(heading=head, is_number=i > 1) for i, head in enumerate(heads)]
-    rows = [
-        [
-            esc(kind.part), esc(kind.kind), esc(f"{kind.num_tensors:,}"),
-            esc(in_bytes(kind.nbytes)), esc(in_bytes(kind.stored_nbytes)),
-            esc(copies_in_words(kind.min_copies, kind.max_copies)),
-            esc(_size(kind.extra_nbytes)),
-        ]
-        for kind in stored_kinds(saved)
-    ]  # fmt: skip
+    columns = [
+        Column(heading=heading.capitalize(), is_number=style == "right")
+        for heading, style in KIND_COLUMNS
+    ]
+    rows = [[*map(esc, row)] for row in kind_rows(saved)]
     totals = saved.manifest.totals
     foot = ["All", "", f"{totals.num_tensors:,}", in_bytes(totals.nbytes),
             in_bytes(totals.stored_nbytes), "",
-            _size(totals.stored_nbytes - totals.nbytes)]  # fmt: skip
+            size_or_dash(totals.stored_nbytes - totals.nbytes)]  # fmt: skip
     caption = "Copies that are stored, by part and kind of tensor"
     return table(caption, columns, rows, id_="copies", foot=list(map(esc, foot)))
 

@@ -22,8 +22,31 @@ SCOPE = (
 )
 
 
-def copies_in_words(least: int, most: int) -> str:
-    """Return how often chunks are stored: "1", or "1-4"."""
+KIND_COLUMNS = (
+    ("part", "bold"), ("kind", ""), ("tensors", "right"), ("size", "right"),
+    ("stored", "right"), ("times stored", "right"), ("extra", "right"),
+)  # fmt: skip
+"""How often tensors are stored, by part and kind, here and on the page of `holdfast view`."""
+
+
+def kind_rows(saved: SavedPlacement) -> list[list[str]]:
+    """The cells of `KIND_COLUMNS`."""
+    return [
+        [
+            kind.part, kind.kind, f"{kind.num_tensors:,}", in_bytes(kind.nbytes),
+            in_bytes(kind.stored_nbytes), _times(kind.min_copies, kind.max_copies),
+            size_or_dash(kind.extra_nbytes),
+        ]
+        for kind in stored_kinds(saved)
+    ]  # fmt: skip
+
+
+def size_or_dash(nbytes: int) -> str:
+    """A size, or a dash for nothing."""
+    return in_bytes(nbytes) if nbytes else "-"
+
+
+def _times(least: int, most: int) -> str:
     return f"{least}" if least == most else f"{least}-{most}"
 
 
@@ -75,19 +98,9 @@ def _rank_cells(each: RankLocality) -> list[str]:
 
 def _print_kinds(console: Console, saved: SavedPlacement) -> None:
     """Print how often tensors are stored, by part and kind, and the bytes of copies."""
-    table = Listing(
-        [
-            ("part", "bold"), ("kind", ""), ("tensors", "right"), ("size", "right"),
-            ("stored", "right"), ("times stored", "right"), ("extra", "right"),
-        ],
-        title="copies that are stored",
-    )  # fmt: skip
-    for kind in stored_kinds(saved):
-        table.add_row(
-            kind.part, kind.kind, f"{kind.num_tensors:,}", in_bytes(kind.nbytes),
-            in_bytes(kind.stored_nbytes), copies_in_words(kind.min_copies, kind.max_copies),
-            in_bytes(kind.extra_nbytes) if kind.extra_nbytes else "-",
-        )  # fmt: skip
+    table = Listing([*KIND_COLUMNS], title="copies that are stored")
+    for row in kind_rows(saved):
+        table.add_row(*row)
     console.print(table)
     totals = saved.manifest.totals
     extra = totals.stored_nbytes - totals.nbytes
