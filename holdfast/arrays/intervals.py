@@ -1,15 +1,18 @@
 """Index sets of one dim as ordered intervals, and the boxes that a product of them makes.
 
 A shard cut as by `torch.chunk` is one interval of each dim. A strided shard, which is cut along one
-axis inside the pieces of another, is several.
+axis inside the pieces of another, is several. Spans of memory are intervals, too: `overlapping`.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from holdfast.arrays.boxes import Box
 
+T = TypeVar("T")
 Intervals = tuple[tuple[int, int], ...]
 """Ordered half-open intervals: the global indices of a local dim, in order."""
 
@@ -88,3 +91,25 @@ def cut_intervals(intervals: Intervals, start: int, stop: int) -> Intervals:
 def num_positions(intervals: Intervals) -> int:
     """Return the number of positions of an index set."""
     return sum(stop - start for start, stop in intervals)
+
+
+def overlapping(items: Iterable[T], *, span: Callable[[T], tuple[int, int]]) -> Iterator[list[T]]:
+    """Yield items in groups whose spans overlap, directly or through others, by their starts.
+
+    Args:
+        items: In any order; those of equal spans keep theirs.
+        span: Returns the half-open span of one.
+    """
+    group: list[T] = []
+    end = 0
+    # An item that starts behind the end of all before it overlaps none of them, and neither does
+    # any item after it. So it opens the next group.
+    for item in sorted(items, key=span):
+        start, stop = span(item)
+        if group and start >= end:
+            yield group
+            group, end = [], 0
+        group.append(item)
+        end = max(end, stop)
+    if group:
+        yield group

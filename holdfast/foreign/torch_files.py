@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from holdfast.arrays.boxes import Box, strided_span
+from holdfast.arrays.intervals import overlapping
 from holdfast.errors import CorruptionError, PlacementError, some_of
 from holdfast.foreign import safetensors_files
 from holdfast.foreign.catalog import (
@@ -337,23 +338,13 @@ class FileMemory:
 
     def notes(self) -> list[str]:
         """Say which tensors share memory in the file, and not in what is read of it."""
-        notes = []
-        for spans in self._spans.values():
-            # Runs of tensors of which each begins before one of those before it ends.
-            runs: list[list[str]] = []
-            end = -1
-            for begin, stop, key in sorted(spans):
-                if begin >= end:
-                    runs.append([])
-                runs[-1].append(key)
-                end = max(end, stop)
-            notes += [
-                f"{some_of(run)}: they share memory in the file; each is read as a tensor of its "
-                f"own"
-                for run in runs
-                if len(run) > 1
-            ]
-        return notes
+        return [
+            f"{some_of([key for _, _, key in run])}: they share memory in the file; each is read "
+            f"as a tensor of its own"
+            for spans in self._spans.values()
+            for run in overlapping(sorted(spans), span=lambda each: each[:2])
+            if len(run) > 1
+        ]
 
 
 def tensors_of(

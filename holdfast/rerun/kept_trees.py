@@ -26,6 +26,7 @@ from torch import nn
 
 from holdfast._torch import sparse_members
 from holdfast.arrays.boxes import strided_span
+from holdfast.arrays.intervals import overlapping
 from holdfast.errors import ConfigError, CorruptionError, PlacementError
 from holdfast.format.values import Codecs, Node, decode_tree, encode_tree, leaf_node, tag_of
 from holdfast.state.tensor_elements import (
@@ -370,15 +371,4 @@ def _clusters(
         key = tensor.device, tensor.untyped_storage().data_ptr()
         by_storage.setdefault(key, []).append((tensor, node))
     for sharing in by_storage.values():
-        # A sweep by first bytes: a tensor that starts behind the end of all before it overlaps none
-        # of them, and neither does any tensor after it. So it opens the next cluster.
-        cluster: list[tuple[torch.Tensor, dict[str, Any]]] = []
-        end = 0
-        for view in sorted(sharing, key=lambda each: span_of(each[0])):
-            start, stop = span_of(view[0])
-            if cluster and start >= end:
-                yield cluster
-                cluster, end = [], 0
-            cluster.append(view)
-            end = max(end, stop)
-        yield cluster
+        yield from overlapping(sharing, span=lambda view: span_of(view[0]))
