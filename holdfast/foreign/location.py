@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -145,6 +145,25 @@ class Location:
         storage = _noted(self.opener(folder), folder, self.answers)
         location = Location(storage, None, folder, self.answers, self.opener)
         return location if location.names() else None
+
+    def or_latest(
+        self, pointer: str, is_one: Callable[[Location], bool], name_in: Callable[[str], str | None]
+    ) -> Location | None:
+        """Return the checkpoint that this is, or that a run names as its latest; else None.
+
+        Args:
+            pointer: The file in which a run does.
+            is_one: Whether a location is such a checkpoint.
+            name_in: Returns the name of a folder that the file's text means; None for none.
+        """
+        if self.file is not None:
+            return None
+        if is_one(self):
+            return self
+        text = self.head(pointer, 256).decode("utf-8", "replace") if self.has(pointer) else ""
+        name = name_in(text.strip())
+        inner = self.inside(name) if name else None
+        return inner if inner is not None and is_one(inner) else None
 
     def names(self) -> Sequence[str]:
         """Return the names in the folder, sorted."""

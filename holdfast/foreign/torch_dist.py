@@ -47,19 +47,13 @@ def detect(location: Location) -> bool:
 
 def _checkpoint_at(location: Location) -> Location | None:
     """Return the checkpoint that a location is or names as its latest; None if there is none."""
-    if _is_checkpoint(location):
-        return location
-    if not location.has(LATEST):
-        return None
-    latest = location.head(LATEST, 64).decode("ascii", "replace").strip()
+    return location.or_latest(LATEST, _is_checkpoint, _folder_of)
+
+
+def _folder_of(latest: str) -> str | None:
     if _ITERATION.fullmatch(latest):
-        name = step_dir(int(latest))
-    elif latest == "release":
-        name = latest
-    else:
-        return None
-    inner = location.inside(name)
-    return inner if inner is not None and _is_checkpoint(inner) else None
+        return step_dir(int(latest))
+    return latest if latest == "release" else None
 
 
 def _is_checkpoint(location: Location) -> bool:

@@ -73,17 +73,11 @@ def detect(location: Location) -> bool:
 
 def _checkpoint_at(location: Location) -> Location | None:
     """Return the step that a location is or names as its latest; None if there is none."""
-    if location.file is not None:
-        return None
-    if _has_step(location):
-        return location
-    if not location.has(_LATEST):
-        return None
-    name = location.head(_LATEST, 256).decode("utf-8", "replace").strip()
-    if not name or name.startswith(".") or "/" in name or "\0" in name:
-        return None
-    inner = location.inside(name)
-    return inner if inner is not None and _has_step(inner) else None
+    return location.or_latest(_LATEST, _has_step, _folder_of)
+
+
+def _folder_of(latest: str) -> str | None:
+    return None if latest.startswith(".") or "/" in latest or "\0" in latest else latest
 
 
 def _has_step(location: Location) -> bool:
