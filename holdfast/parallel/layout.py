@@ -269,8 +269,7 @@ class Layout(_Lookups):
 
     def digest(self) -> str:
         """Return 32 hex digits, equal exactly for equal layouts (the name included)."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return digest_of(self.to_dict())
 
     @property
     def world_size(self) -> int:
@@ -630,3 +629,9 @@ def _sums_of_strides(axes: Iterable[tuple[int, int]]) -> list[int]:
     for size, stride in axes:
         steps = [step + index * stride for index in range(size) for step in steps]
     return steps
+
+
+def digest_of(fields: Mapping[str, Any]) -> str:
+    """Return 32 hex digits, equal exactly for equal fields."""
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

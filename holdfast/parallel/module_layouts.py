@@ -8,15 +8,13 @@ like a single layout, and is checked before any communicator is made. It needs n
 from __future__ import annotations
 
 import graphlib
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 from holdfast.errors import LayoutError, shorten_ranks
-from holdfast.parallel.layout import Layout
+from holdfast.parallel.layout import Layout, digest_of
 
 _UNNAMED = "model"
 """The default name of a layout."""
@@ -176,8 +174,7 @@ class ModuleLayouts(Mapping[str, Layout]):
 
     def digest(self) -> str:
         """Return 32 hex digits, equal exactly for equal module layouts."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return digest_of(self.to_dict())
 
     def __repr__(self) -> str:
         """Show name, modules with their layouts, and edges."""
