@@ -17,7 +17,7 @@ from holdfast.format.values import is_unicode
 from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.places import Place
 from holdfast.rerun.states import Outcome
-from holdfast.rerun.values import Value, describe, host_value, relative_difference
+from holdfast.rerun.values import Value, describe, host_value, read_together, relative_difference
 
 Compare = Callable[[Any, Any], float]
 """Returns the relative difference of two values: 0.0 if they are equal."""
@@ -127,17 +127,9 @@ class Attempt:
     def judge(self) -> None:
         """Judge the values that wait. Cost: one read for each device and dtype."""
         waiting, self._waiting = self._waiting, []
-        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for i, (value, _) in enumerate(waiting):
-            by_kind.setdefault((value.device, value.dtype), []).append(i)
-        on_host: dict[int, Value] = {}
-        for indices in by_kind.values():
-            flat = torch.cat([waiting[i][0].reshape(-1) for i in indices]).cpu()
-            parts = torch.split(flat, [waiting[i][0].numel() for i in indices])
-            for i, part in zip(indices, parts, strict=True):
-                on_host[i] = host_value(part)
-        for i, (_, judge) in enumerate(waiting):
-            judge(on_host[i])
+        elements = read_together([value for value, _ in waiting])
+        for (_, judge), each in zip(waiting, elements, strict=True):
+            judge(host_value(each))
 
     def take(
         self,

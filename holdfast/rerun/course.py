@@ -24,7 +24,6 @@ from holdfast.errors import ConfigError, FaultError, HoldfastError, shorten_rank
 from holdfast.format.values import Codecs
 from holdfast.rerun.attempt import Attempt, Call, Suspect, trial_of
 from holdfast.rerun.attribution import ValueRun
-from holdfast.rerun.comparison import Comparison
 from holdfast.rerun.entry import PendingFault, kind_of
 from holdfast.rerun.evidence import Evidence
 from holdfast.rerun.journal import FaultHistory
@@ -54,7 +53,7 @@ from holdfast.rerun.states import (
     Verdict,
     next_state,
 )
-from holdfast.rerun.statistics import DeterminismStatistics
+from holdfast.rerun.statistics import Comparison, DeterminismStatistics
 from holdfast.rerun.team import Team
 from holdfast.rerun.training_state import MAX_NAMED, TrainingState
 

@@ -100,8 +100,8 @@ class Journal:
                 self.check_owner()
                 self._take_ownership()
             with self.path.open("a+b") as file:
-                # A process that died may have left half a line. It stays as it is, and `events`
-                # passes over it; this event starts a new line.
+                # A process that died may have left half a line. It stays as it is, and
+                # `read_events` passes over it; this event starts a new line.
                 if file.seek(0, os.SEEK_END) > 0:
                     file.seek(-1, os.SEEK_END)
                     if file.read(1) != b"\n":
@@ -113,15 +113,6 @@ class Journal:
                 os.fsync(file.fileno())
         except OSError as error:
             raise self._cannot_write(error) from error
-
-    def events(self) -> list[dict[str, Any]]:
-        """Return every event so far, in order; a line that a dying process has cut is left out.
-
-        Raises:
-            StorageError: the file exists and cannot be read.
-            CorruptionError: a line is neither an event nor the start of one; the message names it.
-        """
-        return read_events(self.path)
 
     def history_of(self, fault: str) -> FaultHistory:
         """Return what the report has on a fault, by its id."""
@@ -161,7 +152,7 @@ class Journal:
     def _reading(self) -> Iterator[list[dict[str, Any]]]:
         """Yield all events; CorruptionError if one lacks what is read of its kind."""
         try:
-            yield self.events()
+            yield read_events(self.path)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptionError(
                 f"an event of the rerun report {self.path} is not as this version writes it "
@@ -172,7 +163,7 @@ class Journal:
         """Take the directory for a machine, and return the past; nothing is written yet.
 
         Raises:
-            StorageError, CorruptionError: as of `events`.
+            StorageError, CorruptionError: as of `read_events`.
         """
         self._owner = owner
         self._owner_before = self._owner_now()
@@ -265,9 +256,9 @@ def read_report(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         StorageError: the report does not exist, or cannot be read.
-        CorruptionError: a line is not an event, see `Journal.events`.
+        CorruptionError: a line is not an event, see `read_events`.
     """
-    journal = Journal(Path(directory))
-    if not journal.path.exists():
+    path = absolute(Path(directory)) / REPORT_NAME
+    if not path.exists():
         raise StorageError(f"{directory} has no {REPORT_NAME}; pass the directory of a machine")
-    return journal.events()
+    return read_events(path)

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from holdfast._torch import registrations, write_counter
 from holdfast.errors import ConfigError
 from holdfast.rerun.kept_trees import is_sparse, is_strided, members_of
+from holdfast.rerun.values import read_together
 from holdfast.state.optimizer_protocol import OptimizersByModule
 from holdfast.state.tensor_elements import local_of, tensor_digest
 from holdfast.state.unfinished import unfinished_on, workers_on
@@ -261,15 +262,8 @@ class TrainingState:
                     buffers.update([name] if is_buffer else [])
                     if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
                         frozen[name] = tensor
-        # One read for each device, however many tensors there are.
-        by_device: dict[torch.device, list[int]] = {}
-        for i, flag in enumerate(flags):
-            by_device.setdefault(flag.device, []).append(i)
-        bad = []
-        for indices in by_device.values():
-            are_finite = torch.stack([flags[i] for i in indices]).tolist()
-            bad += [i for i, is_finite in zip(indices, are_finite, strict=True) if not is_finite]
-        result = [*dict.fromkeys(names[i] for i in sorted(bad))]
+        flagged = zip(names, read_together(flags), strict=True)
+        result = [*dict.fromkeys(name for name, (is_good,) in flagged if not is_good)]
         if is_first:
             self._with_nan.update(buffers.intersection(result))
             self._with_infinity.update(
