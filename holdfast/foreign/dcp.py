@@ -37,9 +37,8 @@ from holdfast.foreign.pickles import MAX_PICKLE_NBYTES, read_pickle
 from holdfast.foreign.torch_files import tensors_of
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
 from holdfast.format.digest import digest128
-from holdfast.format.dtypes import DTYPES
+from holdfast.format.dtypes import DTYPES, TORCH_DTYPES
 from holdfast.format.envelopes.dcp_metadata import EMPTY_DICTS
-from holdfast.format.envelopes.torch_types import TORCH_DTYPES
 from holdfast.format.values import Node, is_plain_dict, is_tensor, tensor_node
 
 FORMAT = "PyTorch DCP"

@@ -31,8 +31,7 @@ from holdfast.foreign.pickled_values import (
     Record,
     TorchSize,
 )
-from holdfast.format.dtypes import DTYPES, is_plain_numpy
-from holdfast.format.envelopes.torch_types import TORCH_DTYPES
+from holdfast.format.dtypes import DTYPES, TORCH_DTYPES, is_plain_numpy
 from holdfast.format.manifest import USUAL_VERSION
 from holdfast.format.values import (
     MAX_DEPTH,

@@ -28,7 +28,7 @@ from holdfast.foreign.pickled_values import (
     dims,
     index,
 )
-from holdfast.format.envelopes.torch_types import STORAGE_DTYPES, TORCH_DTYPES
+from holdfast.format.dtypes import STORAGE_DTYPES, TORCH_DTYPES
 
 _MAX_DEQUE = 2**62
 

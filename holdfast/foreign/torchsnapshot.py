@@ -41,8 +41,7 @@ from holdfast.foreign.shard_index import decode_json
 from holdfast.foreign.torch_files import tensor_of
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
 from holdfast.format.digest import digest128
-from holdfast.format.dtypes import DTYPES
-from holdfast.format.envelopes.torch_types import TORCH_DTYPES
+from holdfast.format.dtypes import DTYPES, TORCH_DTYPES
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES
 from holdfast.storage.storage_protocol import split_path
 

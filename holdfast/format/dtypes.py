@@ -1,4 +1,4 @@
-"""The element types a checkpoint can hold, by their safetensors names.
+"""The element types a checkpoint can hold, by their safetensors names, and their names in torch.
 
 Torch-free: `numpy` is None for 8-bit floats and bfloat16, which numpy lacks.
 """
@@ -66,6 +66,28 @@ def _table() -> dict[str, DType]:
 
 DTYPES: Mapping[str, DType] = MappingProxyType(_table())
 """Every element type by name; immutable."""
+
+
+TORCH_DTYPES: Mapping[str, str] = MappingProxyType(
+    {each.numpy.name: each.name for each in DTYPES.values() if each.numpy is not None}
+    | {
+        "bfloat16": "BF16", "complex32": "C32", "float8_e4m3fn": "F8_E4M3",
+        "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
+    }
+)  # fmt: skip
+"""Name in torch -> name in `DTYPES`."""
+
+STORAGE_DTYPES: Mapping[str, str] = MappingProxyType({
+    **{f"torch.{name}Storage": dtype for name, dtype in {
+        "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64",
+        "Int": "I32", "Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL",
+        "ComplexFloat": "C64", "ComplexDouble": "C128",
+    }.items()},
+    "torch.storage.UntypedStorage": "U8",
+    "torch.UntypedStorage": "U8",
+})  # fmt: skip
+"""Class of a storage -> name in `DTYPES` of its elements; bytes if it is untyped."""
 
 
 def is_plain_numpy(dtype: np.dtype[np.generic]) -> bool:

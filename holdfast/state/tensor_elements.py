@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import CorruptionError, PlacementError
 from holdfast.format.digest import digest128
-from holdfast.format.dtypes import is_plain_numpy
+from holdfast.format.dtypes import TORCH_DTYPES, is_plain_numpy
 from holdfast.format.values import join_path
 
 
@@ -139,33 +139,14 @@ def equal_trees(one: object, other: object) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-_NAMES: dict[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.complex128: "C128",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.complex32: "C32",
-}
-if hasattr(torch, "float8_e8m0fnu"):
-    _NAMES[torch.float8_e8m0fnu] = "F8_E8M0"
-
-TORCH_TO_NAME = MappingProxyType(_NAMES)
-NAME_TO_TORCH = MappingProxyType({name: dtype for dtype, name in _NAMES.items()})
+NAME_TO_TORCH: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        name: getattr(torch, theirs)
+        for theirs, name in TORCH_DTYPES.items()
+        if hasattr(torch, theirs)  # a release may be older than a type
+    }
+)
+TORCH_TO_NAME = MappingProxyType({dtype: name for name, dtype in NAME_TO_TORCH.items()})
 
 
 _FLOAT_DIGITS = MappingProxyType(

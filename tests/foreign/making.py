@@ -9,7 +9,7 @@ import torch
 
 from holdfast.foreign.pickled_values import PickledTensor
 from holdfast.foreign.torch_save import TorchFile, open_torch_save
-from holdfast.format.envelopes.torch_types import TORCH_DTYPES
+from holdfast.format.dtypes import TORCH_DTYPES
 
 DTYPES = {stored: getattr(torch, name) for name, stored in TORCH_DTYPES.items()}
 

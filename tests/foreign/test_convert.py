@@ -24,7 +24,7 @@ from holdfast.errors import ConfigError
 from holdfast.foreign import output as output_module
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes, HeldBytes
 from holdfast.foreign.convert import ConvertOptions, TargetFormat, open_any, plan_conversion
-from holdfast.format.envelopes.torch_types import TORCH_DTYPES
+from holdfast.format.dtypes import TORCH_DTYPES
 from holdfast.format.names import INDEX, MANIFEST, list_steps
 from holdfast.format.values import tensor_node
 from holdfast.storage import PosixStorage

@@ -24,7 +24,7 @@ from holdfast.foreign.pickled_values import PickledMapping, PickledTensor, Recor
 from holdfast.foreign.pickles import read_pickle
 from holdfast.foreign.torch_save import open_torch_save
 from holdfast.format.dtypes import DTYPES as ALL_DTYPES
-from holdfast.format.envelopes.torch_types import STORAGE_DTYPES
+from holdfast.format.dtypes import STORAGE_DTYPES
 from tests.foreign.making import DTYPES, MemorySource, opened, saved, tensor_of
 
 FORMS = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])

@@ -18,9 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 from holdfast.format.digest import digest128
-from holdfast.format.dtypes import DTYPES
+from holdfast.format.dtypes import DTYPES, STORAGE_DTYPES, TORCH_DTYPES
 from holdfast.format.envelopes.pickle_output import Global, Made, Persistent, pickled
-from holdfast.format.envelopes.torch_types import STORAGE_DTYPES, TORCH_DTYPES
 
 ALIGNMENT = 64
 _FOLDER = "archive"
