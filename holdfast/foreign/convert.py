@@ -22,6 +22,7 @@ from holdfast.foreign.formats import (
 )
 from holdfast.foreign.location import Location
 from holdfast.foreign.output import (
+    DEFAULT_MAX_FILE_NBYTES,
     DEFAULT_MEMORY_NBYTES,
     OnLeftover,
     OnProgress,
@@ -59,7 +60,7 @@ class ConvertOptions:
     part: str | None = None
     whole_tree: bool = False
     flat_optimizer: bool = False
-    max_file_nbytes: int = safetensors_files.DEFAULT_MAX_FILE_NBYTES
+    max_file_nbytes: int = DEFAULT_MAX_FILE_NBYTES
     config_from: Path | None = None
     step: int | None = None
 
@@ -177,7 +178,7 @@ def _refuse_idle(options: ConvertOptions) -> None:
     if options.config_from is not None and to != "huggingface":
         raise ConfigError(f"{to} has no place for the files of {options.config_from}")
     is_folder = to in ("huggingface", "dcp")
-    is_chosen = options.max_file_nbytes != safetensors_files.DEFAULT_MAX_FILE_NBYTES
+    is_chosen = options.max_file_nbytes != DEFAULT_MAX_FILE_NBYTES
     if is_chosen and not is_folder:
         raise ConfigError(f"the size of files cannot be chosen for {to}: only of huggingface, dcp")
     if options.max_file_nbytes < 1:

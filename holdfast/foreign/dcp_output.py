@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.arrays.boxes import Box, split_box
 from holdfast.errors import PlanError
 from holdfast.foreign.catalog import Catalog, CatalogTensor
-from holdfast.foreign.output import Extent, Output, OutputFile
+from holdfast.foreign.output import DEFAULT_MAX_FILE_NBYTES, Extent, Output, OutputFile
 from holdfast.format.envelopes.dcp_metadata import (
     METADATA_FILE,
     DescribedTensor,
@@ -33,7 +33,6 @@ from holdfast.format.envelopes.torch_archive import (
 )
 from holdfast.format.values import is_tensor
 
-DEFAULT_MAX_FILE_NBYTES = 5_000_000_000
 DEFAULT_MAX_CHUNK_NBYTES = 512 << 20
 """PyTorch loads a chunk as a whole, for any part of it."""
 

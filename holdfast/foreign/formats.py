@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from holdfast.collector import collector_paused
 from holdfast.errors import ConfigError
@@ -23,30 +23,38 @@ from holdfast.foreign.shared_opening import behind
 from holdfast.format.names import LATEST, step_dir
 
 
+class _Module(Protocol):
+    """What the module of a format has."""
+
+    FORMAT: str
+
+    def detect(self, location: Location) -> bool:
+        """Return True for a location in this format, by content."""
+
+    def open_catalog(self, location: Location) -> Catalog:
+        """Describe a location; HoldfastError if it is damaged or cannot be read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """One format.
 
     Args:
-        name: As the command line has it.
-        title: As people call it.
-        detect: Whether a location has this format, by content.
-        open: Its description. HoldfastError if it is damaged or cannot be read.
-        own: How the names of files end that `open` reads, or says why not.
+        module: Detects and opens it.
+        title: As people call it, if not by the name that its catalogs have.
+        own: How the names of files end that the module reads, or says why not.
         is_flat: It has no folders in its folder, so that what is in one is of another checkpoint.
     """
 
-    name: str
+    module: _Module
     title: str
-    detect: Callable[[Location], bool]
-    open: Callable[[Location], Catalog]
     own: tuple[str, ...]
-    is_flat: bool = True
+    is_flat: bool
 
     def describe(self, location: Location) -> Catalog:
-        """Describe the checkpoint at a location of this format; errors as of `open`."""
+        """Describe the checkpoint at a location of this format; errors as of its module."""
         with collector_paused():  # a description has as many objects as it has chunks, and stays
-            catalog = self.open(location)
+            catalog = self.module.open_catalog(location)
             require_text(catalog)
         step = catalog.step or (0 if location.file else location.step)
         notes = [*catalog.left_out]
@@ -56,61 +64,28 @@ class Format:
         return replace(catalog, storage=behind(catalog.storage), step=step, left_out=notes)
 
 
-FORMATS: tuple[Format, ...] = (
+def _format(
+    module: _Module, *, title: str = "", own: tuple[str, ...] = (), is_flat: bool = True
+) -> Format:
+    return Format(module=module, title=title or module.FORMAT, own=own, is_flat=is_flat)
+
+
+FORMATS = (
     # Before DCP: its checkpoints are DCP directories, too.
-    Format(
-        name="torch_dist",
-        title="Megatron torch_dist",
-        detect=torch_dist.detect,
-        open=torch_dist.open_catalog,
-        own=(".distcp", torch_dist.COMMON),
-        is_flat=False,
-    ),
-    Format(
-        name="dcp",
-        title="PyTorch DCP",
-        detect=dcp.detect,
-        open=dcp.open_catalog,
-        own=(".distcp",),
-    ),
-    Format(
-        name="torchsnapshot",
-        title="torchsnapshot",
-        detect=torchsnapshot.detect,
-        open=torchsnapshot.open_catalog,
-        own=(),
-        is_flat=False,
-    ),
-    Format(
-        name="torch_save",
-        title="torch.save",
-        detect=torch_files.detect,
-        open=torch_files.open_catalog,
-        own=torch_files.OWN,
-    ),
-    Format(
-        name="safetensors",
-        title="Hugging Face safetensors",
-        detect=safetensors_files.detect,
-        open=safetensors_files.open_catalog,
-        own=safetensors_files.OWN,
-    ),
+    _format(torch_dist, own=(".distcp", torch_dist.COMMON), is_flat=False),
+    _format(dcp, own=(".distcp",)),
+    _format(torchsnapshot, is_flat=False),
+    _format(torch_files, own=torch_files.OWN),
+    _format(safetensors_files, own=safetensors_files.OWN, title="Hugging Face safetensors"),
     # Last: a run has other state next to `latest`, and a folder with whole weights is those.
-    Format(
-        name="zero",
-        title="DeepSpeed ZeRO",
-        detect=zero.detect,
-        open=zero.open_catalog,
-        own=(),
-        is_flat=False,
-    ),
+    _format(zero, is_flat=False),
 )
 """In the order in which they are tried: the ones with a file of their own first."""
 
 
 def detect_format(location: Location) -> Format | None:
     """Return the format of a location, or None if it has none of those known."""
-    return next((each for each in FORMATS if each.detect(location)), None)
+    return next((each for each in FORMATS if each.module.detect(location)), None)
 
 
 def _title(location: Location) -> str:

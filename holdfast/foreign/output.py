@@ -35,6 +35,8 @@ from holdfast.storage.unnamed import remove_unnamed, unnamed
 
 T = TypeVar("T")
 
+DEFAULT_MAX_FILE_NBYTES = 5_000_000_000
+"""Where a format that may have several files begins another one."""
 DEFAULT_MEMORY_NBYTES = 256 << 20
 """Memory that a conversion takes for the bytes on their way, unless another budget is given."""
 _NUM_THREADS = 4

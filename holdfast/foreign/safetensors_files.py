@@ -25,7 +25,7 @@ from holdfast.errors import ConfigError, CorruptionError, PlacementError, some_o
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes, each_once
 from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.other_formats import STATE_SUFFIXES
-from holdfast.foreign.output import Extent, Output, OutputFile
+from holdfast.foreign.output import DEFAULT_MAX_FILE_NBYTES, Extent, Output, OutputFile
 from holdfast.foreign.shard_index import (
     decode_json,
     note_on_siblings,
@@ -64,7 +64,6 @@ _SHARDED_FOLDER = "sharded"
 """Where DCP leaves what it has consolidated."""
 OWN = (_SUFFIX,)
 """How the names of files end that a folder's description has, or says something about."""
-DEFAULT_MAX_FILE_NBYTES = 5_000_000_000
 """As large as a file of a Hugging Face folder usually is."""
 _MAX_CARRIED_NBYTES = 256 << 20
 
