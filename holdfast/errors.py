@@ -321,6 +321,15 @@ def late_ranks(
     return [rank for rank in ranks if rank not in waited] if waited else []
 
 
+def exchange_lost(what: str, error: BaseException, *, waited_s: float) -> DeadlineError:
+    """Return the error for an exchange of all ranks that others did not complete."""
+    return DeadlineError(
+        f"{what} did not complete: {error}. Look at what happened on the other ranks first; "
+        f"start again from the last checkpoint.",
+        details={"waited_s": waited_s},
+    )
+
+
 def joined_details(all_details: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the details of several errors.
 

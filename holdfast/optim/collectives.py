@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdfast._torch import lost_after_s, mark_eager
-from holdfast.errors import DeadlineError, GroupError, HoldfastError
+from holdfast.errors import DeadlineError, GroupError, HoldfastError, exchange_lost
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -234,12 +234,7 @@ def lost_to_others(
 def _lost(error: BaseException, what: str, *, waited_s: float = 0.0) -> DeadlineError:
     """Return the error for a collective that other ranks did not complete."""
     # A backend counts from the launch, which may have been long before the wait.
-    waited_s = max(waited_s, lost_after_s(error) or 0.0)
-    return DeadlineError(
-        f"{what} did not complete: {error}. Look at what happened on the other ranks first; "
-        f"start again from the last checkpoint.",
-        details={"waited_s": waited_s},
-    )
+    return exchange_lost(what, error, waited_s=max(waited_s, lost_after_s(error) or 0.0))
 
 
 def count_ranks(flags: Sequence[bool], group: ProcessGroup | None, *, what: str) -> list[int]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from holdfast.errors import DeadlineError, GroupError
+from holdfast.errors import DeadlineError, GroupError, exchange_lost
 from holdfast.parallel.control.connections import Connections, LateError
 
 if TYPE_CHECKING:
@@ -65,11 +65,7 @@ class Direct:
             waited_s = time.monotonic() - started
             self._broken = f"an earlier exchange failed after {waited_s:.3g} s ({error})"
             self.close()
-            raise DeadlineError(
-                f"{what} did not complete: {error}. Look at what happened on the other ranks "
-                f"first; start again from the last checkpoint.",
-                details={"waited_s": waited_s},
-            ) from error
+            raise exchange_lost(what, error, waited_s=waited_s) from error
 
     def close(self) -> None:
         """End the connections, so that ranks that wait for this one fail; twice is once."""
