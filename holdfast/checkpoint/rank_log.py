@@ -15,10 +15,9 @@ from holdfast.errors import ConfigError
 from holdfast.format.names import rank_log_file
 from holdfast.format.rank_events import LoadEvent, SaveEvent, encode_event
 from holdfast.parallel import ProcessGroups
+from holdfast.parallel.layout import SIZED_AXES
 from holdfast.storage import is_url
 from holdfast.storage.places import as_url
-
-_AXES = ("tp", "cp", "ep", "dp", "pp", "expt_tp")
 
 
 class RankLog:
@@ -46,7 +45,7 @@ class RankLog:
         self._path = None if directory is None else Path(directory) / rank_log_file(groups.rank)
         self._rank = groups.rank
         # Also of a layout without an expert view, which has no groups of `ep` and `expt_tp`.
-        self._axes = {axis: getattr(groups.layout, axis) for axis in _AXES}
+        self._axes = {axis: getattr(groups.layout, axis) for axis in SIZED_AXES}
 
     def save(self, report: SaveReport, *, began: float) -> None:
         """Append a committed save.

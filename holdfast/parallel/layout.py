@@ -29,6 +29,8 @@ from holdfast.format.manifest import LayoutInfo
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("expt_tp", "ep", "expt_dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+SIZED_AXES = ("tp", "cp", "ep", "dp", "pp", "expt_tp")
+"""Those whose sizes a layout is made with."""
 
 _TOKENS = ("tp", "cp", "ep", "dp", "pp")
 _WHOLE = "tp-cp-dp-pp"

@@ -22,9 +22,8 @@ from holdfast.arrays.types import IntArray
 from holdfast.cli.support.holders import SavedPlacement
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.format.manifest import CutInfo
-from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout
+from holdfast.parallel.layout import DENSE_AXES, EXPERT_AXES, SIZED_AXES, Layout
 
-AXES = ("tp", "cp", "ep", "dp", "pp", "expt_tp")
 _SIZE = re.compile(r"\d{1,9}", re.ASCII)
 MAX_RANKS = 512
 """A rank's plan takes some tenths of a second for 10,000 tensors."""
@@ -69,10 +68,10 @@ def parse_layout(text: str, *, saved: Layout | None) -> Layout:
     for pair in text.split(","):
         axis, _, size = pair.partition("=")
         axis = axis.strip()
-        if axis not in AXES or not _SIZE.fullmatch(size.strip()) or axis in sizes:
+        if axis not in SIZED_AXES or not _SIZE.fullmatch(size.strip()) or axis in sizes:
             raise ConfigError(
                 f"--as {text}: {pair.strip()!r} is not one size of an axis; write tp=4,dp=2, each "
-                f"axis once, of {', '.join(AXES)}"
+                f"axis once, of {', '.join(SIZED_AXES)}"
             )
         sizes[axis] = int(size)
     order = {} if saved is None else {"order": saved.order}
@@ -93,7 +92,7 @@ def parse_layout(text: str, *, saved: Layout | None) -> Layout:
 
 def layout_title(layout: Layout) -> str:
     """A layout in short: "tp=4 dp=2, 8 ranks"."""
-    sizes = [(axis, getattr(layout, axis)) for axis in AXES if axis != "expt_tp"]
+    sizes = [(axis, getattr(layout, axis)) for axis in SIZED_AXES if axis != "expt_tp"]
     if layout.has_experts:
         sizes.append(("expt_tp", layout.expt_tp))
     words = " ".join(f"{axis}={size}" for axis, size in sizes if size > 1)
