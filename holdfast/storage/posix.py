@@ -32,7 +32,14 @@ import numpy as np
 
 from holdfast.arrays.types import IntArray
 from holdfast.errors import StorageError, in_bytes
-from holdfast.storage.storage_protocol import UNKNOWN, Observer, Sink, Source, split_path
+from holdfast.storage.storage_protocol import (
+    UNKNOWN,
+    Observer,
+    Sink,
+    Source,
+    check_fits,
+    split_path,
+)
 
 # The root may be a link; nothing below it is followed.
 _ROOT_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -791,11 +798,7 @@ class PosixSink:
 
     def write_at(self, offset: int, buffer: memoryview) -> None:
         """See `Sink.write_at`."""
-        if offset < 0 or offset + buffer.nbytes > self._nbytes:
-            raise StorageError(
-                f"{self._place}: {buffer.nbytes} bytes at offset {offset} do not fit a file "
-                f"declared with {self._nbytes} bytes"
-            )
+        check_fits(str(self._place), offset, buffer.nbytes, declared=self._nbytes)
         self._observe("write_at", self._path, offset, buffer.nbytes)
         view = buffer.cast("B")
         try:

@@ -16,6 +16,15 @@ Observer = Callable[[str, str, int, int], None]
 """Called as (operation, path, start, nbytes) before each operation, to count or trace."""
 
 
+def check_fits(place: str, offset: int, nbytes: int, *, declared: int) -> None:
+    """Raise StorageError unless a range lies in a file of the size that was declared for it."""
+    if offset < 0 or offset + nbytes > declared:
+        raise StorageError(
+            f"{place}: {nbytes} bytes at offset {offset} do not fit a file declared with "
+            f"{declared} bytes"
+        )
+
+
 class Source(Protocol):
     """An open file to read from; any number of threads may read at once."""
 

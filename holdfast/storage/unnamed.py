@@ -17,8 +17,8 @@ from holdfast.storage.storage_protocol import Storage
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}-(.*)", re.DOTALL)
 _TAIL_NBYTES = 180
-_STARTING_S = 0.5
-"""Seconds that a process may take from its directory to the lock on it."""
+STARTING_S = 0.5
+"""Seconds that a process may take from a directory that it makes to its lock on it."""
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def remove_unnamed(storage: Storage, names: Collection[str]) -> list[str]:
         if match is None or match.group(1) not in tails or not storage.is_dir(each):
             continue
         with suppress(StorageError):  # another process may remove it, too
-            if is_locked(storage, each) is False and storage.age_s(each) > _STARTING_S:
+            if is_locked(storage, each) is False and storage.age_s(each) > STARTING_S:
                 storage.remove_tree(each, durable=False)
                 removed.append(storage.describe(each))
     return removed

@@ -46,6 +46,7 @@ from holdfast.format.versions import (
 from holdfast.retention.removal import prove_sound
 from holdfast.storage import Source, Storage
 from holdfast.storage.reading import for_each, is_locked
+from holdfast.storage.unnamed import STARTING_S
 from holdfast.writer.commit import Publication, publish
 from holdfast.writer.job import heartbeat
 from holdfast.writer.records import silent_s
@@ -54,7 +55,6 @@ _PIECE_NBYTES = 8 << 20
 _READS_AHEAD = 6
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _ALIVE_S = 10.0
-_STARTING_S = 0.5
 OnProgress = Callable[[int], object]
 
 
@@ -169,7 +169,7 @@ def _owner_of(target: Storage, place: str, manifest: Manifest) -> str:
     if not owners:
         return ""
     # Where the kernel knows that no process works on it, it is continued at once.
-    alive_s = _STARTING_S if is_locked(target, place) is False else _ALIVE_S
+    alive_s = STARTING_S if is_locked(target, place) is False else _ALIVE_S
     return owners[0] if silent_s(target, place) < alive_s else ""
 
 

@@ -32,6 +32,7 @@ from holdfast.format.versions import (
 from holdfast.retention.tags import TAGS_DIR
 from holdfast.storage import Storage
 from holdfast.storage.reading import is_locked, locking
+from holdfast.storage.unnamed import STARTING_S
 from holdfast.writer.commit import commit_save
 from holdfast.writer.job import heartbeat
 from holdfast.writer.outcomes import discard_save
@@ -57,8 +58,6 @@ ALIVE_S = 30.0
 
 _UNLOCKED_S = 24 * 3600.0
 """Age at which a conversion counts as abandoned where no kernel knows who writes it."""
-_STARTING_S = 0.5
-"""Seconds that a process may take from the directory of a save to its lock on it."""
 
 Fate = Literal["finished", "removed", "alive", "read", "kept", "unseen"]
 
@@ -170,7 +169,7 @@ def give_up(storage: Storage, *, after: int, dry_run: bool = False) -> list[Left
     interrupted replacement or removal took the name from: a load would give it back. What is alive
     is left alone.
     """
-    patience = _Patience(alive_s=ALIVE_S, unlocked_s=_STARTING_S)
+    patience = _Patience(alive_s=ALIVE_S, unlocked_s=STARTING_S)
     leftovers = []
     why = f"above step {after}"
     for name in storage.list(""):
@@ -211,7 +210,7 @@ def wait_for_writers(storage: Storage, *, alive_s: float, timeout_s: float) -> l
         timeout_s: The limit of the whole wait.
     """
     deadline = time.monotonic() + timeout_s
-    patience = _Patience(alive_s=alive_s, unlocked_s=min(alive_s, _STARTING_S))
+    patience = _Patience(alive_s=alive_s, unlocked_s=min(alive_s, STARTING_S))
     has_finished = False
     while True:
         # Before the look at what has begun, which is what comes after it.

@@ -26,6 +26,8 @@ from torch import nn
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
 from holdfast.checkpoint.save.device_rows import DeviceRows, DeviceSource, can_be_summed, snapshots
 from holdfast.checkpoint.save.staging import (
+    PIECE_NBYTES,
+    SLICE_NBYTES,
     Copiers,
     Staging,
     copier_of,
@@ -41,8 +43,6 @@ from holdfast.state.leaves import held_tensor
 
 LEAST_NBYTES = 256 << 10
 """Smaller sources are copied at once, on their device: to watch one costs more."""
-_SLICE_NBYTES = 16 << 20
-_PIECE_NBYTES = 1 << 20
 _MAX_NAMED = 5
 _MAX_DETAILS = 100
 
@@ -473,7 +473,7 @@ def _digest(memory: FileIO, late: LateSource, head: bytes, tail: bytes) -> int |
     at, stop = late.pages
     while at < stop:
         try:
-            data = os.pread(memory.fileno(), min(stop - at, _PIECE_NBYTES), at)
+            data = os.pread(memory.fileno(), min(stop - at, PIECE_NBYTES), at)
         except OSError:
             return None
         if not data:
@@ -491,7 +491,7 @@ def _write_all(fd: int, span: Span, offset: int) -> bool:
     """
     at, stop = span
     while at < stop:
-        part = (ctypes.c_char * min(stop - at, _SLICE_NBYTES)).from_address(at)
+        part = (ctypes.c_char * min(stop - at, SLICE_NBYTES)).from_address(at)
         try:
             done = os.pwrite(fd, part, offset)
         except OSError as error:

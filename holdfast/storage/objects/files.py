@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from holdfast.errors import StorageError
 from holdfast.storage.objects.bucket import BucketClient, RequestFailed, unsettled
+from holdfast.storage.storage_protocol import check_fits
 
 T = TypeVar("T")
 
@@ -73,11 +74,7 @@ class ObjectSink:
         self._write(offset, buffer, is_kept=True)
 
     def _write(self, offset: int, buffer: memoryview, *, is_kept: bool) -> None:
-        if offset < 0 or offset + buffer.nbytes > self._nbytes:
-            raise StorageError(
-                f"{self._place}: {buffer.nbytes} bytes at offset {offset} do not fit a file "
-                f"declared with {self._nbytes} bytes"
-            )
+        check_fits(self._place, offset, buffer.nbytes, declared=self._nbytes)
         if self._is_done:
             raise StorageError(f"{self._place} was synced: an object cannot be changed after that")
         view = buffer.cast("B")
