@@ -29,7 +29,8 @@ import xxhash
 
 from holdfast.arrays.boxes import Box, split_box
 from holdfast.errors import ConfigError, CorruptionError
-from holdfast.foreign.catalog import Catalog, OpenFiles, TensorReader
+from holdfast.foreign.catalog import Catalog, CatalogTensor, OpenFiles, TensorReader
+from holdfast.format.index import Image
 from holdfast.storage import Sink, Storage
 from holdfast.storage.unnamed import remove_unnamed, unnamed
 
@@ -87,6 +88,28 @@ class OutputFile:
     def of(cls, name: str, data: bytes) -> OutputFile:
         """Return a file of literal bytes."""
         return cls(name=name, nbytes=len(data), literals=[(0, data)])
+
+    @classmethod
+    def of_image(
+        cls, name: str, image: Image, tensors: Sequence[tuple[CatalogTensor, str]]
+    ) -> OutputFile:
+        """Return a file of whole tensors, laid out as an image.
+
+        Args:
+            name: Of the file.
+            image: Where they lie.
+            tensors: In the order of the image, and the key of each in the result.
+        """
+        return cls(
+            name=name,
+            nbytes=image.nbytes,
+            literals=[(0, image.header)],
+            extents=[
+                Extent(start=start, key=tensor.key, box=tensor.whole, to_key=key)
+                for (tensor, key), start in zip(tensors, image.starts.tolist(), strict=True)
+                if tensor.nbytes
+            ],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +201,19 @@ def write_output(
     with unnamed(above, name, is_dir=output.is_folder) as temporary:
         copier.write(above, temporary, output)
         copier.prove(reopen(above, temporary))
+
+
+def split_by_size(sizes: Mapping[str, int], *, max_nbytes: int) -> list[list[str]]:
+    """Split names into files, in their order; one that is larger than a file has its own."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, nbytes in sizes.items():
+        if groups[-1] and filled + nbytes > max_nbytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += nbytes
+    return groups
 
 
 def refuse_existing(above: Storage, name: str) -> None:

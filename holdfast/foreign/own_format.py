@@ -13,20 +13,19 @@ from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.boxes import Box
 from holdfast.errors import ConfigError
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, OpenFiles, fill_flat
-from holdfast.foreign.output import Digests, Extent, Output, OutputFile, Written
-from holdfast.foreign.records import ONE_RANK, index_of_one_rank
-from holdfast.format.digest import DEFAULT_BLOCK_NBYTES, digest128
+from holdfast.foreign.output import (
+    Digests,
+    Extent,
+    Output,
+    OutputFile,
+    Written,
+    split_by_size,
+)
+from holdfast.foreign.records import file_of_one_rank, index_of_one_rank, manifest_of
+from holdfast.format.digest import DEFAULT_BLOCK_NBYTES
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.index import ChunkIndex, Image, ImageEntry, encode_index, layout_image
-from holdfast.format.manifest import (
-    WHOLE,
-    FileInfo,
-    IndexInfo,
-    Manifest,
-    TensorInfo,
-    Totals,
-    encode_manifest,
-)
+from holdfast.format.manifest import encode_manifest
 from holdfast.format.names import (
     INDEX,
     MANIFEST,
@@ -214,30 +213,18 @@ def find_own(
 
 def layout(catalog: Catalog, *, step: int) -> Output:
     """Lay out everything of a catalog as a checkpoint of our own."""
-    groups: list[list[CatalogTensor]] = [[]]
-    filled = 0
-    for tensor in catalog.tensors.values():
-        if not tensor.nbytes:
-            continue  # an empty tensor has no chunk
-        if groups[-1] and filled + tensor.nbytes > _FILE_NBYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(tensor)
-        filled += tensor.nbytes
+    # An empty tensor has no chunk.
+    sizes = {key: t.nbytes for key, t in catalog.tensors.items() if t.nbytes}
+    groups = [
+        [catalog.tensors[key] for key in keys]
+        for keys in split_by_size(sizes, max_nbytes=_FILE_NBYTES)
+    ]
     images = [
         layout_image([ImageEntry(name=t.key, dtype=t.dtype, shape=t.shape) for t in group])
         for group in groups
     ]
     files = [
-        OutputFile(
-            name=data_file(number),
-            nbytes=image.nbytes,
-            literals=[(0, image.header)],
-            extents=[
-                Extent(start=start, key=t.key, box=t.whole, to_key=t.key)
-                for t, start in zip(group, image.starts.tolist(), strict=True)
-            ],
-        )
+        OutputFile.of_image(data_file(number), image, [(t, t.key) for t in group])
         for number, (group, image) in enumerate(zip(groups, images, strict=True))
     ]
     return Output(
@@ -266,38 +253,19 @@ def _records(
     ]
     index = _index(catalog, number, rows)
     data = encode_index(index)
-    stored = int(index.nbytes.sum())
-    manifest = Manifest(
-        step=step,
-        save_id=digest128(catalog.identity)[:12],
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        holdfast=__version__,
-        torch=f"converted from {catalog.format}",
-        layouts=[ONE_RANK],
-        signature=digest128(catalog.identity),
-        block_nbytes=DEFAULT_BLOCK_NBYTES,
-        placements=[WHOLE],
-        tensors=[
-            TensorInfo(key=t.key, dtype=t.dtype, shape=list(t.shape))
-            for t in catalog.tensors.values()
-        ],
-        parts=dict(catalog.parts),
-        files=[
-            FileInfo(
-                name=file.name,
-                nbytes=image.nbytes,
-                header_nbytes=len(image.header),
-                header_digest=digest128(image.header),
-                writer=0,
-                coordinate={},
-            )
+    manifest = manifest_of(
+        catalog,
+        [
+            file_of_one_rank(file.name, image.nbytes, image.header)
             for file, image in zip(files, images, strict=True)
         ],
-        index=IndexInfo(nbytes=len(data), digest=digest128(data), num_rows=index.num_rows),
-        totals=Totals(num_tensors=len(catalog.tensors), nbytes=stored, stored_nbytes=stored),
-        metadata=dict(catalog.metadata),
-        versions=catalog.versions,
-        kinds=catalog.kinds,
+        index,
+        data,
+        step=step,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        block_nbytes=DEFAULT_BLOCK_NBYTES,
+        holdfast=__version__,
+        torch=f"converted from {catalog.format}",
     )
     return [OutputFile.of(INDEX, data), OutputFile.of(MANIFEST, encode_manifest(manifest))]
 

@@ -25,7 +25,7 @@ from holdfast.errors import ConfigError, CorruptionError, PlacementError, some_o
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes, each_once
 from holdfast.foreign.location import Location, why_none
 from holdfast.foreign.other_formats import STATE_SUFFIXES
-from holdfast.foreign.output import DEFAULT_MAX_FILE_NBYTES, Extent, Output, OutputFile
+from holdfast.foreign.output import DEFAULT_MAX_FILE_NBYTES, Output, OutputFile, split_by_size
 from holdfast.foreign.shard_index import (
     decode_json,
     note_on_siblings,
@@ -388,7 +388,8 @@ def layout(
         notes.append(f"metadata that is not text: {some_of(odd)}")
     notes += _late_types(catalog, weights)
     sizes = {name: catalog.tensors[key].nbytes for name, key in weights.keys.items()}
-    groups = _split(sizes, max_file_nbytes if is_folder else sum(sizes.values()) + 1)
+    most = max_file_nbytes if is_folder else sum(sizes.values()) + 1
+    groups = split_by_size(sizes, max_nbytes=most)
     files = []
     placed: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
@@ -426,19 +427,6 @@ def _late_types(catalog: Catalog, weights: Weights) -> list[str]:
     ]
 
 
-def _split(sizes: Mapping[str, int], max_nbytes: int) -> list[list[str]]:
-    """Split names into files, in their order."""
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, nbytes in sizes.items():
-        if groups[-1] and filled + nbytes > max_nbytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += nbytes
-    return groups
-
-
 def _layout_file(
     catalog: Catalog, weights: Weights, names: list[str], file: str, metadata: Mapping[str, str]
 ) -> OutputFile:
@@ -451,16 +439,7 @@ def _layout_file(
         ],
         metadata=metadata,
     )
-    return OutputFile(
-        name=file,
-        nbytes=image.nbytes,
-        literals=[(0, image.header)],
-        extents=[
-            Extent(start=start, key=tensor.key, box=tensor.whole, to_key=_key(name))
-            for name, tensor, start in zip(names, tensors, image.starts.tolist(), strict=True)
-            if tensor.nbytes
-        ],
-    )
+    return OutputFile.of_image(file, image, [*zip(tensors, map(_key, names), strict=True)])
 
 
 def _carried(folder: Path) -> tuple[dict[str, Path], list[str]]:

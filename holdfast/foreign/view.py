@@ -20,19 +20,9 @@ import numpy as np
 from holdfast.arrays.box_table import BoxTable
 from holdfast.errors import CorruptionError, PlacementError, PlanError, StorageError
 from holdfast.foreign.catalog import Catalog, Chunk, FileBytes, OpenFiles, in_a_file
-from holdfast.foreign.records import ONE_RANK, index_of_one_rank
-from holdfast.format.digest import digest128
+from holdfast.foreign.records import file_of_one_rank, index_of_one_rank, manifest_of
 from holdfast.format.index import ChunkIndex, encode_index
-from holdfast.format.manifest import (
-    IRREGULAR,
-    WHOLE,
-    FileInfo,
-    IndexInfo,
-    Manifest,
-    TensorInfo,
-    Totals,
-    encode_manifest,
-)
+from holdfast.format.manifest import IRREGULAR, FileInfo, encode_manifest
 from holdfast.format.names import INDEX, MANIFEST, step_dir
 from holdfast.storage import Source, Storage
 from holdfast.storage.reading import is_cached_on_host, range_nbytes, read_strips
@@ -198,49 +188,13 @@ class CatalogStorage:
             rows += chunks
             starts += file.starts
             file_of += [len(files)] * len(chunks)
-            files.append(
-                FileInfo(
-                    name=name,
-                    nbytes=file.nbytes,
-                    header_nbytes=_HEADER_NBYTES,
-                    header_digest=digest128(bytes(_HEADER_NBYTES)),
-                    writer=0,
-                    coordinate={},
-                )
-            )
+            files.append(file_of_one_rank(name, file.nbytes, bytes(_HEADER_NBYTES)))
         index = _index_of(rows, file_of, starts, sizes, [len(t.shape) for t in tensors])
         data = encode_index(index)
-        manifest = Manifest(
-            step=catalog.step,
-            save_id=digest128(catalog.identity)[:12],
-            created=catalog.created,
-            holdfast="",
-            torch="",
-            layouts=[ONE_RANK],
-            signature=digest128(catalog.identity),
-            block_nbytes=0,
-            placements=[WHOLE, IRREGULAR],
-            tensors=[
-                TensorInfo(
-                    key=tensor.key,
-                    dtype=tensor.dtype,
-                    shape=list(tensor.shape),
-                    placement=int(len(tensor.chunks) > 1),
-                )
-                for tensor in tensors
-            ],
-            parts=dict(catalog.parts),
-            files=files,
-            index=IndexInfo(nbytes=len(data), digest=digest128(data), num_rows=index.num_rows),
-            totals=Totals(
-                num_tensors=len(tensors),
-                nbytes=catalog.nbytes,
-                stored_nbytes=int(index.nbytes.sum()),
-            ),
-            metadata=dict(catalog.metadata),
-            versions=catalog.versions,
-            kinds=catalog.kinds,
-        )
+        manifest = manifest_of(
+            catalog, files, index, data,
+            step=catalog.step, created=catalog.created, block_nbytes=0, cut=[IRREGULAR],
+        )  # fmt: skip
         try:
             return encode_manifest(manifest), data
         except PlanError as error:
