@@ -25,6 +25,7 @@ from holdfast.errors import (
     HoldfastError,
     PlanError,
     StorageError,
+    shorten_ranks,
     some_sentences,
 )
 from holdfast.format.checkpoint_files import CheckpointFiles
@@ -849,20 +850,7 @@ def describe_drift(holders: Sequence[Sequence[int]]) -> str:
 
     The odd ranks come first, because a long message is cut off.
     """
-    named = odd_ranks(holders)
-    odd = f" (odd ones by majority: [{_ranges(named)}])" if named else ""
-    ordered = sorted(holders, key=len, reverse=True)
-    return f"different bytes{odd} on {' | '.join(f'ranks {_ranges(ranks)}' for ranks in ordered)}"
-
-
-def _ranges(ranks: Iterable[int]) -> str:
-    """List ranks in order, runs of three and more as `first-last`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
-    )
+    named = shorten_ranks(odd_ranks(holders), most=None)
+    odd = f" (odd ones by majority: [{named}])" if named else ""
+    lists = [shorten_ranks(sorted(e), most=None) for e in sorted(holders, key=len, reverse=True)]
+    return f"different bytes{odd} on {' | '.join(f'ranks {each}' for each in lists)}"
