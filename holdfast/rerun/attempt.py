@@ -17,7 +17,8 @@ from holdfast.format.values import is_unicode
 from holdfast.rerun.attribution import ValueRun
 from holdfast.rerun.places import Place
 from holdfast.rerun.states import Outcome
-from holdfast.rerun.values import Value, describe, host_value, read_together, relative_difference
+from holdfast.rerun.values import Value, describe, host_value, relative_difference
+from holdfast.state.tensor_elements import flat_copies
 
 Compare = Callable[[Any, Any], float]
 """Returns the relative difference of two values: 0.0 if they are equal."""
@@ -127,8 +128,8 @@ class Attempt:
     def judge(self) -> None:
         """Judge the values that wait. Cost: one read for each device and dtype."""
         waiting, self._waiting = self._waiting, []
-        elements = read_together([value for value, _ in waiting])
-        for (_, judge), each in zip(waiting, elements, strict=True):
+        on_host = flat_copies([value for value, _ in waiting], on_host=True)
+        for (_, judge), each in zip(waiting, on_host, strict=True):
             judge(host_value(each))
 
     def take(

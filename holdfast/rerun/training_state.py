@@ -23,9 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from holdfast._torch import registrations, write_counter
 from holdfast.errors import ConfigError
 from holdfast.rerun.kept_trees import is_sparse, is_strided, members_of
-from holdfast.rerun.values import read_together
 from holdfast.state.optimizer_protocol import OptimizersByModule
-from holdfast.state.tensor_elements import local_of, tensor_digest
+from holdfast.state.tensor_elements import flat_copies, local_of, tensor_digest
 from holdfast.state.unfinished import unfinished_on, workers_on
 
 _GRADIENT: Any = torch.Tensor.grad
@@ -262,8 +261,9 @@ class TrainingState:
                     buffers.update([name] if is_buffer else [])
                     if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
                         frozen[name] = tensor
-        flagged = zip(names, read_together(flags), strict=True)
-        result = [*dict.fromkeys(name for name, (is_good,) in flagged if not is_good)]
+        # One read for each device, however many tensors there are.
+        flagged = zip(names, flat_copies(flags, on_host=True), strict=True)
+        result = [*dict.fromkeys(name for name, is_good in flagged if not is_good)]
         if is_first:
             self._with_nan.update(buffers.intersection(result))
             self._with_infinity.update(

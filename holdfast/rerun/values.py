@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -79,19 +78,6 @@ def local_value(tensor: torch.Tensor) -> torch.Tensor:
     if problem:
         raise ConfigError(f"a tensor {problem} cannot be validated: {_INSTEAD}")
     return tensor.detach().as_subclass(torch.Tensor)
-
-
-def read_together(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Return the elements of each tensor: one read for each device and dtype, however many."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
-    elements: list[list[Any]] = [[] for _ in tensors]
-    for indices in by_kind.values():
-        flat = iter(torch.cat([tensors[i].reshape(-1) for i in indices]).tolist())
-        for i in indices:
-            elements[i] = [*islice(flat, tensors[i].numel())]
-    return elements
 
 
 def relative_difference(first: object, second: object) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -70,6 +70,23 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     if is_lazy(tensor) or tensor.is_meta:
         return ""
     return digest128(element_bytes(tensor).cpu().numpy().data)
+
+
+def flat_copies(tensors: Sequence[torch.Tensor], *, on_host: bool = False) -> list[torch.Tensor]:
+    """Return flat copies of tensors, on their devices or on the host.
+
+    Cost: a launch or two for all tensors of a device and dtype, and one read of them for the host.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        alike.setdefault((tensor.device, tensor.dtype), []).append(number)
+    copies: dict[int, torch.Tensor] = {}
+    for numbers in alike.values():
+        flat = torch.cat([tensors[number].reshape(-1) for number in numbers])
+        flat = flat.cpu() if on_host else flat
+        parts = torch.split(flat, [tensors[number].numel() for number in numbers])
+        copies.update(zip(numbers, parts, strict=True))
+    return [copies[number] for number in range(len(tensors))]
 
 
 def tensors_of(tree: object) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ import torch
 
 from holdfast._torch import write_counter
 from holdfast.checkpoint.save.staging import CudaCopier, Staging, content_digest, storage_span
+from holdfast.state.tensor_elements import flat_copies
 
 _ROW = 1021
 """Words that are summed apart. A prime: rows of a matrix that change places change sums."""
@@ -51,20 +52,13 @@ class DeviceSource(NamedTuple):
 def snapshots(sources: Mapping[int, tuple[str, torch.Tensor]]) -> dict[int, DeviceSource]:
     """Return copies of named tensors on their devices, made on the caller's streams.
 
-    Cost: one allocation and a launch or two for all tensors of a device and dtype.
+    Cost: as of `flat_copies`.
     """
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for number, (_, tensor) in sources.items():
-        alike.setdefault((tensor.device, tensor.dtype), []).append(number)
-    copies = {}
-    for numbers in alike.values():
-        tensors = [sources[number][1].detach() for number in numbers]
-        flat = torch.cat([each.reshape(-1) for each in tensors])
-        parts = torch.split(flat, [each.numel() for each in tensors])
-        for number, tensor, part in zip(numbers, tensors, parts, strict=True):
-            name = sources[number][0]
-            copies[number] = DeviceSource(name, part.view(tensor.shape), None, (0, 0))
-    return copies
+    copies = flat_copies([tensor.detach() for _, tensor in sources.values()])
+    return {
+        number: DeviceSource(name, copy.view(tensor.shape), None, (0, 0))
+        for (number, (name, tensor)), copy in zip(sources.items(), copies, strict=True)
+    }
 
 
 def can_be_summed(tensor: torch.Tensor) -> bool:
