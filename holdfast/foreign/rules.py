@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -83,6 +83,20 @@ _CONDITIONS = ("where", "where_to")
 _MANY_SOURCES = ("join", "tie")
 _MANY_RESULTS = ("split", "untie")
 ORDERS = ("interleaved-to-half", "half-to-interleaved")
+
+
+class _Use(NamedTuple):
+    """What a rule is applied to: tensors, and their names."""
+
+    tensors: Sequence[Expression]
+    variables: Variables
+    names: Sequence[str]
+
+    @property
+    def one(self) -> Expression:
+        """The tensor of a rule that takes one."""
+        (tensor,) = self.tensors
+        return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,20 +185,21 @@ class MapRule:
             ConfigError: A setting has no value.
         """
         try:
-            return getattr(self, f"_{self.kind}")(tensors, variables, names)  # type: ignore[no-any-return]
+            use = _Use(tensors, variables, names)
+            return getattr(self, f"_{self.kind}")(use)  # type: ignore[no-any-return]
         except MismatchError as error:
             raise MismatchError(f"{self}: {', '.join(names)}: {error}") from None
 
     # ---- one to one ----
 
-    def _rename(self, tensors: Sequence[Expression], *_: object) -> list[Expression]:
-        return list(tensors)
+    def _rename(self, use: _Use) -> list[Expression]:
+        return list(use.tensors)
 
-    def _drop(self, tensors: Sequence[Expression], *_: object) -> list[Expression]:
+    def _drop(self, use: _Use) -> list[Expression]:
         return []
 
-    def _transpose(self, tensors: Sequence[Expression], *_: object) -> list[Expression]:
-        (tensor,) = tensors
+    def _transpose(self, use: _Use) -> list[Expression]:
+        tensor = use.one
         ndim = len(tensor.shape)
         last_two = [*range(ndim - 2), ndim - 1, ndim - 2] if ndim >= 2 else None
         dims = self.settings.get("dims", last_two)
@@ -192,17 +207,15 @@ class MapRule:
             raise MismatchError(f"dims {dims} do not permute a tensor with {ndim} dims")
         return [Permute(tensor, dims=dims)]
 
-    def _rotary(
-        self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
-    ) -> list[Expression]:
-        (tensor,) = tensors
-        dim = dim_of(self.settings.get("dim", 0), len(tensor.shape))
+    def _rotary(self, use: _Use) -> list[Expression]:
+        tensor = use.one
+        dim = self._dim(tensor.shape)
         size = tensor.shape[dim]
         if "heads" in self.settings:
-            heads = self._number(self.settings["heads"], variables)
+            heads = self._number(self.settings["heads"], use)
             head_dim = size // heads if heads else 0
         else:
-            head_dim = self._number(self.settings["head_dim"], variables)
+            head_dim = self._number(self.settings["head_dim"], use)
             heads = size // head_dim if head_dim else 0
         if heads * head_dim != size or head_dim % 2:
             raise MismatchError(
@@ -210,7 +223,7 @@ class MapRule:
             )
         turned = head_dim
         if "rotary_dim" in self.settings:
-            turned = self._number(self.settings["rotary_dim"], variables)
+            turned = self._number(self.settings["rotary_dim"], use)
             if not 0 < turned <= head_dim or turned % 2:
                 raise MismatchError(f"rotary_dim {turned} is not an even part of {head_dim}")
         by_head = SplitDim(tensor, dim=dim, sizes=[heads, head_dim])
@@ -228,42 +241,33 @@ class MapRule:
             rows = Concat([rows, rest], dim=dim + 1)
         return [MergeDims(rows, dim=dim, count=2)]
 
-    def _pad(
-        self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
-    ) -> list[Expression]:
-        (tensor,) = tensors
-        dim, unpadded, padded = self._padding(tensor, variables)
-        if tensor.shape[dim] != unpadded:
-            raise MismatchError(f"dim {dim} has {tensor.shape[dim]} entries, not {unpadded}")
+    def _pad(self, use: _Use) -> list[Expression]:
+        dim, unpadded, padded = self._padding(use, "unpadded")
         if padded == unpadded:
-            return [tensor]
-        zeros = Zeros(tensor, dim=dim, size=padded - unpadded)
-        return [Concat([tensor, zeros], dim=dim)]
+            return [use.one]
+        zeros = Zeros(use.one, dim=dim, size=padded - unpadded)
+        return [Concat([use.one, zeros], dim=dim)]
 
-    def _trim(
-        self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
-    ) -> list[Expression]:
-        (tensor,) = tensors
-        dim, unpadded, padded = self._padding(tensor, variables)
-        if tensor.shape[dim] != padded:
-            raise MismatchError(f"dim {dim} has {tensor.shape[dim]} entries, not {padded}")
+    def _trim(self, use: _Use) -> list[Expression]:
+        dim, unpadded, padded = self._padding(use, "padded")
         if padded == unpadded:
-            return [tensor]
-        return [SliceDim(tensor, dim=dim, start=0, size=unpadded)]
+            return [use.one]
+        return [SliceDim(use.one, dim=dim, start=0, size=unpadded)]
 
-    def _padding(self, tensor: Expression, variables: Variables) -> tuple[int, int, int]:
-        """Return the dim, and its sizes without and with padding."""
-        dim = dim_of(self.settings.get("dim", 0), len(tensor.shape))
-        unpadded = self._number(self.settings["unpadded"], variables)
-        padded = self._number(self.settings["padded"], variables)
+    def _padding(self, use: _Use, now: Literal["unpadded", "padded"]) -> tuple[int, int, int]:
+        """Return the dim, and its sizes without and with padding, of which it has one now."""
+        dim = self._dim(use.one.shape)
+        unpadded = self._number(self.settings["unpadded"], use)
+        padded = self._number(self.settings["padded"], use)
         if not 0 < unpadded <= padded:
             raise MismatchError(f"{unpadded} entries cannot be padded to {padded}")
+        size = padded if now == "padded" else unpadded
+        if use.one.shape[dim] != size:
+            raise MismatchError(f"dim {dim} has {use.one.shape[dim]} entries, not {size}")
         return dim, unpadded, padded
 
-    def _cast(
-        self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
-    ) -> list[Expression]:
-        (tensor,) = tensors
+    def _cast(self, use: _Use) -> list[Expression]:
+        tensor = use.one
         dtype = self.settings["dtype"]
         back = self.settings.get("back")
         if back is not None and tensor.dtype != back:
@@ -271,27 +275,25 @@ class MapRule:
         if tensor.dtype == dtype:
             return [tensor]
         saturate = self.settings.get("saturate", False)
-        return [Cast(tensor, dtype=dtype, saturate=saturate, name=names[0])]
+        return [Cast(tensor, dtype=dtype, saturate=saturate, name=use.names[0])]
 
     # ---- several ----
 
-    def _tie(self, tensors: Sequence[Expression], *_: object) -> list[Expression]:
-        first = tensors[0]
-        for other in tensors[1:]:
+    def _tie(self, use: _Use) -> list[Expression]:
+        first = use.tensors[0]
+        for other in use.tensors[1:]:
             if (other.dtype, other.shape) != (first.dtype, first.shape):
                 raise MismatchError("tensors of different types or shapes cannot be tied")
         return [first]
 
-    def _untie(self, tensors: Sequence[Expression], *_: object) -> list[Expression]:
+    def _untie(self, use: _Use) -> list[Expression]:
         # Copies of the expression: what follows treats them as tensors of their own.
-        return [copy.copy(tensors[0]) for _ in self.results]
+        return [copy.copy(use.tensors[0]) for _ in self.results]
 
-    def _join(
-        self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
-    ) -> list[Expression]:
-        dim = _common_dim(tensors, self.settings.get("dim", 0), except_there=True)
-        shares = self._shares(len(tensors), variables)
-        sizes = [tensor.shape[dim] for tensor in tensors]
+    def _join(self, use: _Use) -> list[Expression]:
+        dim = _common_dim(use.tensors, self.settings.get("dim", 0), except_there=True)
+        shares = self._shares(len(use.tensors), use)
+        sizes = [tensor.shape[dim] for tensor in use.tensors]
         if any(
             size * sum(shares) != share * sum(sizes)
             for size, share in zip(sizes, shares, strict=True)
@@ -300,24 +302,22 @@ class MapRule:
                 f"their sizes {sizes} along dim {dim} are not in the proportion of the shares "
                 f"{shares}: a split could not undo the join"
             )
-        groups = self._groups(variables)
+        groups = self._groups(use)
         if groups is None:
-            return [Concat(tensors, dim=dim)]
+            return [Concat(use.tensors, dim=dim)]
         for size in sizes:
             _require_groups(size, groups, dim)
         parts = [
             SplitDim(tensor, dim=dim, sizes=[groups, size // groups])
-            for tensor, size in zip(tensors, sizes, strict=True)
+            for tensor, size in zip(use.tensors, sizes, strict=True)
         ]
         return [MergeDims(Concat(parts, dim=dim + 1), dim=dim, count=2)]
 
-    def _split(
-        self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
-    ) -> list[Expression]:
-        (tensor,) = tensors
-        dim = dim_of(self.settings.get("dim", 0), len(tensor.shape))
-        shares = self._shares(len(self.results), variables)
-        groups = self._groups(variables)
+    def _split(self, use: _Use) -> list[Expression]:
+        tensor = use.one
+        dim = self._dim(tensor.shape)
+        shares = self._shares(len(self.results), use)
+        groups = self._groups(use)
         _require_groups(tensor.shape[dim], groups or 1, dim)
         size = tensor.shape[dim] // (groups or 1)
         if not sum(shares) or any(size * share % sum(shares) for share in shares):
@@ -333,18 +333,14 @@ class MapRule:
             start += length
         return results
 
-    def _stack(
-        self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
-    ) -> list[Expression]:
-        _common_dim(tensors, 0, except_there=False)
-        dim = dim_of(self.settings.get("dim", 0), len(tensors[0].shape) + 1)
-        return [Concat([ExpandDim(tensor, dim=dim) for tensor in tensors], dim=dim)]
+    def _stack(self, use: _Use) -> list[Expression]:
+        _common_dim(use.tensors, 0, except_there=False)
+        dim = dim_of(self.settings.get("dim", 0), len(use.tensors[0].shape) + 1)
+        return [Concat([ExpandDim(tensor, dim=dim) for tensor in use.tensors], dim=dim)]
 
-    def _unstack(
-        self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
-    ) -> list[Expression]:
-        (tensor,) = tensors
-        dim = dim_of(self.settings.get("dim", 0), len(tensor.shape))
+    def _unstack(self, use: _Use) -> list[Expression]:
+        tensor = use.one
+        dim = self._dim(tensor.shape)
         return [
             DropDim(SliceDim(tensor, dim=dim, start=i, size=1), dim=dim)
             for i in range(tensor.shape[dim])
@@ -352,20 +348,23 @@ class MapRule:
 
     def num_results(self, shape: tuple[int, ...]) -> int:
         """Return how many tensors an unstack makes of one; MismatchError if it lacks the dim."""
-        return shape[dim_of(self.settings.get("dim", 0), len(shape))]
+        return shape[self._dim(shape)]
 
-    def _number(self, value: Number, variables: Variables) -> int:
-        return variables.evaluate(value, place=str(self))
+    def _dim(self, shape: tuple[int, ...]) -> int:
+        return dim_of(self.settings.get("dim", 0), len(shape))
 
-    def _shares(self, count: int, variables: Variables) -> list[int]:
-        shares = [self._number(s, variables) for s in self.settings.get("shares", [1] * count)]
+    def _number(self, value: Number, use: _Use) -> int:
+        return use.variables.evaluate(value, place=str(self))
+
+    def _shares(self, count: int, use: _Use) -> list[int]:
+        shares = [self._number(s, use) for s in self.settings.get("shares", [1] * count)]
         if len(shares) != count or min(shares) < 0:
             raise MismatchError(f"shares {shares} are not one for each of {count} tensors")
         return shares
 
-    def _groups(self, variables: Variables) -> int | None:
+    def _groups(self, use: _Use) -> int | None:
         groups = self.settings.get("groups")
-        return None if groups is None else self._number(groups, variables)
+        return None if groups is None else self._number(groups, use)
 
 
 def _common_dim(tensors: Sequence[Expression], dim: int, *, except_there: bool) -> int:
