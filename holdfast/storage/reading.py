@@ -149,10 +149,24 @@ def for_each(storage: Storage, function: Callable[[A], B], items: Sequence[A]) -
 
     The first error is raised, in the order of the items.
     """
-    at_once = min(getattr(storage, "reads_at_once", 1), len(items))
+    return in_threads(function, items, at_once=getattr(storage, "reads_at_once", 1), name="ask")
+
+
+def in_threads(
+    function: Callable[[A], B], items: Sequence[A], *, at_once: int, name: str
+) -> list[B]:
+    """Return the results of a function, in order, of several items at once; errors as `for_each`.
+
+    Args:
+        function: Is called in threads, unless there is one item.
+        items: Its arguments.
+        at_once: The most threads.
+        name: Of the threads, behind `holdfast-`.
+    """
+    at_once = min(at_once, len(items))
     if at_once <= 1:
         return [function(item) for item in items]
-    with ThreadPoolExecutor(at_once, thread_name_prefix="holdfast-ask") as pool:
+    with ThreadPoolExecutor(at_once, thread_name_prefix=f"holdfast-{name}") as pool:
         return list(pool.map(function, items))
 
 

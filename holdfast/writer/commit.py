@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +63,7 @@ from holdfast.storage.reading import (
     file_stamp,
     for_each,
     held_with_name,
+    in_threads,
     is_durable_at_once,
     requests_of,
     sizes_below,
@@ -313,12 +313,7 @@ def _write_synced(storage: Storage, directory: str, files: Mapping[str, bytes]) 
             sink = stack.enter_context(storage.create(path, nbytes=len(data)))
             sink.write_at(0, memoryview(data))
             sinks.append(sink)
-        if len(sinks) == 1:
-            sinks[0].sync()
-        elif sinks:
-            with ThreadPoolExecutor(len(sinks), thread_name_prefix="holdfast-sync") as pool:
-                for done in [pool.submit(sink.sync) for sink in sinks]:
-                    done.result()
+        in_threads(lambda sink: sink.sync(), sinks, at_once=len(sinks), name="sync")
 
 
 def assemble(

@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -33,6 +32,7 @@ from holdfast.storage.objects._obstore import (
     untagged,
 )
 from holdfast.storage.objects.uploads import S3Uploads, Upload
+from holdfast.storage.reading import in_threads
 from holdfast.storage.storage_protocol import UNKNOWN, Observer
 
 T = TypeVar("T")
@@ -402,8 +402,7 @@ class BucketClient:
                 continue
             # GCS has no request for many: obstore sends one for each, and ends with the first
             # object that is absent. The others are still to go.
-            with ThreadPoolExecutor(_NUM_DELETES, thread_name_prefix="holdfast-delete") as pool:
-                list(pool.map(self._delete_one, batch))
+            in_threads(self._delete_one, batch, at_once=_NUM_DELETES, name="delete")
 
     def _delete_one(self, key: str) -> None:
         """Delete an object that may be absent.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
 from holdfast.errors import StorageError
 from holdfast.storage.objects.bucket import BucketClient, RequestFailed, unsettled
+from holdfast.storage.reading import in_threads
 from holdfast.storage.storage_protocol import check_fits
 
 T = TypeVar("T")
@@ -278,14 +278,12 @@ def read_into(bucket: BucketClient, key: str, view: memoryview, start: int, *, p
     if len(view) <= 2 * _RANGE_NBYTES:
         _read_range(bucket, key, view, start, place)
         return
+
+    def read(at: int) -> None:
+        _read_range(bucket, key, view[at : at + _RANGE_NBYTES], start + at, place)
+
     starts = range(0, len(view), _RANGE_NBYTES)
-    with ThreadPoolExecutor(_NUM_READS, thread_name_prefix="holdfast-range") as pool:
-        reads = [
-            pool.submit(_read_range, bucket, key, view[at : at + _RANGE_NBYTES], start + at, place)
-            for at in starts
-        ]
-        for read in reads:
-            read.result()
+    in_threads(read, starts, at_once=_NUM_READS, name="range")
 
 
 def _read_range(bucket: BucketClient, key: str, view: memoryview, start: int, place: str) -> None:

@@ -44,7 +44,6 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +59,7 @@ from holdfast.storage.objects.bucket import (
     Tag,
     version_of,
 )
+from holdfast.storage.reading import in_threads
 
 INNER = ".store"
 """The prefix of what only this room knows: data, the clock."""
@@ -431,8 +431,7 @@ class Names:
             unknown = [name for name in unknown if _known_key(listing, name) not in self._known]
             if len(unknown) == before and not isinstance(records.get(newest), Unread):
                 break
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            list(pool.map(read, unknown))
+        in_threads(read, unknown, at_once=_NUM_THREADS, name="names")
         for name in listed:
             known = self._known.get(_known_key(listing, name))
             if known is None or name in records:
