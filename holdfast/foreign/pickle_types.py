@@ -225,24 +225,9 @@ def _make_complex(args: Args) -> complex:
     return complex(real, imag)
 
 
-def _make_int(args: Args) -> int:
-    return int(_one(args, int, bool)) if args else 0
-
-
-def _make_float(args: Args) -> float:
-    return float(_one(args, float, int)) if args else 0.0
-
-
-def _make_list(args: Args) -> list[object]:
-    return list(_one(args, list, tuple)) if args else []
-
-
-def _make_tuple(args: Args) -> tuple[object, ...]:
-    return tuple(_one(args, list, tuple)) if args else ()
-
-
-def _make_set(args: Args) -> set[object]:
-    return set(_one(args, list, tuple, set, frozenset)) if args else set()
+def _built(cls: Callable[..., object], *kinds: type) -> Callable[[Args], object]:
+    """Return what calls a type with no argument, or with one of some types."""
+    return lambda args: cls(_one(args, *kinds)) if args else cls()
 
 
 def _make_dict(args: Args) -> dict[object, object]:
@@ -540,19 +525,18 @@ def _constructors() -> Iterator[Constructor]:
     make: Callable[[Args], object] | None
     for name, make in {
         "bytes": _make_bytes, "bytearray": lambda args: bytearray(_make_bytes(args)),
-        "list": _make_list, "tuple": _make_tuple,
+        "list": _built(list, list, tuple), "tuple": _built(tuple, list, tuple),
     }.items():  # fmt: skip
         yield Constructor(f"builtins.{name}", make, copies=True)
     for name, make in {
-        "range": _make_range, "slice": _make_slice, "int": _make_int,
-        "float": _make_float, "complex": _make_complex, "dict": _make_dict,
+        "range": _make_range, "slice": _make_slice, "int": _built(int, int, bool),
+        "float": _built(float, float, int), "complex": _make_complex, "dict": _make_dict,
         "bool": lambda args: bool(_one(args, bool, int)), "str": None,
     }.items():  # fmt: skip
         yield Constructor(f"builtins.{name}", make)
-    yield Constructor("builtins.set", _make_set, copies=True, hashes=True)
-    yield Constructor(
-        "builtins.frozenset", lambda args: frozenset(_make_set(args)), copies=True, hashes=True
-    )
+    for kind in (set, frozenset):
+        make = _built(kind, list, tuple, set, frozenset)
+        yield Constructor(f"builtins.{kind.__name__}", make, copies=True, hashes=True)
     yield Constructor("_codecs.encode", _encoded, copies=True)
     yield Constructor("copyreg._reconstructor", _reconstruct)
     for name in ("collections.OrderedDict", *_DICTS):
