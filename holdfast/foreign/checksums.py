@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.errors import CorruptionError, some_sentences
@@ -35,18 +35,12 @@ class ComparedBytes:
     damages: list[Damage]
 
 
-def compare_checksums(
-    catalog: Catalog,
-    on_progress: Callable[[int], object] = lambda nbytes: None,
-    *,
-    keys: Iterable[str] | None = None,
-) -> ComparedBytes:
+def compare_checksums(catalog: Catalog, *, keys: Iterable[str] | None = None) -> ComparedBytes:
     """Compare all bytes for which the files state a checksum.
 
     Args:
         catalog: The checkpoint.
         keys: Only ranges that these tensors lie in; None for all.
-        on_progress: Called with the number of bytes of each piece.
 
     Raises:
         CorruptionError, StorageError: A file cannot be read.
@@ -60,7 +54,7 @@ def compare_checksums(
         for each in catalog.checksums(files):
             if starts is not None and not _has_any(each, starts.get(each.file, [])):
                 continue
-            crc = _crc_of(each, files, on_progress)
+            crc = _crc_of(each, files)
             nbytes += each.nbytes
             if crc != each.crc:
                 what = f"its bytes have another CRC-32 ({crc:08x}) than is stated ({each.crc:08x})"
@@ -113,12 +107,11 @@ def _has_any(each: Checksum, starts: list[int] | None) -> bool:
     return at < len(starts) and starts[at] < each.start + each.nbytes
 
 
-def _crc_of(each: Checksum, files: OpenFiles, on_progress: Callable[[int], object]) -> int:
+def _crc_of(each: Checksum, files: OpenFiles) -> int:
     source, crc = files.source(each.file), 0
     buffer = memoryview(bytearray(min(_PIECE_NBYTES, each.nbytes)))
     for at in range(0, each.nbytes, _PIECE_NBYTES):
         piece = buffer[: min(_PIECE_NBYTES, each.nbytes - at)]
         source.readinto(piece, start=each.start + at)
         crc = zlib.crc32(piece, crc)
-        on_progress(len(piece))
     return crc

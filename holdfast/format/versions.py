@@ -540,15 +540,13 @@ def announce_removal(
 
 
 @contextmanager
-def announce_copy(
-    storage: Storage, directory: str, *, save_id: str, life_s: float = DEFAULT_LEASE_S
-) -> Iterator[None]:
+def announce_copy(storage: Storage, directory: str, *, save_id: str) -> Iterator[None]:
     """State in the body that this process copies a version to `directory`; see `copiers_of`.
 
     StorageError if that cannot be written.
     """
     path = _new_path(directory, "copy")
-    lease = Lease(storage=storage, directory=directory, path=path, life_s=life_s, save_id=save_id)
+    lease = Lease(storage=storage, directory=directory, path=path, save_id=save_id)
     lease.renew()
     with _renewed(lease):
         yield
