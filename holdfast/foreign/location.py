@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from holdfast.errors import ConfigError, StorageError
 from holdfast.foreign.shared_opening import Answers, folders_in, modified
@@ -16,6 +16,8 @@ from holdfast.format.names import parse_step_dir
 from holdfast.storage import PosixStorage, Source, Storage, is_url, open_storage
 from holdfast.storage.places import Opener, as_url, is_folder
 from holdfast.storage.reading import is_unknown
+
+T = TypeVar("T")
 
 _MAX_STEP = 10**18
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -30,24 +32,15 @@ class Folder(PosixStorage):
 
     def open(self, path: str) -> Source:
         """See `Storage.open`."""
-        target = self._target(path)
-        return (
-            super().open(path) if target is None else PosixStorage(target.parent).open(target.name)
-        )
+        return self._follow(path, PosixStorage.open)
 
     def size(self, path: str) -> int:
         """See `Storage.size`."""
-        target = self._target(path)
-        return (
-            super().size(path) if target is None else PosixStorage(target.parent).size(target.name)
-        )
+        return self._follow(path, PosixStorage.size)
 
     def read(self, path: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
         """See `Storage.read`."""
-        target = self._target(path)
-        if target is None:
-            return super().read(path, start=start, nbytes=nbytes)
-        return PosixStorage(target.parent).read(target.name, start=start, nbytes=nbytes)
+        return self._follow(path, partial(PosixStorage.read, start=start, nbytes=nbytes))
 
     def folders(self) -> list[str]:
         """Return the names of folders in the root, and of links to some, sorted.
@@ -68,6 +61,13 @@ class Folder(PosixStorage):
             return (self.root / path).stat().st_mtime
         except OSError:
             return 0.0
+
+    def _follow(self, path: str, method: Callable[[PosixStorage, str], T]) -> T:
+        """Return what a method of `PosixStorage` says of a file, or of the one behind a link."""
+        target = self._target(path)
+        if target is None:
+            return method(self, path)
+        return method(PosixStorage(target.parent), target.name)
 
     def _target(self, path: str) -> Path | None:
         """Return the file that a link leads to; None if the path is not a link."""
