@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast.rerun.attribution import Attribution, ValueRun, attribute
 from holdfast.rerun.states import Event, ExitCode, Limits, Outcome, Policy, Verdict
@@ -79,21 +80,15 @@ def judge_rerun_in_place(
         for each in rechecks
     )
     verdicts = tuple(each.verdict for each in attributions)
+    judged = partial(Judgement, verdicts=verdicts, attributions=attributions)
     if any(each.outcome.is_bad for each in rechecks):
-        return Judgement(
-            event=Event.BAD_AGAIN,
-            verdicts=verdicts,
-            attributions=attributions,
-            exit_code=ExitCode.RESUME_TO_DISAMBIGUATE,
-        )
+        return judged(event=Event.BAD_AGAIN, exit_code=ExitCode.RESUME_TO_DISAMBIGUATE)
     exit_code = _exit_code(rechecks, verdicts, policy)
     if new_is_fatal and exit_code is None:
         if num_reruns < limits.max_reruns:
-            return Judgement(event=Event.REJECTED, verdicts=verdicts, attributions=attributions)
+            return judged(event=Event.REJECTED)
         exit_code = policy.exit_code(Verdict.UNDECIDED) if any(new_is_fatal) else None
-    return Judgement(
-        event=Event.JUDGED, verdicts=verdicts, attributions=attributions, exit_code=exit_code
-    )
+    return judged(event=Event.JUDGED, exit_code=exit_code)
 
 
 def judge_second_opinion(rechecks: Sequence[Recheck], *, policy: Policy) -> Judgement:
@@ -110,24 +105,16 @@ def judge_second_opinion(rechecks: Sequence[Recheck], *, policy: Policy) -> Judg
         None if each.verdict is Verdict.UNDECIDED else each.verdict
         for each in attributions
     )
+    judged = partial(Judgement, verdicts=verdicts, attributions=attributions)
     if None in verdicts:
-        return Judgement(
-            event=Event.BAD_AGAIN,
-            verdicts=verdicts,
-            attributions=attributions,
-            exit_code=ExitCode.RESUME_TO_DISAMBIGUATE,
-        )
+        return judged(event=Event.BAD_AGAIN, exit_code=ExitCode.RESUME_TO_DISAMBIGUATE)
     is_broken = any(
         each.fatal and verdict is Verdict.PERSISTENT_ERROR
         for each, verdict in zip(rechecks, verdicts, strict=True)
     )
     exit_code = _exit_code(rechecks, verdicts, Policy() if is_broken else policy)
-    return Judgement(
-        event=Event.BAD_AGAIN if exit_code is not None else Event.REJECTED,
-        verdicts=verdicts,
-        attributions=attributions,
-        exit_code=exit_code,
-    )
+    event = Event.BAD_AGAIN if exit_code is not None else Event.REJECTED
+    return judged(event=event, exit_code=exit_code)
 
 
 def judge_rerun_from_checkpoint(
@@ -152,30 +139,22 @@ def judge_rerun_from_checkpoint(
             every start would never be through.
     """
     attributions = tuple(attribute([each.trials for each in rechecks]))
-    verdicts = tuple(each.verdict for each in attributions)
-    if None in verdicts:
+    known = tuple(each.verdict for each in attributions)
+    verdicts = tuple(each or Verdict.UNDECIDED for each in known)
+    judged = partial(Judgement, verdicts=verdicts, attributions=attributions)
+    if None in known:
         if was_given_up and all(each.outcome is Outcome.GOOD for each in rechecks):
-            return Judgement(
-                event=Event.REJECTED if new_is_fatal else Event.JUDGED,
-                verdicts=tuple(each or Verdict.UNDECIDED for each in verdicts),
-                attributions=attributions,
-            )
+            return judged(event=Event.REJECTED if new_is_fatal else Event.JUDGED)
         if num_restarts < limits.max_restarts:
             return Judgement(
                 event=Event.NOTHING_LEARNED,
-                verdicts=verdicts,
+                verdicts=known,
                 attributions=attributions,
                 exit_code=ExitCode.RESUME_TO_DISAMBIGUATE,
             )
-        verdicts = tuple(each or Verdict.UNDECIDED for each in verdicts)
     exit_code = _exit_code(rechecks, verdicts, policy)
     is_done = exit_code is not None or not new_is_fatal
-    return Judgement(
-        event=Event.JUDGED if is_done else Event.REJECTED,
-        verdicts=verdicts,
-        attributions=attributions,
-        exit_code=exit_code,
-    )
+    return judged(event=Event.JUDGED if is_done else Event.REJECTED, exit_code=exit_code)
 
 
 def _fed(recheck: Recheck) -> frozenset[str]:
