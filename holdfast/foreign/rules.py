@@ -25,6 +25,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -142,21 +143,19 @@ class MapRule:
             ConfigError: Nothing undoes it.
         """
         settings = dict(self.settings)
+        undoing = partial(replace, self, where=self.where_to, where_to=self.where)
         if self.kind == "drop":
             if not settings.get("recomputed"):
                 raise ConfigError(
                     f"{self}: what is dropped cannot come back, so the map has no inverse; set "
                     f"recomputed = true if the program that loads it computes it itself"
                 )
-            return replace(
-                self, kind="absent", sources=(), results=self.sources, settings={}, optional=True,
-                where=self.where_to, where_to=self.where,
-            )  # fmt: skip
+            return undoing(
+                kind="absent", sources=(), results=self.sources, settings={}, optional=True
+            )
         if self.kind == "absent":
-            return replace(
-                self, kind="drop", sources=self.results, results=(), settings={"recomputed": True},
-                where=self.where_to, where_to=self.where,
-            )  # fmt: skip
+            settings["recomputed"] = True
+            return undoing(kind="drop", sources=self.results, results=(), settings=settings)
         if self.kind == "cast":
             if "back" not in settings:
                 raise ConfigError(
@@ -170,10 +169,7 @@ class MapRule:
             dims = list(settings["dims"])
             settings["dims"] = [dims.index(i) for i in range(len(dims))]
         kind = _INVERSE.get(self.kind, self.kind)
-        return replace(
-            self, kind=kind, sources=self.results, results=self.sources, settings=settings,
-            where=self.where_to, where_to=self.where,
-        )  # fmt: skip
+        return undoing(kind=kind, sources=self.results, results=self.sources, settings=settings)
 
     def transform(
         self, tensors: Sequence[Expression], variables: Variables, names: Sequence[str]
