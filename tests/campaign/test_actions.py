@@ -60,10 +60,11 @@ def test_any_actions_equal_one_process_or_raise_by_name(
     ("num_ranks", "first", "count"),
     [
         *[pytest.param(*each, marks=pytest.mark.slow)
-          for each in ((1, 1000, 300), (2, 1000, 60), (3, 1000, 10), (4, 1000, 12))],
+          for each in ((1, 1000, 150), (2, 1000, 40), (3, 1000, 8), (4, 1000, 8))],
         *[pytest.param(*each, marks=pytest.mark.nightly)
-          for each in (*((1, first, 300) for first in range(1300, 2800, 300)), (2, 1060, 240), (2, 1300, 300),
-                       (3, 1010, 90), (4, 1012, 138), (4, 1150, 105))],
+          for each in ((1, 1150, 150), *((1, first, 300) for first in range(1300, 2800, 300)),
+                       (2, 1040, 260), (2, 1300, 300), (3, 1008, 92), (4, 1008, 142),
+                       (4, 1150, 105))],
     ],
 )  # fmt: skip
 def test_two_thousand_programs_of_actions(

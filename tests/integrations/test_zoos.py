@@ -26,7 +26,7 @@ WITHOUT_STATE = (
 """They only show something: nightly is often enough."""
 EVERY_FEW = pytest.mark.parametrize(
     "every",
-    [pytest.param(4, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)],
+    [pytest.param(8, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)],
 )
 """How far apart are the members of a registry that are trained; all of them are known each time."""
 DIFFER = (
