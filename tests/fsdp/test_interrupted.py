@@ -710,8 +710,7 @@ def cleared(context: RankContext, sizes: dict[str, Any], every: int) -> None:
     ("sizes", "every"),
     [
         ({"dp": 2}, 4),
-        pytest.param({"dp": 2}, 2, marks=pytest.mark.slow),
-        pytest.param({"dp": 4, "replicas": 2}, 3, marks=pytest.mark.slow),
+        pytest.param({"dp": 4, "replicas": 2}, 4, marks=pytest.mark.slow),
         pytest.param({"dp": 2}, 1, marks=pytest.mark.nightly),
         pytest.param({"dp": 4, "replicas": 2}, 1, marks=pytest.mark.nightly),
     ],

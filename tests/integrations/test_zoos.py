@@ -64,7 +64,7 @@ PLACES = (8, 12, -1)
         *(
             pytest.param(name, PLACES[number % 3 :][:1], marks=pytest.mark.slow)
             for number, name in enumerate(CALLBACKS)
-            if name not in WITHOUT_STATE
+            if name not in WITHOUT_STATE and number % 2
         ),
         *(pytest.param(name, PLACES, marks=pytest.mark.nightly) for name in CALLBACKS),
     ],

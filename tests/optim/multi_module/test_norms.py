@@ -125,8 +125,8 @@ def random_spec(dice: random.Random, span: list[int]) -> Spec:
     "seeds",
     [
         range(3),
-        pytest.param(range(3, 18), marks=pytest.mark.slow),
-        pytest.param(range(18, 70), marks=pytest.mark.nightly),
+        pytest.param(range(3, 10), marks=pytest.mark.slow),
+        pytest.param(range(10, 70), marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -58,8 +58,8 @@ def test_a_sample_of_spreading_faults(fast_dir: Path) -> None:
 @pytest.mark.parametrize(
     "seeds",
     [
-        pytest.param(range(1000, 1015), marks=pytest.mark.slow, id="15"),
-        pytest.param(range(1015, 1460), marks=pytest.mark.nightly, id="445"),
+        pytest.param(range(1000, 1008), marks=pytest.mark.slow, id="8"),
+        pytest.param(range(1008, 1460), marks=pytest.mark.nightly, id="452"),
     ],
 )
 def test_many_spreading_faults(fast_dir: Path, seeds: range) -> None:
