@@ -224,10 +224,10 @@ def errors_in_new_kinds(context: RankContext, sizes: dict[str, Any], names: Any)
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [
-        ({"dp": 2}, None),
+        pytest.param({"dp": 2}, None, marks=pytest.mark.slow),
         # one communicator for gathers and reductions
         pytest.param({"dp": 2}, ("dp_cp", "expt_dp"), marks=pytest.mark.slow),
-        pytest.param({"dp": 4, "replicas": 2}, None, marks=pytest.mark.slow),
+        pytest.param({"dp": 4, "replicas": 2}, None, marks=pytest.mark.nightly),
     ],
 )
 def test_an_error_in_a_microbatch_unlike_all_before_ends_on_all_ranks_at_once(
@@ -709,7 +709,6 @@ def cleared(context: RankContext, sizes: dict[str, Any], every: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "every"),
     [
-        ({"dp": 2}, 4),
         pytest.param({"dp": 4, "replicas": 2}, 4, marks=pytest.mark.slow),
         pytest.param({"dp": 2}, 1, marks=pytest.mark.nightly),
         pytest.param({"dp": 4, "replicas": 2}, 1, marks=pytest.mark.nightly),
@@ -822,6 +821,7 @@ def skipped_between_slices(context: RankContext) -> None:
             assert difference(net, expected) < 1e-6, strategy
 
 
+@pytest.mark.slow
 def test_a_sum_that_waits_for_another_slice_is_not_lost() -> None:
     """I1: before, a step after a last microbatch without a backward updated by zeros.
 

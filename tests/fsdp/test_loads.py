@@ -202,6 +202,7 @@ def optimizer_alone(context: RankContext, root: str) -> None:
                 assert torch.equal(full(parameter), before[name]), name
 
 
+@pytest.mark.slow
 def test_state_of_an_optimizer_is_allocated_by_shape(tmp_path: Path) -> None:
     """F12: parameters keep their values, counters and hyperparameters are those stored."""
     run_ranks(4, optimizer_alone, str(tmp_path))

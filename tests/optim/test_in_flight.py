@@ -316,10 +316,10 @@ def every_read(context: RankContext, declared: bool, low: bool) -> int:
 @pytest.mark.parametrize(
     ("declared", "low"),
     [
-        pytest.param(False, False, id="plain-fp32"),
+        pytest.param(False, False, marks=pytest.mark.slow, id="plain-fp32"),
         pytest.param(True, True, id="dtensor-bf16"),
-        pytest.param(False, True, marks=pytest.mark.slow, id="plain-bf16"),
-        pytest.param(True, False, marks=pytest.mark.slow, id="dtensor-fp32"),
+        pytest.param(False, True, marks=pytest.mark.nightly, id="plain-bf16"),
+        pytest.param(True, False, marks=pytest.mark.nightly, id="dtensor-fp32"),
     ],
 )
 def test_every_read_and_write_finds_new_values(declared: bool, low: bool) -> None:

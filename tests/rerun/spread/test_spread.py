@@ -49,6 +49,7 @@ def _second_opinions(root: Path, seeds: range) -> None:
             assert verdict == truth, str(each.scenario)
 
 
+@pytest.mark.slow
 def test_a_sample_of_spreading_faults(fast_dir: Path) -> None:
     """D7, D8, D9, D19: no false blame, no false clearance, the same bits as without the fault."""
     _campaign(fast_dir, (2, 3, 5, 7, 9))  # each verdict, and one that stays undecided

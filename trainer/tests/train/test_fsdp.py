@@ -248,6 +248,7 @@ def faults(rank: RankContext, directory: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_overflow_and_faults_are_of_all_ranks(workplace: Path) -> None:
     for found in run_ranks(2, faults, str(workplace)).results:
         assert str(found.pop("fault")).startswith("1: step 2: the loss is nan")

@@ -91,6 +91,7 @@ def test_other_placements_train_like_one_process(words: str) -> None:
     compare(4, words)
 
 
+@pytest.mark.slow
 def test_ranks_without_any_image_train_like_one_process() -> None:
     """M10, M16: with few images in eight rows many data ranks have none."""
     words = f"{SGD} --colocated --tp 2"
