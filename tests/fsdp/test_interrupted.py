@@ -269,6 +269,7 @@ def skipped(context: RankContext) -> None:
             assert difference(net, expected) < 1e-6, strategy
 
 
+@pytest.mark.slow
 def test_a_last_microbatch_without_a_backward_loses_no_gradient() -> None:
     """I1: before, gradients of the microbatches before it vanished, and the norm was 0."""
     run_ranks(2, skipped)
@@ -380,6 +381,7 @@ def evaluated_in_a_step(context: RankContext) -> None:
                 assert torch.allclose(mine, other, atol=1e-5), kind
 
 
+@pytest.mark.slow
 def test_evaluations_in_a_step_change_nothing_but_statistics() -> None:
     """I1: before the last microbatch and after it, in either mode of the model."""
     run_ranks(2, evaluated_in_a_step)
@@ -568,6 +570,7 @@ def written_to_whole(context: RankContext) -> None:
             good(sharded, optimizer, 0)
 
 
+@pytest.mark.slow
 def test_a_write_to_a_whole_copy_is_noticed_when_the_copy_ends() -> None:
     """I1: through `.data` after `unshard()` or an error in a backward; before, it was lost.
 

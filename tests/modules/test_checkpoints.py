@@ -361,5 +361,6 @@ class _Fails:
         del state
 
 
+@pytest.mark.slow
 def test_two_models_in_one_process_do_not_touch_each_other(tmp_path: Path) -> None:
     run_ranks(4, _two_models, str(tmp_path))

@@ -210,12 +210,12 @@ def failing(context: RankContext, way: str) -> dict[str, list[str]]:
     [
         "fsdp optim_grads_params",
         "sharded 2 overlap",
-        "fsdp optim_grads by layers",  # each unit is a root of its own
         "reduced",
         *(
             pytest.param(way, marks=pytest.mark.slow)
             for way in (
                 *("fsdp no_shard", "fsdp optim", "fsdp optim_grads"),
+                "fsdp optim_grads by layers",  # each unit is a root of its own
                 "fsdp optim_grads_params predicted",
                 *("sharded 1", "sharded 1 overlap", "sharded 2"),
             )

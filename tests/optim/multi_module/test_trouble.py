@@ -356,6 +356,7 @@ def scalers(context: RankContext) -> list[Any]:
     return report
 
 
+@pytest.mark.slow
 def test_scales_stay_equal_over_modules_and_differing_ones_stop_all() -> None:
     """M14: scalers of all modules get one decision; before it, different scales are an error."""
     first, *others = run_ranks(4, scalers).results

@@ -154,7 +154,13 @@ def test_a_step_of_several_modules_can_be_computed_again(words: str) -> None:
     run_ranks(2, multimodal_once_and_again, words)
 
 
-@pytest.mark.parametrize("words", ["", "--zero 1", "--fsdp optim", "--precision fp16 --tp 2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--zero 1", "--precision fp16 --tp 2"),
+        *(pytest.param(words, marks=pytest.mark.slow) for words in ("", "--fsdp optim")),
+    ],
+)
 def test_the_squares_of_all_shares_are_that_of_the_norm(workplace: object, words: str) -> None:
     results = run_ranks(2, shares_and_norm, str(workplace), words).results
     norm = results[0][1]
