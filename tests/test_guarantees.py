@@ -117,6 +117,8 @@ def test_every_id_that_a_test_mentions_is_a_promise() -> None:
         f"{path.relative_to(ROOT)}: {name}"
         for path in sorted(path for suite in SUITES for path in suite.rglob("*.py"))
         if "test_guarantees" not in path.name
+        # To parse each takes ten times as long as this look at the whole text.
+        and not known.issuperset(mentions(re.sub(r"\n\s+", "\n", path.read_text())))
         for name in mentions(prose_of(path))
         if name not in known
     }

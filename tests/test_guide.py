@@ -100,10 +100,10 @@ def test_torchrun_runs_the_guide_as_it_is_printed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(printed("begin"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               "--nproc-per-node", "4", str(script), str(tmp_path / "a"), "10"]  # fmt: skip
+               "--nproc-per-node", "2", str(script), str(tmp_path / "a"), "10"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert last_words(done.stdout) == launch(script.read_text(), 4, tmp_path / "b", 10)
+    assert last_words(done.stdout) == launch(script.read_text(), 2, tmp_path / "b", 10)
 
 
 def blocks(page: str) -> list[str]:

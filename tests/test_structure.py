@@ -22,6 +22,12 @@ def tree_of(path: Path) -> ast.Module:
         return ast.parse(path.read_text())
 
 
+@cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    """All of a tree: most tests look at each."""
+    return [*ast.walk(tree)]
+
+
 def name_of(path: Path) -> str:
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -30,10 +36,11 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path): path for path in FILES}
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     """The modules of Holdfast that a file imports anywhere, for type checking too."""
     modules = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(tree_of(path)):
         if isinstance(node, ast.Import):
             modules |= {each.name for each in node.names if each.name in MODULES}
         elif isinstance(node, ast.ImportFrom):
@@ -115,7 +122,7 @@ def readings_of_error_texts(tree: ast.Module) -> list[int]:
     Its text is str() of it, its `args`, its `message`, and any name that is assigned one of these.
     """
     lines = set()
-    for scope in ast.walk(tree):
+    for scope in nodes_of(tree):
         if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         forms = {
@@ -178,7 +185,7 @@ def spellings_of_tags(tree: ast.Module) -> list[int]:
     """The lines that know how a node's tag is written: its text, or the constant."""
     return sorted(
         node.lineno
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if (isinstance(node, ast.Constant) and node.value == "$")
         or (isinstance(node, ast.alias) and node.name == "TAG")
     )
@@ -204,8 +211,10 @@ def test_distinct_values_are_found_without_the_import_of_masked_arrays() -> None
     calls = {
         f"{name}:{node.lineno}": {each.arg for each in node.keywords}
         for name, path in MODULES.items()
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.unique", "np.union1d")
+        for node in nodes_of(tree_of(path))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", "") in ("unique", "union1d")
+        and ast.unparse(node.func) in ("np.unique", "np.union1d")
     }
     places = {"return_index", "return_inverse"}
     assert calls
@@ -272,7 +281,7 @@ TABLES_OF_TORCH = frozenset({
 def private_names_of_torch(tree: ast.AST) -> list[str]:
     """The private names of torch that a file imports, or reads or writes on one of its objects."""
     roots, found = set(), []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for each in node.names:
                 parts = each.name.split(".")
@@ -284,7 +293,7 @@ def private_names_of_torch(tree: ast.AST) -> list[str]:
                 whole = f"{node.module}.{each.name}"
                 roots.add(each.asname or each.name)
                 found += [whole] if any(map(_is_private, whole.split("."))) else []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             owner: ast.AST = node.value
             while isinstance(owner, ast.Attribute):
@@ -344,7 +353,7 @@ def test_the_sums_of_a_step_are_made_in_the_engine_alone() -> None:
     """A second way to decide a step would be weaker than the first."""
     callers: dict[str, set[str]] = {name: set() for name in STEP}
     for path in [*FILES, *sorted((ROOT.parent / "trainer" / "holdfast_trainer").rglob("*.py"))]:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(tree_of(path)):
             if isinstance(node, ast.Call):
                 called = getattr(node.func, "id", getattr(node.func, "attr", ""))
                 if called in callers:
@@ -358,7 +367,7 @@ def test_all_tests_of_other_packages_are_slow() -> None:
     tests = [
         node
         for path in sorted(folder.rglob("test_*.py"))
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(tree_of(path))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     assert tests

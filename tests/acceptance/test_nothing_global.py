@@ -61,13 +61,21 @@ def kept_by(tree: ast.Module) -> set[str]:
     return found
 
 
+def within_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """Each function or lambda, and all that is in one, once."""
+    if isinstance(node, ast.FunctionDef | ast.Lambda):
+        yield from ast.walk(node)
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from within_functions(child)
+
+
 def state_in(source: str) -> Iterator[str]:
     """What a module would keep between two calls, in words."""
     with collector_paused():
         tree = ast.parse(source)
     kept = kept_by(tree)
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda)]
-    for node in (node for function in functions for node in ast.walk(function)):
+    for node in within_functions(tree):
         if isinstance(node, ast.Global):
             yield f"line {node.lineno}: global {', '.join(node.names)}"
         if isinstance(node, ast.FunctionDef):

@@ -103,8 +103,14 @@ def fill(model: nn.Module, *, true: bool) -> None:
                 parameter.copy_(full(name, tuple(parameter.shape)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("counts", [(5,), (3, 4, 8)], ids=str)
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param((5,), marks=pytest.mark.slow),
+        pytest.param((3, 4, 8), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_every_layer_is_in_its_place_under_every_split(
     tmp_path: Path, counts: tuple[int, ...]
 ) -> None:

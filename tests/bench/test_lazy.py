@@ -9,6 +9,7 @@ import pytest
 from bench import lazy
 
 
+@pytest.mark.slow
 def test_it_measures_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
     assert lazy.main(["--quick", "--ranks", "2"]) == 0
     shown = capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 from bench import rerun
 
 
+@pytest.mark.slow
 def test_a_step_without_a_fault_sends_one_sum_or_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert rerun.main(["--quick"]) == 0
     shown = capsys.readouterr().out

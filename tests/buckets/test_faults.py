@@ -885,7 +885,12 @@ def test_killed_at_every_request_nothing_is_lost_or_mixed(
     ("action", "every"),
     [
         ("replace", 11),
-        *(pytest.param(action, 1, marks=pytest.mark.slow) for action in ACTIONS if action != "tag"),
+        *(
+            pytest.param(action, every, marks=mark)
+            for every, mark in ((4, pytest.mark.slow), (1, pytest.mark.nightly))
+            for action in ACTIONS
+            if action != "tag"
+        ),
     ],
 )
 def test_a_repair_that_is_killed_leaves_it_to_the_next_one(

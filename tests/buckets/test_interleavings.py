@@ -375,7 +375,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("faults", FAULTS)
 def test_some_order_explains_what_processes_do_at_once(faults: str) -> None:
     """P18."""
-    for seed in (*range(40), *TELLING.get(faults, ())):
+    for seed in (*range(20), *TELLING.get(faults, ())):
         explore(seed, faults)
 
 
@@ -384,5 +384,5 @@ def test_some_order_explains_what_processes_do_at_once(faults: str) -> None:
 @pytest.mark.parametrize("faults", FAULTS)
 def test_some_order_explains_what_thousands_of_programs_do(faults: str) -> None:
     """P18."""
-    for seed in range(40, 4000):
+    for seed in range(20, 4000):
         explore(seed, faults)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from holdfast import Checkpointer, HoldfastError
 from holdfast.format.names import LATEST
 from holdfast.writer.leftovers import repair
 from tests.crash.common import state_of
+from tests.ranks.pool import fork
 
 pytest.importorskip("obstore")
 
@@ -112,20 +112,19 @@ def test_the_writer_is_killed_at_every_request(s3: str, overwrite: bool, every: 
         writer_killed_at(s3, at, overwrite=overwrite)
 
 
-TRAINER = """
-import sys, time
-from holdfast import Checkpointer, KeepLast
-from holdfast.storage.objects import ObjectStorage
-from tests.crash.common import state_of
-url, address, overwrite = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
-storage = ObjectStorage(url)
-storage.address = lambda: (url, {"endpoint": address})
-checkpointer = Checkpointer(storage, settle_s=0.0)
-checkpointer.prepare(state_of(3))
-print(checkpointer.stats.writer_pid, flush=True)
-checkpointer.save_async(2 if overwrite else 3, state_of(3), overwrite=overwrite).result()
-checkpointer.close()
-"""
+def train(
+    pipe: Connection, url: str, address: str, overwrite: bool, environment: dict[str, str]
+) -> None:
+    """Save as a trainer in a process group of its own; its writer's number goes into the pipe."""
+    os.setsid()
+    os.environ.update(environment)
+    storage = ObjectStorage(url)
+    storage.address = lambda: (url, {"endpoint": address})  # type: ignore[method-assign]
+    checkpointer = Checkpointer(storage, settle_s=0.0)
+    checkpointer.prepare(state_of(3))
+    pipe.send(checkpointer.stats.writer_pid)
+    checkpointer.save_async(2 if overwrite else 3, state_of(3), overwrite=overwrite).result()
+    checkpointer.close()
 
 
 def has_ended(pid: int) -> bool:
@@ -147,18 +146,15 @@ def trainer_killed_at(s3: str, at: int, *, overwrite: bool) -> int:
         return ""
 
     with fault_proxy(s3, choose) as (_, address):
-        run = subprocess.Popen(
-            [sys.executable, "-c", TRAINER, url, address, str(overwrite)],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert run.stdout is not None
-        writer = int(run.stdout.readline())
-        run.wait(120)
+        environment = dict(os.environ)
+        pipe, run = fork(train, url, address, overwrite, environment, environment=environment)
+        with pipe:
+            writer = pipe.recv()
+        run.join(120)
         deadline = time.monotonic() + 120
         while not has_ended(writer):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        run.stdout.close()
     assert versions(url) == DONE[overwrite], f"trainer killed at request {at} of its writer"
     check(url, DONE[overwrite], f"trainer killed at request {at} of its writer")
     return seen

@@ -26,16 +26,15 @@ def test_any_way_trains_as_one_process_and_loads_any_other(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [100])
-def test_many_ways_train_as_one_process(tmp_path: Path, first: int) -> None:
-    check(tmp_path, [1, *range(first, first + 6)], num_ranks=4)
+def test_many_ways_train_as_one_process(tmp_path: Path) -> None:
+    check(tmp_path, [1, *range(100, 103)], num_ranks=4)
 
 
 @pytest.mark.parametrize(
     "seeds",
     [
-        pytest.param(range(2), marks=pytest.mark.slow),
-        pytest.param(range(2, 12), marks=pytest.mark.nightly),
+        pytest.param(range(1), marks=pytest.mark.slow),
+        pytest.param(range(1, 12), marks=pytest.mark.nightly),
     ],
     ids=str,
 )

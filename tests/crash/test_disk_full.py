@@ -118,9 +118,9 @@ def test_disk_out_of_names(mounts: Mounts) -> None:
     [
         # The writer fails alike with either error and in either mode: a third of one is quick.
         (FULL, "No space left", "async", 3),
-        pytest.param(FULL, "No space left", "async", 1, marks=pytest.mark.slow),
+        pytest.param(FULL, "No space left", "async", 1, marks=pytest.mark.nightly),
         pytest.param(FULL, "No space left", "sync", 1, marks=pytest.mark.slow),
-        pytest.param(BROKEN, "Input/output", "sync", 1, marks=pytest.mark.slow),
+        pytest.param(BROKEN, "Input/output", "sync", 1, marks=pytest.mark.nightly),
         pytest.param(BROKEN, "Input/output", "async", 1, marks=pytest.mark.slow),
     ],
 )

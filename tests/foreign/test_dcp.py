@@ -121,7 +121,7 @@ def _save_trained(context: RankContext, path: str, kind: str, flat: bool) -> Non
     [
         pytest.param("fsdp", False, marks=pytest.mark.slow),
         pytest.param("hsdp", True, marks=pytest.mark.slow),
-        ("fsdp and tp", False),
+        pytest.param("fsdp and tp", False, marks=pytest.mark.slow),
         ("fsdp", True),
         pytest.param("hsdp", False, marks=pytest.mark.slow),
     ],

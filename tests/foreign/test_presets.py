@@ -357,6 +357,7 @@ def files_of(model: Any, folder: Path) -> dict[str, Any]:
     return {name: value for file in files for name, value in file.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize(
     ("family", "kv_heads"),

@@ -53,6 +53,8 @@ from tests.foreign.megatron_writing import (
 from tests.harness import RankContext, run_ranks
 from tests.integrations.forks import ForkServer
 
+pytestmark = pytest.mark.slow  # the import of the package alone takes seconds
+
 
 @pytest.fixture(scope="module")
 def megatron() -> Iterator[ForkServer]:
@@ -79,7 +81,6 @@ def written(megatron: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> P
 # ---- tensors, objects and values by hand ----
 
 
-@pytest.mark.slow
 def test_megatron_under_every_layout(written: Path) -> None:
     """Row B6: copies under keys of their own are one tensor, also where only some are stored."""
     path = written / "run" / f"iter_{ITERATION:07d}"
@@ -430,7 +431,6 @@ def tensors_in(value: object) -> list[Tensor]:
     return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
-@pytest.mark.slow
 def test_generated_checkpoints_lose_no_tensor(tmp_path: Path) -> None:
     """X4, X24: whatever names, objects and common values meet, each tensor is read, or is named."""
     draw = random.Random(1)

@@ -224,10 +224,10 @@ def errors_in_new_kinds(context: RankContext, sizes: dict[str, Any], names: Any)
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [
-        ({"dp": 2}, None),
+        pytest.param({"dp": 2}, None, marks=pytest.mark.slow),
         # one communicator for gathers and reductions
         pytest.param({"dp": 2}, ("dp_cp", "expt_dp"), marks=pytest.mark.slow),
-        pytest.param({"dp": 4, "replicas": 2}, None, marks=pytest.mark.slow),
+        pytest.param({"dp": 4, "replicas": 2}, None, marks=pytest.mark.nightly),
     ],
 )
 def test_an_error_in_a_microbatch_unlike_all_before_ends_on_all_ranks_at_once(
@@ -269,6 +269,7 @@ def skipped(context: RankContext) -> None:
             assert difference(net, expected) < 1e-6, strategy
 
 
+@pytest.mark.slow
 def test_a_last_microbatch_without_a_backward_loses_no_gradient() -> None:
     """I1: before, gradients of the microbatches before it vanished, and the norm was 0."""
     run_ranks(2, skipped)
@@ -380,6 +381,7 @@ def evaluated_in_a_step(context: RankContext) -> None:
                 assert torch.allclose(mine, other, atol=1e-5), kind
 
 
+@pytest.mark.slow
 def test_evaluations_in_a_step_change_nothing_but_statistics() -> None:
     """I1: before the last microbatch and after it, in either mode of the model."""
     run_ranks(2, evaluated_in_a_step)
@@ -568,6 +570,7 @@ def written_to_whole(context: RankContext) -> None:
             good(sharded, optimizer, 0)
 
 
+@pytest.mark.slow
 def test_a_write_to_a_whole_copy_is_noticed_when_the_copy_ends() -> None:
     """I1: through `.data` after `unshard()` or an error in a backward; before, it was lost.
 
@@ -709,9 +712,7 @@ def cleared(context: RankContext, sizes: dict[str, Any], every: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "every"),
     [
-        ({"dp": 2}, 4),
-        pytest.param({"dp": 2}, 2, marks=pytest.mark.slow),
-        pytest.param({"dp": 4, "replicas": 2}, 3, marks=pytest.mark.slow),
+        pytest.param({"dp": 4, "replicas": 2}, 4, marks=pytest.mark.slow),
         pytest.param({"dp": 2}, 1, marks=pytest.mark.nightly),
         pytest.param({"dp": 4, "replicas": 2}, 1, marks=pytest.mark.nightly),
     ],
@@ -823,6 +824,7 @@ def skipped_between_slices(context: RankContext) -> None:
             assert difference(net, expected) < 1e-6, strategy
 
 
+@pytest.mark.slow
 def test_a_sum_that_waits_for_another_slice_is_not_lost() -> None:
     """I1: before, a step after a last microbatch without a backward updated by zeros.
 

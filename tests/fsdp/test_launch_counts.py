@@ -89,8 +89,7 @@ def counted(
     ("layouts", "microbatches"),
     [
         pytest.param(LAYOUTS[:3], [2], marks=pytest.mark.slow),
-        pytest.param(LAYOUTS[:3], [1], marks=pytest.mark.slow),
-        pytest.param(LAYOUTS[3:], [2, 8, 1], marks=pytest.mark.slow),
+        pytest.param(LAYOUTS[3:], [2, 8, 1], marks=pytest.mark.nightly),
         pytest.param(LAYOUTS[:3], [2, 8, 1], marks=pytest.mark.nightly),
     ],
 )

@@ -142,6 +142,7 @@ def traced(context: RankContext, names: tuple[str, ...] | None) -> dict[str, Any
         return {"begun": begun, "launches": found, "freed": freed, "layers": len(list(net.layers))}
 
 
+@pytest.mark.slow
 def test_the_next_layer_is_gathered_before_this_one_is_reduced_and_released() -> None:
     """F7: AG of layer i-1 is issued before RS of layer i, and before layer i is freed."""
     for names in (None, ("dp_cp", "expt_dp")):

@@ -126,20 +126,9 @@ def test_whole_weights_from_before_a_load_are_never_used(tmp_path: Path) -> None
     check_loaded(tmp_path, LAYOUTS[1:2], ("optim", "optim_grads_params"), every_pair=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "strategies"), [(LAYOUTS[0], STRATEGIES[::2]), (LAYOUTS[2], STRATEGIES[1::2])]
-)
-def test_whole_weights_from_before_a_load_on_other_layouts(
-    tmp_path: Path, layout: dict[str, Any], strategies: tuple[str, ...]
-) -> None:
-    """F13: dense and with replicas as well."""
-    check_loaded(tmp_path, [layout], strategies)
-
-
 @pytest.mark.nightly
 def test_whole_weights_from_before_a_load_on_every_layout(tmp_path: Path) -> None:
-    """F13: under every strategy."""
+    """F13: dense and with replicas as well, under every strategy."""
     check_loaded(tmp_path, LAYOUTS)
 
 
@@ -213,6 +202,7 @@ def optimizer_alone(context: RankContext, root: str) -> None:
                 assert torch.equal(full(parameter), before[name]), name
 
 
+@pytest.mark.slow
 def test_state_of_an_optimizer_is_allocated_by_shape(tmp_path: Path) -> None:
     """F12: parameters keep their values, counters and hyperparameters are those stored."""
     run_ranks(4, optimizer_alone, str(tmp_path))

@@ -128,7 +128,7 @@ def ordered(context: RankContext, nums: list[int]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nums", [[1], [0, 2]])
+@pytest.mark.parametrize("nums", [[1], pytest.param([0, 2], marks=pytest.mark.nightly)])
 def test_units_are_gathered_in_the_order_in_which_they_run(nums: list[int]) -> None:
     """F15: before, a model that runs its layers backwards kept all but one of them whole."""
     for wrong in run_ranks(2, ordered, nums, timeout_s=280).results:

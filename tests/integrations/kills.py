@@ -110,7 +110,7 @@ def killed_once(
 
 _NIGHTLY = pytest.mark.nightly
 _NUM_KILLS = pytest.mark.parametrize(
-    "num_kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(20, marks=_NIGHTLY)]
+    "num_kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(20, marks=_NIGHTLY)]
 )
 
 

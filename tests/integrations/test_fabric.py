@@ -40,7 +40,7 @@ resumed = resumed_by(killed_once(PROGRAM, EPOCHS, KILL))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [6, 11])
+@pytest.mark.parametrize("at", [6, pytest.param(11, marks=pytest.mark.nightly)])
 def test_killed_and_resumed_bitwise(resumed: Resumed, straight: list[str], at: int) -> None:
     """In the middle of an epoch, and right after the end of one."""
     assert resumed(at) == straight

@@ -24,6 +24,8 @@ from tests.integrations.kills import (
 )
 from tests.integrations.pages import program_of
 
+pytestmark = pytest.mark.slow  # the import of the package alone takes seconds
+
 PROGRAM = program_of("lightning", "trainer")
 EPOCHS, STEPS = 3, 30
 KILL = """
@@ -42,7 +44,7 @@ straight = straight_of(PROGRAM, EPOCHS, f"step {STEPS}, loss ")
 resumed = resumed_by(killed_once(PROGRAM, EPOCHS, KILL))
 
 
-@pytest.mark.parametrize("at", [5, pytest.param(11, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", [5, pytest.param(11, marks=pytest.mark.nightly)])
 def test_killed_and_resumed_bitwise(resumed: Resumed, straight: list[str], at: int) -> None:
     """In the middle of an epoch, and right after the end of one."""
     assert resumed(at) == straight
@@ -53,7 +55,6 @@ def test_killed_at_random_steps(resumed: Resumed, straight: list[str], num_kills
     check_kills(resumed, straight, num_kills, first=3, stop=STEPS)
 
 
-@pytest.mark.slow
 def test_workers_that_stay_from_epoch_to_epoch(server: ForkServer, tmp_path: Path) -> None:
     """A run that starts them again draws no other order of the data; those of a validation, too."""
     program = with_workers_that_stay(PROGRAM)
@@ -63,7 +64,6 @@ def test_workers_that_stay_from_epoch_to_epoch(server: ForkServer, tmp_path: Pat
     check_variant(server, tmp_path, program, kill=KILL.format(at=13, rank=0), epochs=EPOCHS)
 
 
-@pytest.mark.slow
 def test_a_validation_within_an_epoch_is_made_once(server: ForkServer, tmp_path: Path) -> None:
     """A save that is due right before it is made after it, with the draws that it has made."""
     often = PROGRAM.replace("logger=False", "val_check_interval=4, logger=False")
@@ -97,7 +97,6 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     assert "the framework runs each by itself" in ends[0].output
 
 
-@pytest.mark.slow
 def test_what_a_hook_raises_on_one_rank_every_rank_raises(
     server: ForkServer, tmp_path: Path
 ) -> None:
@@ -201,7 +200,6 @@ print(f"step {trainer.global_step} seen {data.seen} waited {stopping.wait_count}
 """
 
 
-@pytest.mark.slow
 def test_callbacks_data_modules_and_several_of_everything(
     server: ForkServer, tmp_path: Path
 ) -> None:
@@ -213,7 +211,6 @@ def test_callbacks_data_modules_and_several_of_everything(
         assert checkpointer.steps()[:2] == [6, 12]
 
 
-@pytest.mark.slow
 def test_averaged_weights_go_on_as_they_were(server: ForkServer, tmp_path: Path) -> None:
     """Its hook puts averages in the place of the module's weights, and takes them from there."""
     averaged = PROGRAM.replace("callbacks=[", "callbacks=[EMAWeightAveraging(decay=0.5), ")
@@ -232,7 +229,6 @@ print(len(scores), "made, kept are the best and the newest:", kept == best | {"i
 """
 
 
-@pytest.mark.slow
 def test_the_best_checkpoints_are_kept(server: ForkServer, tmp_path: Path) -> None:
     """X29. By a value of which each rank has logged its own; arguments as a command line passes."""
     best = PROGRAM.replace(
@@ -245,7 +241,6 @@ def test_the_best_checkpoints_are_kept(server: ForkServer, tmp_path: Path) -> No
     assert lines[0] == "5 made, kept are the best and the newest: True"
 
 
-@pytest.mark.slow
 def test_a_step_saved_again_between_module_and_optimizers(
     server: ForkServer, tmp_path: Path
 ) -> None:
@@ -281,7 +276,6 @@ def test_schedules_follow_groups_in_another_order(server: ForkServer, tmp_path: 
     assert server.lines(turned, tmp_path / "b", 2, directory=tmp_path) == straight
 
 
-@pytest.mark.slow
 def test_samplers_have_the_seed_of_the_saved_run(server: ForkServer, tmp_path: Path) -> None:
     """X20. Those of loaders that are made for each epoch, from a seed in the environment."""
     each = PROGRAM.replace("logger=False", "reload_dataloaders_every_n_epochs=1, logger=False")
@@ -292,7 +286,6 @@ def test_samplers_have_the_seed_of_the_saved_run(server: ForkServer, tmp_path: P
     assert server.lines(other, tmp_path / "b", EPOCHS, **named) == straight
 
 
-@pytest.mark.slow
 def test_a_second_fit_goes_on_or_is_refused(server: ForkServer, tmp_path: Path) -> None:
     """X22. From a step of the second one, where the first has nothing left to train.
 
@@ -307,7 +300,6 @@ def test_a_second_fit_goes_on_or_is_refused(server: ForkServer, tmp_path: Path) 
     assert "had nothing left to train" in ends[0].output
 
 
-@pytest.mark.slow
 def test_more_patience_lets_a_stopped_run_go_on(server: ForkServer, tmp_path: Path) -> None:
     """X22. Lightning restores the patience of the saved run: a program could not give it more."""
     stops = 'callbacks=[EarlyStopping("noise", patience=2, min_delta=1e9), '
@@ -332,7 +324,6 @@ def test_what_is_frozen_now_is_named(server: ForkServer, tmp_path: Path) -> None
     assert "trained when the checkpoint was saved, and frozen now: layers.0.bias" in ends[0].output
 
 
-@pytest.mark.slow
 def test_a_module_with_more_than_was_saved(server: ForkServer, tmp_path: Path) -> None:
     """It is refused by name, unless the module asks for no strict loading."""
     silent = PROGRAM.replace("loss {model.loss.item():.17g}, ", "")
@@ -351,7 +342,6 @@ def test_a_module_with_more_than_was_saved(server: ForkServer, tmp_path: Path) -
     assert lines[0].partition("weights")[2] == saved[0].partition("weights")[2]
 
 
-@pytest.mark.slow
 def test_on_another_number_of_ranks(server: ForkServer, tmp_path: Path) -> None:
     """By value: two ranks with half the batch have the weights of one, and train on."""
     silent = PROGRAM.replace("loss {model.loss.item():.17g}, ", "")

@@ -20,6 +20,8 @@ from tests.integrations.forks import ForkServer
 from tests.integrations.kills import KILL_AT_ADAMW, check_kills, in_new_root, many_kills
 from tests.integrations.pages import program_of
 
+pytestmark = pytest.mark.slow  # the import of the package alone takes seconds
+
 PROGRAM = program_of("megatron", "megatron")
 STEPS = 8
 ON_CPU = """
@@ -85,7 +87,6 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> St
 @pytest.mark.parametrize(
     ("at", "layout"), [(6, DENSE), pytest.param(9, SPARSE, marks=pytest.mark.slow)]
 )
-@pytest.mark.slow  # a kill of each other framework is in the short tests
 def test_killed_and_resumed_bitwise(
     server: ForkServer, straight: Straight, tmp_path: Path, at: int, layout: tuple[int, int]
 ) -> None:
@@ -108,7 +109,6 @@ def test_killed_at_random_steps(
     check_kills(resumed, straight[layout], num_kills, first=2, stop=stop)
 
 
-@pytest.mark.slow
 def test_another_layout_by_value(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     """Two tensor-parallel ranks, then one: loaded there and saved, nothing differs."""
     saved = straight.root(DENSE) / f"iter_{STEPS:07d}"
@@ -234,7 +234,6 @@ print(f"step {step}, weights {weights:.17g}")
 """
 
 
-@pytest.mark.slow
 def test_pipelines_on_other_layouts(server: ForkServer, tmp_path: Path) -> None:
     """Two stages of two tensor-parallel ranks, killed and resumed; one rank, and an interleaved
     pipeline of two, load what they have saved and save it: nothing differs."""
@@ -388,7 +387,6 @@ assert set(dc.load_tensors_metadata(path_of(1), loading)) == {
 """)  # fmt: skip
 
 
-@pytest.mark.slow
 def test_several_saves_before_the_first_is_finalized(server: ForkServer, tmp_path: Path) -> None:
     """A step of them is not removed before Megatron has written its file; callers may spawn.
 
@@ -468,7 +466,6 @@ trusting_common.close()
 """)  # fmt: skip
 
 
-@pytest.mark.slow
 def test_calls_that_name_no_strategy(server: ForkServer, tmp_path: Path) -> None:
     """Those of Megatron-LM; and its wrappers that spread saves and loads over the ranks."""
     by_hand(server, tmp_path, """

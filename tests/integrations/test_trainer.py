@@ -23,6 +23,8 @@ from tests.integrations.kills import (
 )
 from tests.integrations.pages import program_of
 
+pytestmark = pytest.mark.slow  # the import of the package alone takes seconds
+
 PROGRAM = program_of("transformers", "trainer")
 STEPS = 33
 KILL = """
@@ -77,7 +79,7 @@ def resumed(server: ForkServer, root: Path, at: int) -> list[str]:
     return server.lines(other, root, 3, **named)
 
 
-@pytest.mark.parametrize("at", [7, pytest.param(22, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", [7, pytest.param(22, marks=pytest.mark.nightly)])
 def test_killed_and_resumed_bitwise(resumed: Resumed, straight: list[str], at: int) -> None:
     """In the middle of an epoch, and at its end, with draws of the dataset and dropout."""
     assert resumed(at) == straight
@@ -90,7 +92,6 @@ class Draws(TrainerCallback):
 """
 
 
-@pytest.mark.slow
 def test_a_callback_that_draws_as_an_epoch_begins(server: ForkServer, tmp_path: Path) -> None:
     """X20. From a save between two epochs its draws count, as in a run that was not stopped."""
     program = PROGRAM.replace("TrainingArguments, set", "TrainerCallback, TrainingArguments, set")
@@ -103,7 +104,6 @@ def test_a_callback_that_draws_as_an_epoch_begins(server: ForkServer, tmp_path: 
     assert server.lines_after_kill(program, root, 3, kill=kill, num_ranks=1) == straight
 
 
-@pytest.mark.slow
 def test_the_best_step_is_saved_when_its_epoch_has_ended(
     server: ForkServer, tmp_path: Path
 ) -> None:
@@ -188,7 +188,6 @@ HoldfastCallback.on_train_begin = replace
 """
 
 
-@pytest.mark.slow
 def test_a_run_that_was_stopped_early_stays_stopped(server: ForkServer, tmp_path: Path) -> None:
     """X20. Until it has more patience; its callbacks are where they were, ours behind them."""
     stops = "eval_dataset=Samples(), callbacks=[EarlyStoppingCallback(2, 1e9)]"
@@ -349,7 +348,6 @@ print([p.tolist() for p in [*model.parameters(), *averages.values()]])
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["accelerate", "fabric"])
 def test_adapters_with_other_ranks_outside_of_the_trainer(
     server: ForkServer, tmp_path: Path, framework: str
@@ -360,7 +358,6 @@ def test_adapters_with_other_ranks_outside_of_the_trainer(
     assert server.lines(RANKED, tmp_path / "b", 2, framework, directory=tmp_path) == straight
 
 
-@pytest.mark.slow
 def test_adapters_on_a_sharded_base_model(server: ForkServer, tmp_path: Path) -> None:
     """X20. Sharded by FSDP2, one shard changed as the run goes on; resumed whole."""
     program = ADAPTED.replace("1e-9", "1e-2").replace(_BEST, "")
@@ -375,7 +372,6 @@ def test_adapters_on_a_sharded_base_model(server: ForkServer, tmp_path: Path) ->
     assert server.lines(program, tmp_path / "b", "resume", **named) == straight
 
 
-@pytest.mark.slow
 def test_adapters_of_another_base_model_are_refused(server: ForkServer, tmp_path: Path) -> None:
     """X20. PiSSA takes what it gives to an adapter, some of it drawn, from the base model."""
     program = ADAPTED.replace("r=4, ", 'r=4, init_lora_weights="pissa_niter_1", ')
@@ -386,7 +382,7 @@ def test_adapters_of_another_base_model_are_refused(server: ForkServer, tmp_path
     assert "q_proj.base_layer.weight" in ends[0].output
 
 
-@pytest.mark.parametrize("last", [pytest.param(5, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("last", [pytest.param(5, marks=pytest.mark.nightly), 6])
 def test_data_without_a_length_goes_on_in_a_later_pass(
     server: ForkServer, tmp_path: Path, last: int
 ) -> None:
@@ -414,7 +410,6 @@ def test_data_without_a_length_goes_on_in_a_later_pass(
     assert server.lines(program, tmp_path / "b", "full resume", directory=tmp_path) == straight
 
 
-@pytest.mark.slow
 def test_a_run_of_the_trainers_own_goes_on_here(server: ForkServer, tmp_path: Path) -> None:
     """Its folder is resumed from as ever; what is saved from then on is Holdfast's."""
     straight = server.lines(ADAPTED, tmp_path / "a", "full", directory=tmp_path)
@@ -438,7 +433,6 @@ HoldfastCallback.on_save = lambda *args, **named: os.kill(os.getpid(), 9)
 """
 
 
-@pytest.mark.slow
 def test_a_folder_of_weights_alone_is_not_resumed_from(server: ForkServer, tmp_path: Path) -> None:
     """X20. The Trainer writes it before the save here is committed, and would begin an optimizer.
 
@@ -459,7 +453,6 @@ def test_a_folder_of_weights_alone_is_not_resumed_from(server: ForkServer, tmp_p
     assert server.lines(beside, tmp_path / "c", "full resume", **named) == straight
 
 
-@pytest.mark.slow
 def test_ranks_that_look_at_other_roots_are_refused(server: ForkServer, tmp_path: Path) -> None:
     """X20. What one rank alone would resume from, or not begin beside, is an error of both."""
     server.lines(ADAPTED, tmp_path / "a", "full stop", directory=tmp_path)
@@ -476,7 +469,6 @@ def test_ranks_that_look_at_other_roots_are_refused(server: ForkServer, tmp_path
         assert all(why in each.output for each in ends), [each.output[-2000:] for each in ends]
 
 
-@pytest.mark.slow
 def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     """A start beside another run's checkpoints; another batch size. Fewer rows are named.
 
@@ -507,7 +499,6 @@ def test_what_is_refused(server: ForkServer, tmp_path: Path) -> None:
     assert "does not support enable_jit_checkpoint" in ends[0].output
 
 
-@pytest.mark.slow
 def test_on_another_number_of_ranks(server: ForkServer, tmp_path: Path) -> None:
     """By value: two ranks with half the accumulation go on where one was."""
     one = ADAPTED.replace("logging_steps=1", "logging_steps=1, gradient_accumulation_steps=2")

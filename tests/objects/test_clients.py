@@ -55,6 +55,7 @@ def agrees(module: nn.Module, optimizer: torch.optim.Optimizer, root: Path) -> N
     assert main(["diff", f"{root}/iter_0000001", f"{root}/iter_0000002"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_lightning_fabric(compiled: bool, tmp_path: Path) -> None:
     fabric_module = pytest.importorskip("lightning_fabric")

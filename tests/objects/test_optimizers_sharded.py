@@ -122,7 +122,13 @@ def over_two(context: RankContext, root: str, kind: str) -> Any:
         return at_save
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("factored", "container") else pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
 def test_it_is_kept_over_shards_and_loads_whole(tmp_path: Path, kind: str) -> None:
     """O1: two ranks, each with half; then one process, with everything."""
     at_save, again = run_ranks(2, over_two, str(tmp_path), kind).results

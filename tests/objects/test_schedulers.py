@@ -305,7 +305,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any, int], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sgd", pytest.param("adam tensor lr", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_schedule_by_another_function_is_named(
     tmp_path: Path,

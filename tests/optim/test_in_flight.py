@@ -316,10 +316,10 @@ def every_read(context: RankContext, declared: bool, low: bool) -> int:
 @pytest.mark.parametrize(
     ("declared", "low"),
     [
-        pytest.param(False, False, id="plain-fp32"),
+        pytest.param(False, False, marks=pytest.mark.slow, id="plain-fp32"),
         pytest.param(True, True, id="dtensor-bf16"),
-        pytest.param(False, True, marks=pytest.mark.slow, id="plain-bf16"),
-        pytest.param(True, False, marks=pytest.mark.slow, id="dtensor-fp32"),
+        pytest.param(False, True, marks=pytest.mark.nightly, id="plain-bf16"),
+        pytest.param(True, False, marks=pytest.mark.nightly, id="dtensor-fp32"),
     ],
 )
 def test_every_read_and_write_finds_new_values(declared: bool, low: bool) -> None:
@@ -547,11 +547,12 @@ def test_a_copy_of_a_model_is_a_plain_model() -> None:
 
 def compiled(context: RankContext) -> None:
     """Compiled from outside or inside, as a whole or in part: all see new values."""
-    for backend in ("eager", "aot_eager"):
-        for way in ("outside", "wrapped", "inside", "a module"):
-            torch.compiler.reset()
-            with ProcessGroups.create(Layout(dp=2), timeout_s=60) as groups, late_gathers():
-                compiled_as(way, backend, groups)
+    # A backend of torch's own traces with other values than the compiler.
+    backends = {"outside": "eager", **dict.fromkeys(("wrapped", "inside", "a module"), "aot_eager")}
+    for way, backend in backends.items():
+        torch.compiler.reset()
+        with ProcessGroups.create(Layout(dp=2), timeout_s=60) as groups, late_gathers():
+            compiled_as(way, backend, groups)
 
 
 def compiled_as(way: str, backend: str, groups: ProcessGroups) -> None:

@@ -14,7 +14,7 @@ from holdfast import Checkpointer, ConfigError, GroupError, Layout, OptimizerSta
 from holdfast.parallel import ModuleGroups
 from tests.harness import RankContext, run_ranks
 from tests.optim.multi_module.common import Spec, layouts_of, rows_of, train_module
-from tests.optim.test_settings import KINDS, SIZES, Alone
+from tests.optim.test_settings import SIZES, SOME, Alone
 
 BUCKETED = ("sharded", "chained")
 
@@ -122,7 +122,7 @@ def refuse_after_an_interrupt(alone: Alone, checkpointer: Checkpointer) -> None:
             call()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_a_save_or_load_in_the_middle_of_a_step_is_refused(kind: str, tmp_path: Path) -> None:
     """I3: by name, with what to do; the step then ends as if there had been no attempt."""
     first, second = run_ranks(2, attempts, kind, str(tmp_path)).results

@@ -31,6 +31,11 @@ from tests.optim.multi_module.common import (
 )
 
 KINDS = ("sharded", "chained", "fsdp", "stepper", "reduced", "modules")
+SOME = [
+    pytest.param(kind, marks=() if kind in ("chained", "fsdp", "reduced") else pytest.mark.slow)
+    for kind in KINDS
+]
+"""Of those that share a step, one by day: a chain is of sharded ones, and a stepper steps FSDP."""
 ASKED = ("sharded", "chained", "reduced")
 """Kinds that reduce gradients where their norm is asked for."""
 SIZES = {"dp": 2}
@@ -152,7 +157,7 @@ def refused(context: RankContext, kind: str) -> list[str]:
     return report
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_ranks_that_differ_in_a_setting_are_refused_by_name(kind: str) -> None:
     """I2: before, ranks scaled shards of one parameter by different factors without a word.
 
@@ -298,6 +303,7 @@ def ask_before_the_step(both: list[Alone], order: tuple[int, int], *, kind: str)
                 assert not each.call().skipped
 
 
+@pytest.mark.slow
 def test_optimizers_that_a_rank_takes_in_another_order_do_not_mix() -> None:
     """I2: norms and updates of one were made of gradients of the other, silently."""
     run_ranks(2, in_other_orders)

@@ -189,8 +189,10 @@ def scramble(run: Run) -> None:
         group["lr"] = 0.5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize(
+    "stride",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)],
+)
 def test_every_layout_loads_what_every_other_saved(tmp_path: Path, stride: int) -> None:
     """dp 2 -> 3 -> 4 -> 1, tp at the same time, sharded to whole and back; in two rings.
 

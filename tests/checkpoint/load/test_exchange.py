@@ -226,7 +226,11 @@ def _on_hosts(context: RankContext, root: str, hosts: str) -> tuple[list[int], l
         return own, [job.nbytes_read, job.nbytes_received, job.nbytes_unique]
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaaa", "abcd"])
+HOSTS = ["abab", "abcd", *(pytest.param(h, marks=pytest.mark.slow) for h in ("aabb", "aaaa"))]
+"""Of four ranks."""
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
 def test_what_ranks_of_one_host_request_each_of_them_reads(tmp_path: Path, hosts: str) -> None:
     """P7: by default bytes are read once over the job where ranks of several hosts request them."""
     state = {"cut": full("cut", (64, 1024)), "whole": full("whole", (8, 1024))}
@@ -319,7 +323,7 @@ def _own_bytes(context: RankContext, root: str, hosts: str) -> list[tuple[int, i
     return found
 
 
-@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abab", "abcd"])
+@pytest.mark.parametrize("hosts", HOSTS)
 def test_a_rank_whose_own_file_has_the_bytes_receives_none_of_them(
     tmp_path: Path, hosts: str
 ) -> None:

@@ -304,7 +304,7 @@ def _read_on(context: RankContext, root: str, seconds: float) -> list[int]:
             found.append(version_in(state, report.values))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_loads_while_a_step_is_saved_over_and_over(tmp_path: Path, num_ranks: int) -> None:
     root = tmp_path / "run"
     save(root, 9, step=0)

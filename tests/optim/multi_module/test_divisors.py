@@ -170,7 +170,13 @@ def geometries(context: RankContext, all_widths: list[tuple[int, int]]) -> dict[
     return errors
 
 
-@pytest.mark.parametrize("all_widths", [WIDTHS, pytest.param(MORE_WIDTHS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "all_widths",
+    [
+        pytest.param(WIDTHS, marks=pytest.mark.slow),
+        pytest.param(MORE_WIDTHS, marks=pytest.mark.nightly),
+    ],
+)
 def test_the_divisor_of_all_modules_is_the_number_of_losses(
     all_widths: list[tuple[int, int]],
 ) -> None:

@@ -146,6 +146,7 @@ def poison(run: Run, module: str, value: float, *, here: bool) -> Iterator[None]
         run.modules[module].model.poison = None
 
 
+@pytest.mark.slow
 def test_a_value_that_is_not_finite_on_any_rank_of_any_module_stops_all() -> None:
     """M13, M14: one decision before any scale is updated; no module goes on alone."""
     first, *others = run_ranks(4, poisoned).results
@@ -355,6 +356,7 @@ def scalers(context: RankContext) -> list[Any]:
     return report
 
 
+@pytest.mark.slow
 def test_scales_stay_equal_over_modules_and_differing_ones_stop_all() -> None:
     """M14: scalers of all modules get one decision; before it, different scales are an error."""
     first, *others = run_ranks(4, scalers).results

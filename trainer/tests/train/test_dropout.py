@@ -69,7 +69,7 @@ def workplace(tmp_path: Path) -> Path:
         pytest.param(
             EXPERTS,
             ((1, ""), (2, "--ep 2"), (4, "--tp 2 --ep 2"), (4, "--tp 2 --cp 2")),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             EXPERTS,

@@ -50,9 +50,11 @@ LOSS_BOUND = 1e-5
 """Rounding of two float32 steps, the experts' discrete choices included."""
 
 
-STRIDES = (4,)
+STRIDES = (1,)
 """How far apart in the list are those who save and who load: each layout does both."""
 MORE_STRIDES = (1, 2, 3, 4, 5)
+FEW = tuple(LAYOUTS[number] for number in (0, 5, 3, 9, 7, 8))
+"""With stages that alternate, experts, and sharded optimizers; an axis alone is nightly."""
 
 
 def rings(num_layouts: int, strides: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -165,17 +167,9 @@ def check(
 
 
 @pytest.mark.slow
-def test_a_pipeline_with_sharded_optimizers_loads_what_experts_over_data_ranks_saved(
-    tmp_path: Path,
-) -> None:
-    small = [(num_ranks, f"{words} --num-layers 2") for num_ranks, words in LAYOUTS]
-    check(tmp_path, (small[3], small[9]), timeout_s=200)
-
-
-@pytest.mark.slow
-def test_every_layout_loads_what_others_saved(tmp_path: Path) -> None:
+def test_layouts_load_what_others_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    check(tmp_path, LAYOUTS, timeout_s=280)
+    check(tmp_path, FEW, timeout_s=280)
 
 
 @pytest.mark.nightly

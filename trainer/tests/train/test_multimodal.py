@@ -79,8 +79,11 @@ MORE_PLACEMENTS = (
 @pytest.mark.parametrize(
     "words",
     [
-        *(pytest.param(words, marks=pytest.mark.slow) for words in PLACEMENTS),
-        *(pytest.param(words, marks=pytest.mark.nightly) for words in MORE_PLACEMENTS),
+        *(pytest.param(words, marks=pytest.mark.slow) for words in PLACEMENTS[::2]),
+        *(
+            pytest.param(words, marks=pytest.mark.nightly)
+            for words in (*PLACEMENTS[1::2], *MORE_PLACEMENTS)
+        ),
     ],
 )
 def test_other_placements_train_like_one_process(words: str) -> None:
@@ -88,6 +91,7 @@ def test_other_placements_train_like_one_process(words: str) -> None:
     compare(4, words)
 
 
+@pytest.mark.slow
 def test_ranks_without_any_image_train_like_one_process() -> None:
     """M10, M16: with few images in eight rows many data ranks have none."""
     words = f"{SGD} --colocated --tp 2"

@@ -110,7 +110,11 @@ def check_bitwise(directory: Path, words: str, *, num_ranks: int = 4) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [f"--tp 2 {DROPOUT}", f"--language-first --ep 2 {EXPERTS} {DROPOUT}"]
+    "words",
+    [
+        f"--tp 2 {DROPOUT}",
+        pytest.param(f"--language-first --ep 2 {EXPERTS} {DROPOUT}", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_resumed_run_is_the_run_itself(tmp_path: Path, words: str) -> None:
     """M1, M2, M20: the encoder on rank 0, and the language model on rank 0."""
@@ -124,14 +128,14 @@ def test_a_resumed_run_is_the_run_itself(tmp_path: Path, words: str) -> None:
             pytest.param(words, marks=pytest.mark.slow)
             for words in (
                 f"--cp 2 --language-first --vision-tp 2 {DROPOUT}",
-                f"--pp 2 {DROPOUT}",
-                f"--tp 2 --projector-on language --zero 2 {DROPOUT}",
                 "--tp 2 --precision fp16 --freeze-vision",
             )
         ),
         *(
             pytest.param(words, marks=pytest.mark.nightly)
             for words in (
+                f"--pp 2 {DROPOUT}",
+                f"--tp 2 --projector-on language --zero 2 {DROPOUT}",
                 f"--tp 2 --language-first {DROPOUT}",
                 f"--ep 2 {EXPERTS} {DROPOUT}",
                 f"--cp 2 {DROPOUT}",

@@ -39,8 +39,8 @@ RUNS = (
     (4, "--num-layers 2 --mixers sa --state-dim 4 --cp 2 --zero 1 --precision bf16"),
 )
 
-# A pipeline with a sharded optimizer, and a sharded model of experts with a loss scale.
-FIRST = (RUNS[8], RUNS[12])
+FIRST = (RUNS[0], RUNS[2], RUNS[4], RUNS[7], RUNS[8], RUNS[12], RUNS[14])
+"""Each way to reduce, pipelines, experts with a loss scale, and a state space over ranks."""
 
 
 def generators() -> tuple[object, ...]:
@@ -114,11 +114,12 @@ def once_and_again(rank: RankContext, directory: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "words"),
     [
-        pytest.param(*run, id=run[1], marks=() if run in FIRST else (pytest.mark.slow,))
+        pytest.param(
+            *run, id=run[1], marks=pytest.mark.slow if run in FIRST else pytest.mark.nightly
+        )
         for run in RUNS
     ],
 )
-@pytest.mark.slow
 def test_a_step_that_was_computed_again_changes_no_bit(
     workplace: object, num_ranks: int, words: str
 ) -> None:
@@ -153,7 +154,13 @@ def test_a_step_of_several_modules_can_be_computed_again(words: str) -> None:
     run_ranks(2, multimodal_once_and_again, words)
 
 
-@pytest.mark.parametrize("words", ["", "--zero 1", "--fsdp optim", "--precision fp16 --tp 2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--zero 1", "--precision fp16 --tp 2"),
+        *(pytest.param(words, marks=pytest.mark.slow) for words in ("", "--fsdp optim")),
+    ],
+)
 def test_the_squares_of_all_shares_are_that_of_the_norm(workplace: object, words: str) -> None:
     results = run_ranks(2, shares_and_norm, str(workplace), words).results
     norm = results[0][1]

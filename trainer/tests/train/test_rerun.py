@@ -141,8 +141,8 @@ def starts(
     ("num_ranks", "words"),
     [
         # The verdict of data ranks, of ZeRO and of tensor ranks is in the tests below, too.
-        pytest.param(*each, id=each[1], marks=() if number == 2 else (pytest.mark.slow,))
-        for number, each in enumerate(LAYOUTS)
+        pytest.param(*each, id=each[1], marks=pytest.mark.slow)
+        for each in LAYOUTS
     ],
 )
 def test_a_broken_device_is_named_and_training_goes_on_bitwise(
@@ -295,7 +295,11 @@ def drifting(rank: RankContext, directory: str, words: str) -> tuple[str, str, b
 
 
 @pytest.mark.parametrize(
-    "words", [VALIDATE, pytest.param(f"--async-save {DROPOUT}", marks=pytest.mark.slow)]
+    "words",
+    [
+        pytest.param(VALIDATE, marks=pytest.mark.slow),
+        pytest.param(f"--async-save {DROPOUT}", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_rank_whose_replicas_drift_is_named_with_its_device(workplace: Path, words: str) -> None:
     """Wrong but finite values: the save fails, and the checkpoint before brings back the run."""

@@ -326,6 +326,7 @@ def ordered(rank: RankContext, directory: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_order_of_ranks_changes_nothing(workplace: Path) -> None:
     for one, other in run_ranks(4, ordered, str(workplace)).results:
         assert one == other
