@@ -887,7 +887,7 @@ def test_killed_at_every_request_nothing_is_lost_or_mixed(
         ("replace", 11),
         *(
             pytest.param(action, every, marks=mark)
-            for every, mark in ((4, pytest.mark.slow), (1, pytest.mark.nightly))
+            for every, mark in ((2, pytest.mark.slow), (1, pytest.mark.nightly))
             for action in ACTIONS
             if action != "tag"
         ),

@@ -142,7 +142,7 @@ def _sweep(
     "killed",
     [
         pytest.param(Killed("sync", "first"), marks=pytest.mark.nightly),
-        pytest.param(Killed("async", "overwrite"), marks=pytest.mark.nightly),
+        pytest.param(Killed("async", "overwrite"), marks=pytest.mark.slow),
         pytest.param(Killed("sync", "next"), marks=pytest.mark.nightly),
         pytest.param(Killed("sync", "overwrite"), marks=pytest.mark.nightly),
         pytest.param(Killed("async", "first"), marks=pytest.mark.nightly),
