@@ -267,6 +267,8 @@ class ParameterGroup(_Base):  # type: ignore[misc]
     """True while whole parameters are kept, and shards are in their places."""
     is_compared = False
     """True if whole parameters that are aside are known to be those of the shards."""
+    agree: Callable[[], None]
+    """Sets `trains` to what is trained now, once all ranks have changed it."""
     opened: list[tuple[int, int]] | None = None
     """Versions of the shards when `unshard()` put whole parameters into the model's places, for any
     code to see, and until they end."""
@@ -277,6 +279,10 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Parameters that got a gradient; see `UnitGuard`."""
         self.trained: set[Any] = set()
         """Members that some backward since the last step was to train, on all ranks alike."""
+        self.trains = trained(self)
+        """Whether each is trained, as ranks have agreed; see `TrainedParameters`."""
+        self.names: list[str] = []
+        """Of the parameters in the model."""
         self._owed: set[Any] = set()
         """Those whose gradients from it are not reduced, or are summed in a slice only."""
         self._versions: list[tuple[int, int]] | None = None
@@ -321,6 +327,8 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Return True if whole parameters are kept; else a forward gathers the shards of now."""
         if self._unwatched and torch.is_grad_enabled() in self._unwatched:
             self.post_forward = self._watch_forward
+        if [*map(_IS_TRAINED, self.fsdp_params)] != self.trains and torch.is_grad_enabled():
+            self.agree()
         if self._sharded_state is _UNSHARDED:
             return True
         self._versions = [*map(_SHARD_VERSIONS, self.fsdp_params)]
@@ -411,6 +419,8 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             self.forget_cleared()
         if self._pending:
             self.unmark()
+        if [*map(_IS_TRAINED, self.fsdp_params)] != self.trains:
+            self.agree()
         # Cheaper than a hook at each parameter that autograd has given a gradient.
         for member in self.fsdp_params:
             whole = getattr(member, "_unsharded_param", None)
@@ -850,6 +860,13 @@ def gather_of(group: Any) -> object:
     return group._all_gather_comm
 
 
+def reduced_over(group: Any) -> list[dist.ProcessGroup]:
+    """Return the communicators on which the gradients of a group are reduced."""
+    info = group.mesh_info
+    over = [info.shard_process_group] if isinstance(info, FSDPMeshInfo) else []
+    return over + ([info.replicate_process_group] if isinstance(info, DDPMeshInfo) else [])
+
+
 def num_shards(group: Any) -> int:
     """Return the number of shards that the parameters of a group are cut into."""
     return group.mesh_info.shard_mesh_size if isinstance(group.mesh_info, FSDPMeshInfo) else 1
@@ -881,6 +898,11 @@ def sharded(member: Any) -> nn.Parameter:
 
 _SHARD = attrgetter("sharded_param")
 _IS_TRAINED = attrgetter("sharded_param.requires_grad")
+
+
+def trained(group: Any) -> list[bool]:
+    """Return for each parameter of a group if it is trained."""
+    return [*map(_IS_TRAINED, group.fsdp_params)]
 
 
 def sharded_all(members: Iterable[Any]) -> list[nn.Parameter]:

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from holdfast._torch import mark_launch
 from holdfast.optim.collectives import uninterrupted
+from holdfast.optim.microbatches import Look
 from holdfast.parallel.groups.launch_order import LaunchOrder, LaunchProgress, OrderMark
 
 
@@ -137,8 +138,8 @@ class LaunchLog:
         """True if the comparison has failed."""
         self._noted: list[tuple[Any, ...]] = []
         """The fields of each `UnitLaunch` from the last `start` to the last `stop`."""
-        self.look: Callable[[float], None] | None = None
-        """Raises if another rank has failed; takes the seconds that a wait has lasted."""
+        self.look: Look | None = None
+        """Raises if another rank has failed."""
         self.note: Callable[[tuple[Any, ...]], None] = self._count
         """Takes the fields of the `UnitLaunch` that this rank makes; a method in C if possible."""
         self._counts: dict[dist.ProcessGroup, int] = {}
@@ -185,6 +186,11 @@ class LaunchLog:
         number = order.add(what if user == 1 else f"{what} of sharded model {user}")
         self._sources.setdefault(order, []).append(number)
         return number, order
+
+    def name_on(self, group: dist.ProcessGroup) -> str:
+        """Return a name of this model on a communicator of several ranks; equal on all of them."""
+        name = str(group.group_name)
+        return f"{name}/{self._orders[name][1].number}"
 
     def launches_on(self, group: dist.ProcessGroup) -> bool:
         """Return True if units launch collectives on a communicator."""
@@ -432,7 +438,11 @@ class LoggedReduction(Logged):
 
 
 class LoggedSums:
-    """A communicator on which FSDP2 makes its all-reduces, which are noted."""
+    """A communicator on which FSDP2 makes its all-reduces, which are noted.
+
+    It is equal to the communicator: where an all-reduce raises, torch looks that up, and would
+    raise another error if it was not found.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, log: LaunchLog, *, source: str, is_watched: bool
@@ -441,6 +451,14 @@ class LoggedSums:
         self._log = log
         self._source, self._order = log.add_source(group, source)
         self._is_watched = is_watched
+
+    def __eq__(self, other: object) -> bool:
+        """Return True for what stands for the same communicator, and for that itself."""
+        return self is other or other is self._group
+
+    def __hash__(self) -> int:
+        """Return that of the communicator."""
+        return hash(self._group)
 
     def size(self) -> int:
         """Return the number of ranks."""

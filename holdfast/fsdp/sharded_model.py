@@ -25,6 +25,7 @@ from holdfast.fsdp.launch_log import LaunchLog, UnitLaunch, can_watch
 from holdfast.fsdp.originals import Originals
 from holdfast.fsdp.plan import Kind
 from holdfast.fsdp.prefetch import Prefetch
+from holdfast.fsdp.trained import TrainedParameters
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import ALONE, Veto
@@ -199,6 +200,8 @@ class ShardedModel(MicrobatchTaker):
             [guard.state for guard in guards], [guard.places for guard in guards]
         )
         self._groups = self._units.groups
+        # The units have it.
+        TrainedParameters(self._groups, log=log, control=groups.control)
         self._originals = originals
         self._prefetch = prefetch
         self.axes = axes

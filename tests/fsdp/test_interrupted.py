@@ -929,6 +929,77 @@ def in_other_orders(context: RankContext, root: Path) -> None:
             assert difference(net, single) < 1e-4, strategy
 
 
+def trained_otherwise(
+    context: RankContext,
+    num_ranks: int,
+    strategy: Any,
+    change: str,
+    is_marked: bool,
+) -> None:
+    """The last rank freezes or thaws a layer alone, or all ranks do, each another one.
+
+    Two layers of one size: nothing that a communicator sees tells them apart.
+    """
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(1, 4, generator=generator) for _ in range(num_ranks)]
+    x = rows[context.rank]
+    is_last = context.rank == num_ranks - 1
+    with ProcessGroups.create(Layout(dp=num_ranks), data_timeout_s=600) as groups:
+        net, number = Branching(), 0
+        with torch.no_grad():
+            for layer in net.layers:
+                layer.weight.copy_(torch.randn(4, 4, generator=generator))
+        if change == "thaw":
+            net.layers[0].requires_grad_(False)
+        single = copy.deepcopy(net)
+        sharded = fully_shard_model(net, groups, experts=(), units=net.layers, strategy=strategy)
+        optimizer, alone = sgd(net.parameters()), sgd(single.parameters())
+
+        def flip(model: nn.Module, number: int = 0) -> None:
+            model.layers[number].requires_grad_(change == "thaw")  # type: ignore[operator, union-attr, index]
+
+        def train(*, is_changed_between: bool = False) -> None:
+            with sharded.microbatch(is_last=True) if is_marked else nullcontext():
+                loss = net(x, (0, 1)).sum()
+                if is_changed_between and is_last:
+                    flip(net)
+                loss.backward()
+
+        train()
+        sharded.step(optimizer)
+        is_between = change == "between"
+        if change == "others":
+            number = context.rank % 2
+            flip(net, number)
+        elif is_last and not is_between:
+            flip(net)
+        text = (
+            r"requires_grad of 'layers\.\d\.weight' \(now (True|False)\) was changed on rank \d and"
+        )
+        with pytest.raises(PlanError, match=text):
+            train(is_changed_between=is_between)
+        if not is_marked:
+            with pytest.raises(ConfigError, match=r"Create the groups"):
+                train()
+            return
+        sharded.drop_gradients()
+        for place, model in enumerate(net.layers):  # as it was
+            model.requires_grad_(not (place == 0 and change == "thaw"))
+        for _ in range(2):  # all ranks alike, there and back
+            train()
+            sharded.step(optimizer)
+            flip(net)
+            train()
+            sharded.step(optimizer)
+            net.layers[0].requires_grad_(change != "thaw")
+        for step in range(5):
+            single.layers[0].requires_grad_((step in (0, 1, 3)) == (change != "thaw"))
+            torch.stack([single(row, (0, 1)).sum() for row in rows]).mean().backward()
+            alone.step()
+            alone.zero_grad()
+        assert difference(net, single) < 1e-4
+
+
 def as_often_as(
     context: RankContext, orders: tuple[Any, Any], is_evaluated: bool, is_completed: bool
 ) -> None:
@@ -1115,6 +1186,32 @@ def test_ranks_that_run_other_units_do_not_get_each_others_weights(tmp_path: Pat
     What an evaluation in another order has found is not saved either.
     """
     run_ranks(2, in_other_orders, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "change", "is_marked"),
+    [
+        (2, "optim_grads_params", "freeze", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (4, "no_shard", "freeze", False),
+                (3, "no_shard", "thaw", True),
+                (2, "optim_grads_params", "thaw", False),
+                (3, "optim_grads", "between", True),
+                (2, "optim_grads_params", "others", True),
+                (2, "optim", "others", False),
+            )
+        ),
+    ],
+)
+def test_what_only_some_ranks_freeze_or_thaw_is_refused_on_all_before_it_is_reduced(
+    num_ranks: int, strategy: str, change: str, is_marked: bool
+) -> None:
+    """I1: gloo ended the processes, in reductions of other sizes; of equal ones, sums of gradients
+    of different parameters were used.
+    """
+    run_ranks(num_ranks, trained_otherwise, num_ranks, strategy, change, is_marked)
 
 
 @pytest.mark.parametrize(
