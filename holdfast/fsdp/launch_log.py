@@ -104,7 +104,7 @@ class UnitLaunch(NamedTuple):
 
 
 Launched = tuple[LaunchOrder, int]
-"""Where something was launched: the order, and how many launches it had then."""
+"""Where something was launched: the order, and how many launches it had then; 0 for all of them."""
 _GROUP = itemgetter(1)
 """Of what `LaunchLog` notes of a launch."""
 _LOOK_AFTER = tuple(timedelta(seconds=each) for each in (0.1, 0.2, 0.5))
@@ -288,7 +288,7 @@ class LaunchLog:
             last_in: the order of one that was just launched.
         """
         if last_in is not None:
-            self._pending[work] = last_in, last_in.num_launches()
+            self._pending[work] = last_in, 0
         look = self.look
         if look is not None:
             waited_s = 0.0
@@ -299,7 +299,10 @@ class LaunchLog:
                     if work.is_completed():
                         break
                     waited_s += limit.total_seconds()
-                    self._waited = self._pending.get(work)
+                    launched = self._pending.get(work)
+                    if launched is not None and not launched[1]:  # nothing was launched since
+                        launched = launched[0], launched[0].num_launches()
+                    self._waited = launched
                     try:
                         look(waited_s)
                     finally:

@@ -581,6 +581,8 @@ class ShardedModel(MicrobatchTaker):
         """Raise ConfigError if an optimizer has parameters that are not the sharded model's."""
         known = {*map(id, self._parameters())}
         members = [p for group in optimizer.param_groups for p in group["params"]]
+        if known.issuperset(map(id, members)):
+            return
         stray = [p for p in members if id(p) not in known and p.numel()]
         if stray:
             names = parameter_names(self.model)
@@ -639,7 +641,7 @@ class ShardedModel(MicrobatchTaker):
 
     def _trained_before(self) -> set[nn.Parameter]:
         """Return the parameters that some backward since the last step was to train."""
-        return {p for group in self._groups for p in _torch.sharded_all(group.trained)}
+        return {p for group in self._groups for p in _torch.sharded_all(group.trained_in_step())}
 
     def _check_writes(self) -> None:
         if self._units.is_written():

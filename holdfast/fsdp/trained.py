@@ -64,7 +64,7 @@ class TrainedParameters:
             if now != agreed:
                 self._agree_on(over, now)
         for group in self._groups:
-            group.trains = _torch.trained(group)
+            group.change_trained()
 
     def _trained_on(self, over: dist.ProcessGroup) -> list[bool]:
         return [each for group in self._reduced[over] for each in _torch.trained(group)]
