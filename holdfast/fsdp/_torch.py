@@ -1297,6 +1297,18 @@ def drop_ahead(state: Any) -> None:
             result.all_gather_work.wait()
 
 
+def reduce_last_first(root: nn.Module) -> None:
+    """Have a backward end with the reductions that autograd has not begun, the last unit's first.
+
+    These are of units that no gradient has come to, or none of whose inputs needs one, which may be
+    so on some ranks only. FSDP2 would begin with the model's own parameters, so ranks would reduce
+    in different orders; autograd comes to the units in this one.
+    """
+    state = state_of(root)
+    state._lazy_init()
+    state._state_ctx.all_states.reverse()
+
+
 def prepare_for_inference(root: nn.Module, states: Iterable[Any]) -> None:
     """Allocate whole parameters outside of inference mode, so that autograd can use them later.
 

@@ -669,6 +669,7 @@ class ShardedModel(MicrobatchTaker):
                 )
             for guard in self._guards:  # FSDP2 takes for good what is there in the first forward
                 guard.check_places()
+            _torch.reduce_last_first(module)
             self._is_ready = True
         if not self._is_ready_for_inference and torch.is_inference_mode_enabled():
             # Also after training: some units may not have run in it.

@@ -864,6 +864,45 @@ class Branching(nn.Module):
         return x
 
 
+class Tower(nn.Module):
+    """Layers of other sizes, of which the first may get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 6)])
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, is_cut: bool) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        loss: Tensor = self.head(self.layers[1](x.detach() if is_cut else x)).square().mean()
+        return loss
+
+
+def with_other_gradients(context: RankContext) -> None:
+    """On rank 1 the input needs a gradient, or the first layer gets none."""
+    generator = torch.Generator().manual_seed(5)
+    with ProcessGroups.create(Layout(dp=2), data_timeout_s=20) as groups:
+        for strategy in STRATEGIES:
+            torch.manual_seed(0)
+            net = Tower()
+            single = copy.deepcopy(net)
+            sharded = fully_shard_model(
+                net, groups, experts=(), units=net.layers, strategy=strategy
+            )
+            optimizer, alone = sgd(net.parameters()), sgd(single.parameters())
+            for needs_gradient, is_cut in ((True, False), (False, True)):
+                rows = torch.randn(2, 3, 4, generator=generator)
+                for rank in range(2):
+                    (single(rows[rank], is_cut and rank == 1) / 2).backward()
+                x = rows[context.rank].requires_grad_(needs_gradient and context.rank == 1)
+                with sharded.microbatch(is_last=True):
+                    net(x, is_cut and context.rank == 1).backward()
+                sharded.step(optimizer)
+                alone.step()
+                alone.zero_grad()
+            assert difference(net, single) < 1e-6, strategy
+
+
 ORDERS: list[tuple[Any, Any]] = [
     (((0, 1),), ((1, 0),)),
     (((0,),), ((1,),)),
@@ -1186,6 +1225,13 @@ def test_ranks_that_run_other_units_do_not_get_each_others_weights(tmp_path: Pat
     What an evaluation in another order has found is not saved either.
     """
     run_ranks(2, in_other_orders, tmp_path)
+
+
+def test_units_that_autograd_leaves_out_on_some_ranks_are_reduced_in_the_order_of_the_others() -> (
+    None
+):
+    """F10: the model's own parameters came before them, and gloo ended the processes."""
+    run_ranks(2, with_other_gradients)
 
 
 @pytest.mark.parametrize(
