@@ -520,6 +520,12 @@ def written_to_whole(context: RankContext) -> None:
                 with pytest.raises(ConfigError, match=r"unshard\(\)") if writes else nullcontext():
                     loss.backward()
                 sharded.drop_gradients()
+            layer.unshard()
+            with torch.no_grad():  # a write that counts, to shards
+                mine[0].mul_(0.5)
+            layer.reshard()
+            with torch.no_grad():
+                layer.down.weight.mul_(2.0)
             # Of shards that are written by what counts no write nothing says that they are lost.
             layer.unshard()
             with torch.no_grad():

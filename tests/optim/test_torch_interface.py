@@ -249,6 +249,11 @@ def test_a_step_without_backward_says_so(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"no parameter got a gradient.*call backward first"):
         optimizer.step()
     backward(net, optimizer)
+    with (
+        pytest.raises(ConfigError, match="a microbatch after the last one of this step"),
+        optimizer.microbatch(is_last=True),
+    ):
+        pass
     assert optimizer.step().norm > 0
     with pytest.raises(ConfigError, match="no parameter got a gradient"):
         optimizer.step()
