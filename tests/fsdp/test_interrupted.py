@@ -753,7 +753,7 @@ def test_a_gradient_that_is_not_reduced_is_not_read_as_none() -> None:
     run_ranks(2, read_in_a_step)
 
 
-def frozen_in_a_step(context: RankContext) -> None:
+def frozen_in_a_step(context: RankContext, sizes: dict[str, int]) -> None:
     is_left_out = False
 
     def without_experts(layer: Any, x: Tensor, _: Tensor) -> Tensor:
@@ -762,8 +762,8 @@ def frozen_in_a_step(context: RankContext) -> None:
         added: Tensor = layer.down(torch.tanh(layer.up(x)))
         return x + added
 
-    with ProcessGroups.create(Layout(dp=2)) as groups:
-        for strategy in STRATEGIES:
+    with ProcessGroups.create(Layout(**sizes)) as groups:
+        for strategy in STRATEGIES[2:] if "replicas" in sizes else STRATEGIES:
             net, expected = build(), build()
             sharded = shard(net, groups, strategy=strategy)
             optimizer, reference = (
@@ -796,7 +796,8 @@ def test_what_is_frozen_in_a_step_stays_frozen() -> None:
 
     What was trained until then and got no gradient anywhere is not moved by decay.
     """
-    run_ranks(2, frozen_in_a_step)
+    for sizes in ({"dp": 2}, {"dp": 2, "replicas": 2}):
+        run_ranks(2, frozen_in_a_step, sizes)
 
 
 def skipped_between_slices(context: RankContext) -> None:
