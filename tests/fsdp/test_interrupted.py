@@ -1329,6 +1329,8 @@ def cleared_by_hand(context: RankContext) -> None:
                 with sharded.microbatch(is_last=True):
                     sharded.model(rows_of(0)[0]).mean().backward()
                 assert "no step has used" in (sharded.unfinished_work() or "")  # for a save
+                sgd([p for p in net.parameters() if p is not net.layers[0].down.weight]).step()  # type: ignore[index, union-attr]
+                assert sharded.unfinished_work() is None  # a step has, which leaves one as it is
                 clear()
                 assert sharded.unfinished_work() is None
                 with pytest.raises(ConfigError, match="got a gradient on any rank"):
