@@ -17,7 +17,8 @@ need nothing special: state is DTensors.
 Which unit runs next is known to the model alone, so `prefetch.py` records it in each forward. Every
 gather and reduction goes through `launch_log.py`, so that ranks can complete after an error what
 others have launched. A reduction also tells which parameters no rank has used (`UseCounts`), which
-are left without a gradient.
+are left without a gradient. What is reduced follows `requires_grad`, so ranks change that alike
+(`trained.py`).
 
 Read first: `model.py`, `plan.py`, `sharded_model.py`.
 """

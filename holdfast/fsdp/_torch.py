@@ -195,24 +195,28 @@ class UseCounts:
         # What follows in a buffer keeps its alignment.
         self.size = -(-num_members // _ALIGNMENT) * _ALIGNMENT
         self.sharded_size = torch.Size([self.size])
+        self.sharded_param = self._unsharded_param = self
+        """Of which FSDP2 asks `grad`, and if it is there."""
         self.grad: torch.Tensor | None = None
         """What FSDP2 gives as the reduced gradient."""
         self.unsharded_accumulated_grad: torch.Tensor | None = None
+        self.unsharded_accumulated_grad_data: torch.Tensor | None = None
+        """What is reduced, where FSDP2 takes it."""
         self._num_parts = num_parts
         self._device = device
-        self._pattern: tuple[Any, ...] = ()
-        self._given: torch.Tensor | None = None
+        self._used: list[bool] = []
+        self._dtype: torch.dtype | None = None
 
-    def give(self, used: Sequence[bool], dtype: torch.dtype) -> None:
+    def give(self, used: list[bool], dtype: torch.dtype) -> None:
         """Set what this rank gives to the next reduction."""
-        pattern = (dtype, *used)
-        if pattern != self._pattern:
+        if used != self._used or dtype is not self._dtype:
             part = [*map(float, used), *repeat(0.0, self.size - len(used))]
             is_pinned = self._device.type == "cuda"  # the host does not wait for the copy then
             one = torch.tensor(part, dtype=dtype, device="cpu", pin_memory=is_pinned)
-            self._given = one.to(self._device, non_blocking=True).repeat(self._num_parts)
-            self._pattern = pattern
-        self.unsharded_accumulated_grad, self.grad = self._given, None
+            given = one.to(self._device, non_blocking=True).repeat(self._num_parts)
+            self.unsharded_accumulated_grad_data = given
+            self._used, self._dtype = used, dtype
+        self.unsharded_accumulated_grad, self.grad = self.unsharded_accumulated_grad_data, None
 
     def take(self) -> list[complex] | None:
         """Return for each parameter 0 if no rank has used it; None if nothing was reduced.
@@ -223,20 +227,6 @@ class UseCounts:
         return result
 
     # ---- for FSDP2 ----
-
-    @property
-    def sharded_param(self) -> UseCounts:
-        """Has `grad`."""
-        return self
-
-    @property
-    def _unsharded_param(self) -> UseCounts:
-        return self
-
-    @property
-    def unsharded_accumulated_grad_data(self) -> torch.Tensor | None:
-        """What is reduced."""
-        return self.unsharded_accumulated_grad
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
         """Do nothing: it has one gradient."""
@@ -267,6 +257,8 @@ class ParameterGroup(_Base):  # type: ignore[misc]
     """True while whole parameters are kept, and shards are in their places."""
     is_compared = False
     """True if whole parameters that are aside are known to be those of the shards."""
+    agree: Callable[[], None]
+    """Sets `trains` to what is trained now, once all ranks have changed it."""
     opened: list[tuple[int, int]] | None = None
     """Versions of the shards when `unshard()` put whole parameters into the model's places, for any
     code to see, and until they end."""
@@ -275,10 +267,19 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         super().__init__(*args)
         self.used: dict[Any, tuple[int, int]] = {}
         """Parameters that got a gradient; see `UnitGuard`."""
-        self.trained: set[Any] = set()
-        """Members that some backward since the last step was to train, on all ranks alike."""
-        self._owed: set[Any] = set()
-        """Those whose gradients from it are not reduced, or are summed in a slice only."""
+        self.names: list[str] = []
+        """Of the parameters in the model."""
+        self.trains = trained(self)
+        """Whether each is trained, as ranks have agreed; see `TrainedParameters`."""
+        self._has_outer = isinstance(self.mesh_info, DDPMeshInfo)
+        """True if gradients are summed between slices, or whole ones between ranks."""
+        self._has_trained = self._owes = False
+        """True if there was a backward since the last step, and if gradients of the last one are
+        not reduced, or are summed in a slice only."""
+        self._trained_before: set[Any] = set()
+        """Members that some backward since the last step was to train before `trains` changed."""
+        self._owed_before: set[Any] = set()
+        """Those of them whose gradients are not reduced, or are summed in a slice only."""
         self._versions: list[tuple[int, int]] | None = None
         """Those of the shards before whole parameters were gathered from them in a forward."""
         self.sums: LoggedSums | None = None
@@ -303,6 +304,29 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         first = self.fsdp_params[0]  # all of a group have the same dtype
         self._orig_dtype, self._reduce_dtype = first.orig_dtype, first.reduce_dtype
 
+    def change_trained(self) -> None:
+        """Note that all ranks train what this one trains now."""
+        before = self._agreed()
+        if self._has_trained:
+            self._trained_before |= before
+        if self._owes:
+            self._owed_before |= before
+        self.trains = trained(self)
+
+    def _agreed(self) -> set[Any]:
+        return {
+            each
+            for each, is_trained in zip(self.fsdp_params, self.trains, strict=True)
+            if is_trained
+        }
+
+    def trained_in_step(self) -> set[Any]:
+        """Return members that a backward since the last step was to train; on all ranks alike."""
+        return self._trained_before | self._agreed() if self._has_trained else self._trained_before
+
+    def _owed(self) -> set[Any]:
+        return self._owed_before | self._agreed() if self._owes else self._owed_before
+
     def use_training_state(self, training_state: Any) -> _InTrainingState:
         """FSDP2 enters it around each gather ahead."""
         return _InTrainingState(self, training_state)
@@ -321,6 +345,8 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Return True if whole parameters are kept; else a forward gathers the shards of now."""
         if self._unwatched and torch.is_grad_enabled() in self._unwatched:
             self.post_forward = self._watch_forward
+        if [*map(_IS_TRAINED, self.fsdp_params)] != self.trains and torch.is_grad_enabled():
+            self.agree()
         if self._sharded_state is _UNSHARDED:
             return True
         self._versions = [*map(_SHARD_VERSIONS, self.fsdp_params)]
@@ -411,27 +437,30 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             self.forget_cleared()
         if self._pending:
             self.unmark()
+        if [*map(_IS_TRAINED, self.fsdp_params)] != self.trains:
+            self.agree()
+        members, dtype = self.fsdp_params, None
         # Cheaper than a hook at each parameter that autograd has given a gradient.
-        for member in self.fsdp_params:
-            whole = getattr(member, "_unsharded_param", None)
-            if whole is not None and whole.grad is not None:
+        for member, gradient in zip(members, self._whole_gradients(), strict=False):
+            if gradient is not None:
                 self.used[member] = _SHARD_VERSIONS(member)
-        if self._owed and self.reduce_grads:
+                dtype = gradient.dtype
+        if not self.reduce_grads:
+            dtype = None
+        elif dtype is None or self._owes or self._owed_before:
             self._take_part()
-        self.trained.update(filter(_IS_TRAINED, self.fsdp_params))
-        if self.reduce_grads and self.all_reduce_grads:
-            self._owed.clear()
-        else:
-            self._owed.update(filter(_IS_TRAINED, self.fsdp_params))
-        dtype = self._dtype_to_reduce() if self.reduce_grads else None
+            dtype = self._dtype_to_reduce()
+        self._has_trained = True
+        self._owes = not self.reduce_grads or (self._has_outer and not self.all_reduce_grads)
+        if self._owed_before and not self._owes:
+            self._owed_before.clear()
         if dtype is None:
             # FSDP2 fails to keep gradients of a group that has not run in any forward yet.
-            if self.reduce_grads or _whole_of(self.fsdp_params[0]) is not None:
+            if self.reduce_grads or _whole_of(members[0]) is not None:
                 super().post_backward(*unused)
             return
-        members = self.fsdp_params
         used = [*map(self.used.__contains__, members)]
-        if self._unused or not all(used):
+        if self._unused or False in used:
             self._unused = {
                 each
                 for each, is_used in zip(members, used, strict=True)
@@ -447,13 +476,10 @@ class ParameterGroup(_Base):  # type: ignore[misc]
     def finalize_backward(self) -> None:
         """FSDP2 calls it at the end of a backward."""
         super().finalize_backward()
-        waits = self._partial_reduce_output is not None
-        for member in self.fsdp_params:
-            whole = getattr(member, "_unsharded_param", None)
-            if whole is not None and whole.grad is not None:  # came after the reduction
+        waits = self._partial_reduce_output is not None or not self.reduce_grads
+        for member, gradient in zip(self.fsdp_params, self._whole_gradients(), strict=False):
+            if gradient is not None:  # came after the reduction
                 self.used[member] = _SHARD_VERSIONS(member)
-                waits = True
-            elif member.unsharded_accumulated_grad is not None:
                 waits = True
         if self._unused:
             self._remove_unused()
@@ -462,6 +488,13 @@ class ParameterGroup(_Base):  # type: ignore[misc]
             self.put_aside()
         if waits:
             self.mark()
+
+    def _whole_gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradients of whole parameters; nothing before these are made, all at once."""
+        try:
+            return [*map(_WHOLE_GRADIENT, self.fsdp_params)]
+        except AttributeError:
+            return []
 
     def _dtype_to_reduce(self) -> torch.dtype | None:
         """Return the dtype of the gradients that wait for a reduction; None if there is nothing."""
@@ -498,11 +531,12 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """
         waiting = [each.unsharded_accumulated_grad for each in self.fsdp_params]
         dtype = next((each.dtype for each in waiting if each is not None), None)
+        owed = self._owed()
         for member in self.fsdp_params:
             whole = _whole_of(member)
             if whole is None:
                 continue
-            is_owed = member in self._owed and not member.sharded_param.requires_grad
+            is_owed = member in owed and not member.sharded_param.requires_grad
             has_zeros = is_owed or (dtype is not None and whole.requires_grad)
             if has_zeros and whole_gradient(member) is None:
                 zeros = torch.zeros_like(whole, dtype=dtype)
@@ -516,24 +550,22 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         if self._pending:
             self.unmark()
         self.used.clear()
-        self._unused.clear()
-        self.trained.clear()
-        self._owed.clear()
+        self._has_trained = self._owes = False
+        for rare in (self._unused, self._trained_before, self._owed_before):
+            if rare:
+                rare.clear()
         self._partial_reduce_output = None
         for each in self.fsdp_params:
             each.sharded_param.grad = None
             each.unsharded_accumulated_grad = None
-            whole = getattr(each, "_unsharded_param", None)
-            if whole is not None:
-                whole.grad = None
-
-    def is_summed(self, member: Any) -> bool:
-        """Return True if the sum in a slice, if there is any, has a part of this parameter."""
-        return bool(member.sharded_param.requires_grad) or member in self._owed
+        for each, gradient in zip(self.fsdp_params, self._whole_gradients(), strict=False):
+            if gradient is not None:
+                each._unsharded_param.grad = None
 
     def summed_sizes(self) -> dict[Any, int]:
         """Return the elements of each parameter that the sum in a slice has a part of, in order."""
-        members = filter(self.is_summed, self.fsdp_params)
+        owed = self._owed()
+        members = [each for each in self.fsdp_params if _IS_TRAINED(each) or each in owed]
         sizes = {each: each._sharded_param_data.numel() for each in members}
         return {**sizes, self._counts: self._counts.size}
 
@@ -541,11 +573,11 @@ class ParameterGroup(_Base):  # type: ignore[misc]
         """Notice from now on if a gradient that waits is to be forgotten."""
         if self._pending:
             return
+        summed = {} if self._partial_reduce_output is None else self.summed_sizes()
         for member in self.fsdp_params:
             shard = member.sharded_param
-            is_summed = self._partial_reduce_output is not None and self.is_summed(member)
             kind = BUCKETED.get(type(shard))
-            if kind is not None and (is_summed or whole_gradient(member) is not None):
+            if kind is not None and (member in summed or whole_gradient(member) is not None):
                 hook = PendingGradient(self, member)
                 # Not by the method, which takes no hook for what is frozen by now.
                 hooks = shard._post_accumulate_grad_hooks
@@ -850,6 +882,13 @@ def gather_of(group: Any) -> object:
     return group._all_gather_comm
 
 
+def reduced_over(group: Any) -> list[dist.ProcessGroup]:
+    """Return the communicators on which the gradients of a group are reduced."""
+    info = group.mesh_info
+    over = [info.shard_process_group] if isinstance(info, FSDPMeshInfo) else []
+    return over + ([info.replicate_process_group] if isinstance(info, DDPMeshInfo) else [])
+
+
 def num_shards(group: Any) -> int:
     """Return the number of shards that the parameters of a group are cut into."""
     return group.mesh_info.shard_mesh_size if isinstance(group.mesh_info, FSDPMeshInfo) else 1
@@ -881,6 +920,11 @@ def sharded(member: Any) -> nn.Parameter:
 
 _SHARD = attrgetter("sharded_param")
 _IS_TRAINED = attrgetter("sharded_param.requires_grad")
+
+
+def trained(group: Any) -> list[bool]:
+    """Return for each parameter of a group if it is trained."""
+    return [*map(_IS_TRAINED, group.fsdp_params)]
 
 
 def sharded_all(members: Iterable[Any]) -> list[nn.Parameter]:
@@ -1251,6 +1295,18 @@ def drop_ahead(state: Any) -> None:
             group.device_handle.current_stream().wait_event(result.all_gather_event)
         if isinstance(result.all_gather_work, dist.Work):
             result.all_gather_work.wait()
+
+
+def reduce_last_first(root: nn.Module) -> None:
+    """Have a backward end with the reductions that autograd has not begun, the last unit's first.
+
+    These are of units that no gradient has come to, or none of whose inputs needs one, which may be
+    so on some ranks only. FSDP2 would begin with the model's own parameters, so ranks would reduce
+    in different orders; autograd comes to the units in this one.
+    """
+    state = state_of(root)
+    state._lazy_init()
+    state._state_ctx.all_states.reverse()
 
 
 def prepare_for_inference(root: nn.Module, states: Iterable[Any]) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from holdfast._torch import mark_launch
 from holdfast.optim.collectives import uninterrupted
+from holdfast.optim.microbatches import Look
 from holdfast.parallel.groups.launch_order import LaunchOrder, LaunchProgress, OrderMark
 
 
@@ -103,7 +104,7 @@ class UnitLaunch(NamedTuple):
 
 
 Launched = tuple[LaunchOrder, int]
-"""Where something was launched: the order, and how many launches it had then."""
+"""Where something was launched: the order, and how many launches it had then; 0 for all of them."""
 _GROUP = itemgetter(1)
 """Of what `LaunchLog` notes of a launch."""
 _LOOK_AFTER = tuple(timedelta(seconds=each) for each in (0.1, 0.2, 0.5))
@@ -137,8 +138,8 @@ class LaunchLog:
         """True if the comparison has failed."""
         self._noted: list[tuple[Any, ...]] = []
         """The fields of each `UnitLaunch` from the last `start` to the last `stop`."""
-        self.look: Callable[[float], None] | None = None
-        """Raises if another rank has failed; takes the seconds that a wait has lasted."""
+        self.look: Look | None = None
+        """Raises if another rank has failed."""
         self.note: Callable[[tuple[Any, ...]], None] = self._count
         """Takes the fields of the `UnitLaunch` that this rank makes; a method in C if possible."""
         self._counts: dict[dist.ProcessGroup, int] = {}
@@ -185,6 +186,11 @@ class LaunchLog:
         number = order.add(what if user == 1 else f"{what} of sharded model {user}")
         self._sources.setdefault(order, []).append(number)
         return number, order
+
+    def name_on(self, group: dist.ProcessGroup) -> str:
+        """Return a name of this model on a communicator of several ranks; equal on all of them."""
+        name = str(group.group_name)
+        return f"{name}/{self._orders[name][1].number}"
 
     def launches_on(self, group: dist.ProcessGroup) -> bool:
         """Return True if units launch collectives on a communicator."""
@@ -282,7 +288,7 @@ class LaunchLog:
             last_in: the order of one that was just launched.
         """
         if last_in is not None:
-            self._pending[work] = last_in, last_in.num_launches()
+            self._pending[work] = last_in, 0
         look = self.look
         if look is not None:
             waited_s = 0.0
@@ -293,7 +299,10 @@ class LaunchLog:
                     if work.is_completed():
                         break
                     waited_s += limit.total_seconds()
-                    self._waited = self._pending.get(work)
+                    launched = self._pending.get(work)
+                    if launched is not None and not launched[1]:  # nothing was launched since
+                        launched = launched[0], launched[0].num_launches()
+                    self._waited = launched
                     try:
                         look(waited_s)
                     finally:
@@ -432,7 +441,11 @@ class LoggedReduction(Logged):
 
 
 class LoggedSums:
-    """A communicator on which FSDP2 makes its all-reduces, which are noted."""
+    """A communicator on which FSDP2 makes its all-reduces, which are noted.
+
+    It is equal to the communicator: where an all-reduce raises, torch looks that up, and would
+    raise another error if it was not found.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, log: LaunchLog, *, source: str, is_watched: bool
@@ -441,6 +454,14 @@ class LoggedSums:
         self._log = log
         self._source, self._order = log.add_source(group, source)
         self._is_watched = is_watched
+
+    def __eq__(self, other: object) -> bool:
+        """Return True for what stands for the same communicator, and for that itself."""
+        return self is other or other is self._group
+
+    def __hash__(self) -> int:
+        """Return that of the communicator."""
+        return hash(self._group)
 
     def size(self) -> int:
         """Return the number of ranks."""

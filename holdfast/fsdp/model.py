@@ -213,6 +213,7 @@ def _make_units(
                 precision=precision,
                 regathers=frees,
             )
+            group.names = [each.name for each in members]
             _torch.set_reduction(group, divisor=axis.divisor)
             if axis.gather is not None:
                 _torch.set_gather(group, axis.gather)

@@ -25,6 +25,7 @@ from holdfast.fsdp.launch_log import LaunchLog, UnitLaunch, can_watch
 from holdfast.fsdp.originals import Originals
 from holdfast.fsdp.plan import Kind
 from holdfast.fsdp.prefetch import Prefetch
+from holdfast.fsdp.trained import TrainedParameters
 from holdfast.optim import LossScaler, StepOutcome
 from holdfast.optim.collectives import Pending
 from holdfast.optim.engine import ALONE, Veto
@@ -199,6 +200,8 @@ class ShardedModel(MicrobatchTaker):
             [guard.state for guard in guards], [guard.places for guard in guards]
         )
         self._groups = self._units.groups
+        # The units have it.
+        TrainedParameters(self._groups, log=log, control=groups.control)
         self._originals = originals
         self._prefetch = prefetch
         self.axes = axes
@@ -578,6 +581,8 @@ class ShardedModel(MicrobatchTaker):
         """Raise ConfigError if an optimizer has parameters that are not the sharded model's."""
         known = {*map(id, self._parameters())}
         members = [p for group in optimizer.param_groups for p in group["params"]]
+        if known.issuperset(map(id, members)):
+            return
         stray = [p for p in members if id(p) not in known and p.numel()]
         if stray:
             names = parameter_names(self.model)
@@ -636,7 +641,7 @@ class ShardedModel(MicrobatchTaker):
 
     def _trained_before(self) -> set[nn.Parameter]:
         """Return the parameters that some backward since the last step was to train."""
-        return {p for group in self._groups for p in _torch.sharded_all(group.trained)}
+        return {p for group in self._groups for p in _torch.sharded_all(group.trained_in_step())}
 
     def _check_writes(self) -> None:
         if self._units.is_written():
@@ -664,6 +669,7 @@ class ShardedModel(MicrobatchTaker):
                 )
             for guard in self._guards:  # FSDP2 takes for good what is there in the first forward
                 guard.check_places()
+            _torch.reduce_last_first(module)
             self._is_ready = True
         if not self._is_ready_for_inference and torch.is_inference_mode_enabled():
             # Also after training: some units may not have run in it.

@@ -99,6 +99,11 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
                 raise ConfigError(f"optimizer '{name}' has other process groups than the first one")
         members = {name: each.parameters() for name, each in self._optimizers.items()}
         refuse_shared(members, where="optimizers")
+        chained = self._optimizers.items()
+        # Others may get gradients that are averaged already, and divide by 1.
+        _common_divisor(
+            {n: each.divisor for n, each in chained if isinstance(each, ShardedOptimizer)}
+        )
 
     def __getitem__(self, name: str) -> Any:
         """Return one of the optimizers."""
@@ -115,13 +120,7 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
     @property
     def divisor(self) -> int:
         """Divisor of the sum of gradients; ConfigError if the optimizers differ in it."""
-        divisors = {name: each.divisor for name, each in self._optimizers.items()}
-        if len(set(divisors.values())) > 1:
-            raise ConfigError(
-                f"the optimizers divide gradients by different numbers, {divisors}; with the same "
-                f"loss, dense parameters and experts have the same divisor"
-            )
-        return next(iter(divisors.values()))
+        return _common_divisor({name: each.divisor for name, each in self._optimizers.items()})
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for each in self._optimizers.values() for p in each.parameters()]
@@ -255,3 +254,13 @@ class ChainedOptimizer(Stepper, TorchInterface):  # type: ignore[misc]  # torch'
 
     def _sharded(self) -> list[ShardedOptimizer]:
         return [each for each in self._optimizers.values() if isinstance(each, ShardedOptimizer)]
+
+
+def _common_divisor(divisors: Mapping[str, int]) -> int:
+    """Return the divisor of all optimizers, 1 if there is none; ConfigError if they differ."""
+    if len({*divisors.values()}) > 1:
+        raise ConfigError(
+            f"the optimizers divide gradients by different numbers, {divisors}; with the same "
+            f"loss, dense parameters and experts have the same divisor"
+        )
+    return next(iter(divisors.values()), 1)

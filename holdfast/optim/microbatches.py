@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError, PlanError, shorten_ranks
 from holdfast.optim import collectives
@@ -17,6 +17,7 @@ from holdfast.parallel import Control, Layout, ModuleGroups, ProcessGroups
 from holdfast.parallel.control.control import Note
 from holdfast.parallel.groups.launch_order import LaunchProgress
 from holdfast.parallel.groups.order_comparison import (
+    change_of_some,
     compare_orders,
     missing_launch,
     mixed_orders,
@@ -24,6 +25,7 @@ from holdfast.parallel.groups.order_comparison import (
 )
 
 _PHASE = "microbatch"
+_OUTSIDE = "outside of microbatches"
 _COMPARE_AFTER_S = 1.0
 """A wait that has lasted so long looks whether other ranks have launched something else."""
 START_AGAIN = "Create the groups and the model again, and load the last checkpoint"
@@ -35,7 +37,30 @@ _MODEL_AXES = ("tp", "cp", "pp", "ep")
 """Axes along which a model may have collectives of its own in forward and backward."""
 
 
-Look = Callable[[float], None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What ranks change alike, for which this one waits until the others have."""
+
+    key: str
+    """Of the place in the program, equal on all ranks."""
+    digest: int
+    """Of what it is changed to."""
+    what: str
+    """In words."""
+
+
+class Look(Protocol):
+    """Looks at other ranks while this one waits for them."""
+
+    def __call__(self, waited_s: float, change: Change | None = None) -> None:
+        """Raise if what this one waits for will not come.
+
+        Args:
+            waited_s: seconds that the wait has lasted.
+            change: what it waits for; None if that is in `progress`.
+        """
+
+
 Description = tuple[str, int, str]
 """A collective as ranks compare it: operation, elements that a rank gives, and their dtype."""
 
@@ -122,9 +147,8 @@ class MicrobatchTaker(ABC):
     def watch_others(self, look: Look | None) -> Look | None:
         """Call `look` from now on while waits for other ranks last, and return what was; or None.
 
-        It takes the seconds that a wait has lasted, and raises if another rank has failed in this
-        microbatch. A kind needs it whose `join_microbatch` does not know every collective of the
-        other ranks.
+        It raises if another rank has failed in this microbatch. A kind needs it whose
+        `join_microbatch` does not know every collective of the other ranks.
         """
         del look
         return None
@@ -318,6 +342,8 @@ class Microbatches:
         """True while an error would come from the agreement at the end, on all ranks."""
         self._is_victim = False
         """True if this rank has left its waits because another one has failed."""
+        self._change: Change | None = None
+        """What this rank waits for as it looks at others."""
         # Inside of a pipeline's schedule stages enter and leave their microbatches at other times.
         # Those of several modules are around all schedules; the layout of all ranks has no stages.
         self._agrees = groups.layout.pp == 1
@@ -435,24 +461,34 @@ class Microbatches:
             for taker in self._takers.values():
                 taker.watch_others(self._look_outside)
 
-    def _look_outside(self, waited_s: float) -> None:
+    def _look_outside(self, waited_s: float, change: Change | None = None) -> None:
         """Raise on all ranks if what this one waits in will never come; nothing completes it.
 
         Another rank may have failed in the microbatch that follows here: that ends no evaluation.
         """
+        if waited_s < _COMPARE_AFTER_S:
+            return
+        self._is_victim = False
         try:
-            if waited_s >= _COMPARE_AFTER_S:
-                self._compare_progress()
+            rank = self._groups.loop_control.failing_rank(of=_OUTSIDE)
+            if rank is not None:
+                self._is_victim = True
+                raise PlanError(f"rank {rank} has failed {_OUTSIDE}")
+            self._compare_progress(change)
         except PlanError as error:
-            self._is_victim = False
-            self._end_outside(error)
+            shared = self._end_outside(error)
+            if isinstance(shared, PlanError):  # other ranks may know more
+                raise shared from error
             raise
 
-    def _end_outside(self, error: PlanError) -> None:
-        """Let all ranks raise what ended a wait outside of microbatches."""
+    def _end_outside(self, error: PlanError) -> BaseException:
+        """Let all ranks raise what ended a wait outside of microbatches; return what they raise."""
         control = self._groups.loop_control
-        control.announce_failure()
-        self._fail(error, is_known=False)
+        if self._is_victim:
+            control.shared_error = error  # the message of all ranks is that of the rank that failed
+        else:
+            control.announce_failure(of=_OUTSIDE)
+        shared = self._fail(error, is_known=False)
         if not control.is_broken and not control.is_out_of_sync:
             compare_launched(self._takers, control, completes=True)
         for taker in self._takers.values():
@@ -460,23 +496,24 @@ class Microbatches:
                 f"a forward or a backward outside of microbatches waited for launches that other "
                 f"ranks do not make. {START_AGAIN}"
             )
+        return shared
 
-    def _look(self, waited_s: float) -> None:
+    def _look(self, waited_s: float, change: Change | None = None) -> None:
         """Raise HoldfastError if another rank has announced that it has failed.
 
         After a while also if what this rank waits in has met another collective: such waits end
         with the limit of the communicator, which is long, and name none.
         """
-        rank = self._groups.loop_control.failing_rank()
+        rank = self._groups.loop_control.failing_rank(of=_PHASE)
         if rank is not None:
             self._is_victim = True
             raise HoldfastError(
                 f"rank {rank} has failed in this microbatch", details={"failed_ranks": [rank]}
             )
         if waited_s >= _COMPARE_AFTER_S:
-            self._compare_progress()
+            self._compare_progress(change)
 
-    def _compare_progress(self) -> None:
+    def _compare_progress(self, change: Change | None) -> None:
         """Raise PlanError if launches met others on the rank before or behind this one, or nothing.
 
         Nothing will come from a rank that waits for this one in a call of all ranks. Only ranks
@@ -486,6 +523,7 @@ class Microbatches:
         Cost: a request to the store, and at most two for each neighbour.
         """
         control = self._groups.loop_control
+        self._change = change
         control.leave_note()
         progress = self._progress()
         notes: dict[int, Note] = {}
@@ -502,10 +540,16 @@ class Microbatches:
                     raise mixed_orders(pair, ranks=each.ranks)
         for rank, note in notes.items():
             pairs = [(each, note.places[each.key]) for each in progress if each.key in note.places]
+            theirs = note.places.get(change.key, [change.digest]) if change else None
+            if change is not None and theirs != [change.digest]:
+                raise change_of_some(change.what, rank=control.rank, other=rank)
             missing = next((name for each, of in pairs if (name := each.awaited_from(of))), None)
             other = control.awaited_by(note) or next(
                 (name for each, of in pairs if (name := each.awaited_by(of))), None
             )
+            if change is not None and other is not None:
+                raise change_of_some(change.what, rank=control.rank, other=rank, waits_in=other)
+            missing = missing if change is None else f"a change of {change.what}"
             # Not without a look at what is missing: it may come from a third rank that is slow.
             if missing is not None and control.is_ahead(note):
                 raise control.free_from_step(rank, note, waits_in=missing)
@@ -517,7 +561,10 @@ class Microbatches:
 
     def places(self) -> dict[str, list[Any]]:
         """Return how far launches have come, for notes of other ranks' looks."""
-        return {each.key: each.note() for each in self._progress()}
+        changes = [] if self._change is None else [self._change]
+        return {each.key: each.note() for each in self._progress()} | {
+            each.key: [each.digest] for each in changes
+        }
 
     def _agree(self) -> None:
         """Wait for all ranks; raise if one has failed, or launched in another order."""
@@ -564,7 +611,7 @@ class Microbatches:
         if self._is_victim:
             control.shared_error = error  # the message of all ranks is that of the rank that failed
         elif not is_known:
-            control.announce_failure()
+            control.announce_failure(of=_PHASE)
         works: list[Pending] = []
         for taker in self._takers.values():
             try:

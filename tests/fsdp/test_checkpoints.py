@@ -207,6 +207,8 @@ def meta_buffers(context: RankContext) -> str:
         sharded = fully_shard_model(model, groups, experts=())
         with pytest.raises(ConfigError) as caught:
             sharded.materialize()
+        with pytest.raises(ConfigError, match="forward of a sharded model on the meta device"):
+            model(torch.ones(1, 4))
         return str(caught.value)
 
 

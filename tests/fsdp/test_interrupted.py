@@ -522,6 +522,12 @@ def written_to_whole(context: RankContext) -> None:
                 with pytest.raises(ConfigError, match=r"unshard\(\)") if writes else nullcontext():
                     loss.backward()
                 sharded.drop_gradients()
+            layer.unshard()
+            with torch.no_grad():  # a write that counts, to shards
+                mine[0].mul_(0.5)
+            layer.reshard()
+            with torch.no_grad():
+                layer.down.weight.mul_(2.0)
             # Of shards that are written by what counts no write nothing says that they are lost.
             layer.unshard()
             with torch.no_grad():
@@ -748,13 +754,17 @@ def test_a_gradient_that_is_not_reduced_is_not_read_as_none() -> None:
     run_ranks(2, read_in_a_step)
 
 
-def frozen_in_a_step(context: RankContext) -> None:
+def frozen_in_a_step(context: RankContext, sizes: dict[str, int]) -> None:
+    is_left_out = False
+
     def without_experts(layer: Any, x: Tensor, _: Tensor) -> Tensor:
+        if is_left_out:
+            return x
         added: Tensor = layer.down(torch.tanh(layer.up(x)))
         return x + added
 
-    with ProcessGroups.create(Layout(dp=2)) as groups:
-        for strategy in STRATEGIES:
+    with ProcessGroups.create(Layout(**sizes)) as groups:
+        for strategy in STRATEGIES[2:] if "replicas" in sizes else STRATEGIES:
             net, expected = build(), build()
             sharded = shard(net, groups, strategy=strategy)
             optimizer, reference = (
@@ -766,13 +776,16 @@ def frozen_in_a_step(context: RankContext) -> None:
                 layer.forward = partial(without_experts, layer)
             mine = rows_of(0, index=groups.index("dp_cp"), shares=2)
             for number, rows in enumerate(mine):
+                is_left_out = number == 0 and groups.rank == 1  # no gradient waits there
                 with sharded.microbatch(is_last=number == 1):
                     (net(rows).mean() / 2).backward()
                 net.layers[1].requires_grad_(False)  # type: ignore[operator, union-attr, index]
             sharded.step(optimizer)
             every = [rows_of(0, index=index, shares=2) for index in range(2)]
             for number in range(2):
-                (expected(torch.cat([rows[number] for rows in every])).mean() / 2).backward()
+                for rank, rows in enumerate(every):
+                    is_left_out = number == 0 and rank == 1
+                    (expected(rows[number]).mean() / 4).backward()
                 expected.layers[1].requires_grad_(False)  # type: ignore[operator, union-attr, index]
             reference.step()
             assert not any(p.requires_grad for p in net.layers[1].parameters()), strategy  # type: ignore[union-attr, index]
@@ -784,7 +797,8 @@ def test_what_is_frozen_in_a_step_stays_frozen() -> None:
 
     What was trained until then and got no gradient anywhere is not moved by decay.
     """
-    run_ranks(2, frozen_in_a_step)
+    for sizes in ({"dp": 2}, {"dp": 2, "replicas": 2}):
+        run_ranks(2, frozen_in_a_step, sizes)
 
 
 def skipped_between_slices(context: RankContext) -> None:
@@ -866,6 +880,45 @@ class Branching(nn.Module):
         return x
 
 
+class Tower(nn.Module):
+    """Layers of other sizes, of which the first may get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 6)])
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, is_cut: bool) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        loss: Tensor = self.head(self.layers[1](x.detach() if is_cut else x)).square().mean()
+        return loss
+
+
+def with_other_gradients(context: RankContext) -> None:
+    """On rank 1 the input needs a gradient, or the first layer gets none."""
+    generator = torch.Generator().manual_seed(5)
+    with ProcessGroups.create(Layout(dp=2), data_timeout_s=20) as groups:
+        for strategy in STRATEGIES:
+            torch.manual_seed(0)
+            net = Tower()
+            single = copy.deepcopy(net)
+            sharded = fully_shard_model(
+                net, groups, experts=(), units=net.layers, strategy=strategy
+            )
+            optimizer, alone = sgd(net.parameters()), sgd(single.parameters())
+            for needs_gradient, is_cut in ((True, False), (False, True)):
+                rows = torch.randn(2, 3, 4, generator=generator)
+                for rank in range(2):
+                    (single(rows[rank], is_cut and rank == 1) / 2).backward()
+                x = rows[context.rank].requires_grad_(needs_gradient and context.rank == 1)
+                with sharded.microbatch(is_last=True):
+                    net(x, is_cut and context.rank == 1).backward()
+                sharded.step(optimizer)
+                alone.step()
+                alone.zero_grad()
+            assert difference(net, single) < 1e-6, strategy
+
+
 ORDERS: list[tuple[Any, Any]] = [
     (((0, 1),), ((1, 0),)),
     (((0,),), ((1,),)),
@@ -929,6 +982,77 @@ def in_other_orders(context: RankContext, root: Path) -> None:
             torch.stack(losses).sum().backward()
             alone.step()
             assert difference(net, single) < 1e-4, strategy
+
+
+def trained_otherwise(
+    context: RankContext,
+    num_ranks: int,
+    strategy: Any,
+    change: str,
+    is_marked: bool,
+) -> None:
+    """The last rank freezes or thaws a layer alone, or all ranks do, each another one.
+
+    Two layers of one size: nothing that a communicator sees tells them apart.
+    """
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(1, 4, generator=generator) for _ in range(num_ranks)]
+    x = rows[context.rank]
+    is_last = context.rank == num_ranks - 1
+    with ProcessGroups.create(Layout(dp=num_ranks), data_timeout_s=600) as groups:
+        net, number = Branching(), 0
+        with torch.no_grad():
+            for layer in net.layers:
+                layer.weight.copy_(torch.randn(4, 4, generator=generator))
+        if change == "thaw":
+            net.layers[0].requires_grad_(False)
+        single = copy.deepcopy(net)
+        sharded = fully_shard_model(net, groups, experts=(), units=net.layers, strategy=strategy)
+        optimizer, alone = sgd(net.parameters()), sgd(single.parameters())
+
+        def flip(model: nn.Module, number: int = 0) -> None:
+            model.layers[number].requires_grad_(change == "thaw")  # type: ignore[operator, union-attr, index]
+
+        def train(*, is_changed_between: bool = False) -> None:
+            with sharded.microbatch(is_last=True) if is_marked else nullcontext():
+                loss = net(x, (0, 1)).sum()
+                if is_changed_between and is_last:
+                    flip(net)
+                loss.backward()
+
+        train()
+        sharded.step(optimizer)
+        is_between = change == "between"
+        if change == "others":
+            number = context.rank % 2
+            flip(net, number)
+        elif is_last and not is_between:
+            flip(net)
+        text = (
+            r"requires_grad of 'layers\.\d\.weight' \(now (True|False)\) was changed on rank \d and"
+        )
+        with pytest.raises(PlanError, match=text):
+            train(is_changed_between=is_between)
+        if not is_marked:
+            with pytest.raises(ConfigError, match=r"Create the groups"):
+                train()
+            return
+        sharded.drop_gradients()
+        for place, model in enumerate(net.layers):  # as it was
+            model.requires_grad_(not (place == 0 and change == "thaw"))
+        for _ in range(2):  # all ranks alike, there and back
+            train()
+            sharded.step(optimizer)
+            flip(net)
+            train()
+            sharded.step(optimizer)
+            net.layers[0].requires_grad_(change != "thaw")
+        for step in range(5):
+            single.layers[0].requires_grad_((step in (0, 1, 3)) == (change != "thaw"))
+            torch.stack([single(row, (0, 1)).sum() for row in rows]).mean().backward()
+            alone.step()
+            alone.zero_grad()
+        assert difference(net, single) < 1e-4
 
 
 def as_often_as(
@@ -1119,6 +1243,39 @@ def test_ranks_that_run_other_units_do_not_get_each_others_weights(tmp_path: Pat
     run_ranks(2, in_other_orders, tmp_path)
 
 
+def test_units_that_autograd_leaves_out_on_some_ranks_are_reduced_in_the_order_of_the_others() -> (
+    None
+):
+    """F10: the model's own parameters came before them, and gloo ended the processes."""
+    run_ranks(2, with_other_gradients)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "change", "is_marked"),
+    [
+        (2, "optim_grads_params", "freeze", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (4, "no_shard", "freeze", False),
+                (3, "no_shard", "thaw", True),
+                (2, "optim_grads_params", "thaw", False),
+                (3, "optim_grads", "between", True),
+                (2, "optim_grads_params", "others", True),
+                (2, "optim", "others", False),
+            )
+        ),
+    ],
+)
+def test_what_only_some_ranks_freeze_or_thaw_is_refused_on_all_before_it_is_reduced(
+    num_ranks: int, strategy: str, change: str, is_marked: bool
+) -> None:
+    """I1: gloo ended the processes, in reductions of other sizes; of equal ones, sums of gradients
+    of different parameters were used.
+    """
+    run_ranks(num_ranks, trained_otherwise, num_ranks, strategy, change, is_marked)
+
+
 @pytest.mark.parametrize(
     ("orders", "is_evaluated", "is_completed"),
     [
@@ -1174,6 +1331,8 @@ def cleared_by_hand(context: RankContext) -> None:
                 with sharded.microbatch(is_last=True):
                     sharded.model(rows_of(0)[0]).mean().backward()
                 assert "no step has used" in (sharded.unfinished_work() or "")  # for a save
+                sgd([p for p in net.parameters() if p is not net.layers[0].down.weight]).step()  # type: ignore[index, union-attr]
+                assert sharded.unfinished_work() is None  # a step has, which leaves one as it is
                 clear()
                 assert sharded.unfinished_work() is None
                 with pytest.raises(ConfigError, match="got a gradient on any rank"):

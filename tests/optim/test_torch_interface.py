@@ -242,6 +242,19 @@ def test_zero_grad_forgets_what_lies_in_buckets(make: Any) -> None:
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
 
 
+def test_a_chain_of_other_divisors_is_refused() -> None:
+    """S4: the guard was asked by a `MultiModuleOptimizer` alone."""
+    net = net_of()
+    common: dict[str, Any] = {"make": momentum, "groups": ProcessGroups.single(), "over": "dp_cp"}
+    parts = {
+        name: ShardedOptimizer(net, part.parameters(), divisor=divisor, name=name, **common)
+        for divisor, (name, part) in enumerate(net.named_children(), 1)
+        if [*part.parameters()]
+    }
+    with pytest.raises(ConfigError, match=r"divide gradients by different numbers, \{'0': 1"):
+        ChainedOptimizer(parts)
+
+
 @pytest.mark.parametrize("make", [sharded, chained])
 def test_a_step_without_backward_says_so(make: Any) -> None:
     net = net_of()
@@ -249,6 +262,11 @@ def test_a_step_without_backward_says_so(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"no parameter got a gradient.*call backward first"):
         optimizer.step()
     backward(net, optimizer)
+    with (
+        pytest.raises(ConfigError, match="a microbatch after the last one of this step"),
+        optimizer.microbatch(is_last=True),
+    ):
+        pass
     assert optimizer.step().norm > 0
     with pytest.raises(ConfigError, match="no parameter got a gradient"):
         optimizer.step()

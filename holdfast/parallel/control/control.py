@@ -478,22 +478,26 @@ class Control:
                 raise late from error
         raise GroupError(f"Phase {phase!r}: no rank received the failure.") from error
 
-    def announce_failure(self) -> None:
+    def announce_failure(self, *, of: str) -> None:
         """Let ranks that look, `failing_rank`, know that this one will call `fail` next.
 
         Ranks that wait in something else than a call of `control` look while they wait.
 
+        Args:
+            of: what it fails in: ranks that are in something else do not look for it.
+
         Cost: one request to the store; none for one rank.
         """
         if self._transport is not None:
-            self._transport.announce(self._sequence + 1)
+            self._transport.announce(self._sequence + 1, of)
 
-    def failing_rank(self) -> int | None:
+    def failing_rank(self, *, of: str) -> int | None:
         """Return a rank that fails the next call of all ranks, as far as this one knows.
 
         Cost: one request to the store.
         """
-        return None if self._transport is None else self._transport.announced(self._sequence + 1)
+        transport = self._transport
+        return None if transport is None else transport.announced(self._sequence + 1, of)
 
     def leave_note(self, *, left: str = "") -> bool:
         """Let ranks that look, `note_of`, know how far this one is before the next call of all.
@@ -626,6 +630,21 @@ class Control:
     def text_of(self, key: str) -> str | None:
         """Return what a rank has left by `leave_text`. Cost: at most two requests to the store."""
         return None if self._transport is None else self._transport.reason(key)
+
+    def count(self, key: str, number: int) -> int:
+        """Add a number to what ranks have added under a key, and return the sum.
+
+        Raises:
+            GroupError: The store does not answer.
+
+        Cost: one request to the store; none for one rank.
+        """
+        return number if self._transport is None else self._transport.count(key, number)
+
+    def forget_count(self, key: str) -> None:
+        """Forget what was counted under a key, of which no rank asks any more."""
+        if self._transport is not None:
+            self._transport.forget_count(key)
 
     def _cut(self, error: HoldfastError) -> None:
         self.reason_cut = str(error)

@@ -185,14 +185,14 @@ class Transport:
         self.exchange([], [(index, memoryview(buffer)) for (index, _), buffer in pairs])
         return [bytes(buffer) for buffer in buffers]
 
-    def announce(self, sequence: int) -> None:
+    def announce(self, sequence: int, of: str) -> None:
         """Note in the store that this rank fails a call; without it the others wait longer."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"failing/{sequence}", str(self._rank))
+            self._store.set(f"failing/{of}/{sequence}", str(self._rank))
 
-    def announced(self, sequence: int) -> int | None:
+    def announced(self, sequence: int, of: str) -> int | None:
         """Return the rank that has noted that it fails a call, if one has."""
-        key = f"failing/{sequence}"
+        key = f"failing/{of}/{sequence}"
         with contextlib.suppress(RuntimeError):  # a store that is gone knows of none
             return int(self._store.get(key)) if self._store.check([key]) else None
         return None
@@ -238,6 +238,18 @@ class Transport:
         with contextlib.suppress(RuntimeError):
             return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
         return None
+
+    def count(self, key: str, number: int) -> int:
+        """Add a number to that under a key, and return the sum; GroupError without the store."""
+        try:
+            return self._store.add(f"count/{key}", number)
+        except RuntimeError as error:
+            raise GroupError(f"The store of layout {self._name!r} cannot count: {error}") from error
+
+    def forget_count(self, key: str) -> None:
+        """Remove a key of `count`."""
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(f"count/{key}")
 
     def noted(self, rank: int, sequence: int) -> str | None:
         """Return the text that a rank has left before it makes a call, if it has."""

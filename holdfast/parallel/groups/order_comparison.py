@@ -110,6 +110,24 @@ def missing_launch(what: str, *, rank: int, other: int, waits_in: str) -> PlanEr
     )
 
 
+def change_of_some(what: str, *, rank: int, other: int, waits_in: str | None = None) -> PlanError:
+    """Return the error of ranks of which some have changed what is trained, or other parameters.
+
+    Args:
+        what: was changed.
+        rank: that has changed it.
+        other: that has not.
+        waits_in: where that one waits for the first, in words; None if it changes something else.
+    """
+    does = f"waits in {waits_in}" if waits_in else "has changed that of others"
+    return PlanError(
+        f"{what} was changed on rank {rank} and not on rank {other}, which {does}: they would "
+        f"reduce different parameters. Freeze and thaw the same ones on all ranks of a data axis, "
+        f"between the same two forwards. Call drop_gradients() on all ranks, and repeat the step",
+        details={"ranks": [rank, other]},
+    )
+
+
 def _unpack(payload: bytes) -> dict[str, int]:
     return msgspec.msgpack.decode(payload, type=dict[str, int]) if payload else {}
 

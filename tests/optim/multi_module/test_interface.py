@@ -105,7 +105,7 @@ def refused(context: RankContext) -> list[str]:
         with pytest.raises(ConfigError, match="cannot be"):
             copy.deepcopy(optimizer)
         optimizer.close()
-        with pytest.raises(ConfigError, match=r"ranks 0-4: .*closed"):
+        with pytest.raises(ConfigError, match=r"ranks 0-4: .*: it is closed"):
             optimizer.step()
     return report
 
