@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +17,7 @@ from holdfast.arrays.distinct import distinct
 from holdfast.arrays.memory import MEMORY
 from holdfast.arrays.types import IntArray
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
+from holdfast.format.byte_ranges import join_runs
 from holdfast.format.digest import digest64, digest128
 from holdfast.format.index import decode_index, describe_row, validate_index
 from holdfast.format.manifest import FileInfo, Manifest, decode_manifest, has_digests
@@ -264,13 +264,13 @@ class CheckpointFiles:
     def read_views(
         self, rows: IntArray, bounds: IntArray, address: IntArray, *, verify: bool
     ) -> None:
-        """As `read_pieces`, with the memory of each piece by itself.
+        """As `read_pieces`, with the memory of each piece by itself, and of any number of files.
 
-        They are read and hashed by steps, whose bytes stay in the cache, however many or few pieces
-        a step has.
+        Each file is read and hashed by steps, whose bytes stay in the cache, whatever pieces a step
+        has bytes of.
 
         Args:
-            rows: (n,) the index row of each piece.
+            rows: (n,) the index row of each piece; in the order of the files.
             bounds: (n, 2) its first byte in the payload of its row, and the byte past its end.
             address: (n,) where it goes in this process's memory, which the caller keeps alive.
             verify: Check the digest of every block.
@@ -287,7 +287,7 @@ class CheckpointFiles:
         *,
         out: memoryview | None = None,
     ) -> None:
-        """Read adjacent pieces of one file, then those that are damaged one by one, again.
+        """Read pieces in the order of the files, then those that are damaged one by one, again.
 
         Args:
             rows: As of `read_pieces`.
@@ -295,30 +295,37 @@ class CheckpointFiles:
             memory: What the pieces are read to.
             begin: (n,) the byte of it at which each starts.
             verify: Check the digest of every block.
-            out: Memory in which they lie end to end, and which one read fills; None if each has its
-                own.
+            out: Memory in which they lie end to end as in one file, and which one read fills; None
+                if each has its own.
         """
         rows, bounds = (np.asarray(each, dtype=np.int64) for each in (rows, bounds))
         start, stop = bounds.T
-        piece, at, end, stated = self._blocks(rows, start, stop, begin, verify)
+        piece, number, stated = self._blocks(rows, start, stop, verify)
+        skip = number * self._block_nbytes
+        nbytes = (stop - start)[piece] - skip
+        if verify:
+            nbytes = np.minimum(nbytes, self._block_nbytes)
+        at = begin[piece] + skip
         # All blocks in loops in C, as there may be many small ones.
-        blocks = [*map(memory.__getitem__, map(slice, at.tolist(), end.tolist()))]
-        before = np.concatenate([[0], np.cumsum(end - at)])
-        cuts = [0, len(blocks)]
-        if out is None:
-            cuts[1:1] = (np.flatnonzero(np.diff(before[:-1] // _STRIDE_NBYTES)) + 1).tolist()
-        place, file = int(self.index.start[rows[0]] + start[0]), int(self.index.file[rows[0]])
+        blocks = [*map(memory.__getitem__, map(slice, at.tolist(), (at + nbytes).tolist()))]
+        file = self.index.file[rows][piece]
+        place = (self.index.start[rows] + start)[piece] + skip
+        most = _STRIDE_NBYTES if out is None else len(out)
+        cuts = join_runs(file, place, nbytes, most=most)
+        heads = cuts[:-1]
+        columns = (each.tolist() for each in (heads, cuts[1:], file[heads], place[heads]))
         wrong: list[int] = []
-        for first, last in pairwise(cuts):
-            some, nbytes = blocks[first:last], int(before[last] - before[first])
-            image = self._image(file)
+        for first, last, file_number, byte in zip(*columns, strict=True):
+            some = blocks[first:last]
+            image = self._image(file_number)
             try:
-                source = image or self._source(file)
-                self._count(read=nbytes, file=file, is_image=image is not None)
+                source = image or self._source(file_number)
+                size = sum(map(len, some))
+                self._count(read=size, file=file_number, is_image=image is not None)
                 if out is None:
-                    read_views(source, some, start=place + int(before[first]))
+                    read_views(source, some, start=byte)
                 else:
-                    source.readinto(out, start=place)
+                    source.readinto(out, start=byte)
                 digests = [*map(digest64, some)] if verify else []
                 if digests == stated[first:last]:
                     continue
@@ -328,33 +335,27 @@ class CheckpointFiles:
                     raise  # each further piece would be asked for as long
                 wrong += range(first, len(blocks))
             if image is not None:
-                self._refuse_image(file, _NOT_THE_BYTES)
+                self._refuse_image(file_number, _NOT_THE_BYTES)
             if wrong[-1] >= last:
                 break  # what could not be read is not tried again, but piece by piece
-        for number in distinct(piece[wrong]).tolist():
-            first, last = bounds[number].tolist()
-            to = int(begin[number])
-            self._read_again(int(rows[number]), first, last, memory[to : to + last - first], verify)
+        for which in distinct(piece[wrong]).tolist():
+            first, last = bounds[which].tolist()
+            to = int(begin[which])
+            self._read_again(int(rows[which]), first, last, memory[to : to + last - first], verify)
 
     def _blocks(
-        self, rows: IntArray, start: IntArray, stop: IntArray, begin: IntArray, verify: bool
-    ) -> tuple[IntArray, IntArray, IntArray, list[int]]:
-        """Return, for each block of pieces, its piece, its first byte in the memory that the pieces
-        are read to and the byte past its end; and the digests that are stated, if any are checked.
-
-        Unverified, a piece is one block.
-        """
+        self, rows: IntArray, start: IntArray, stop: IntArray, verify: bool
+    ) -> tuple[IntArray, IntArray, list[int]]:
+        """Return, for each block of pieces, its piece and its number in it; and the digests that
+        are stated, if any are checked. Unverified, a piece is one block."""
         if not verify:
-            return np.arange(len(rows)), begin, begin + stop - start, []
+            return np.arange(len(rows)), np.zeros(len(rows), dtype=np.int64), []
         # Pieces start at blocks; a payload's last block may be short, so the division of its end is
         # rounded up: -(-a // b).
-        block = self._block_nbytes
-        first = start // block
-        piece, number = enumerate_ranges(-(-stop // block) - first)
-        at = begin[piece] + number * block
-        end = np.minimum(at + block, (begin + stop - start)[piece])
+        first = start // self._block_nbytes
+        piece, number = enumerate_ranges(-(-stop // self._block_nbytes) - first)
         stated = self.index.digest[(self.index.digest_ptr[rows] + first)[piece] + number]
-        return piece, at, end, stated.tolist()
+        return piece, number, stated.tolist()
 
     def _read_again(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
         """Read one piece alone, from the row itself or any other copy of its box."""

@@ -49,7 +49,7 @@ _MAX_THREADS = 8
 _THREADS_NBYTES = 1 << 20
 """What is read from this host's page cache and hashed in less time than threads take to start."""
 _RUN_NBYTES = 16 << 20
-"""What one thread reads of a file to plain memory without a look at anything else."""
+"""What one thread reads to plain memory without a look at anything else."""
 _MIN_RUN_NBYTES = 1 << 20
 """The same of a small load, so that each thread has some."""
 _PAGE_NBYTES = 4 << 10
@@ -395,29 +395,29 @@ class LoadExecutor:
         )
 
     def _join_reads(self, plan: ReadPlan) -> None:
-        """Choose which pieces of one round and one file, next to each other, are read together.
+        """Choose which pieces are read together, and which reads one thread does in a row.
 
-        Small ones are, through a buffer. Where all of several reads goes as it is to plain memory,
-        these are one: it takes steps through the file, whatever tensors a step has bytes of.
+        Small pieces of one round and one file, next to each other, are one read, through a buffer.
+        Reads of which all goes as it is to plain memory are done in a row: they take steps through
+        the files, whatever tensors a step has bytes of.
         """
         row, (start, stop) = self._row_of_each, self._bounds_of_each.T
         index, rounds, size = self._files.index, plan.round[self._pieces], stop - start
         file = (rounds + 1) * len(self._files.manifest.files) + index.file[row]
-        place = index.start[row] + start
-        cuts = join_neighbours(file, place, size, range_nbytes=plan.request_nbytes)
-        before = np.concatenate([[0], np.cumsum(size)])
-        head, kept = cuts[:-1], np.array(self._kept_ptr)[cuts]
+        cuts = join_neighbours(
+            file, index.start[row] + start, size, range_nbytes=plan.request_nbytes
+        )
+        before, kept = np.concatenate([[0], np.cumsum(size)]), np.array(self._kept_ptr)[cuts]
         # Of each piece something is kept: as many rows as pieces are one of each.
         is_plain = np.diff(kept) == np.diff(cuts)
         is_plain &= np.diff(self._kept.num_parts[kept]) == 0
+        at, share = before[cuts], self.nbytes_needed // (4 * self._num_threads)
         runs = join_runs(
-            file[head],
-            place[head],
-            np.diff(before[cuts]),
+            np.zeros_like(at[:-1]),
+            at[:-1],
+            np.diff(at),
+            most=max(min(share, _RUN_NBYTES), _MIN_RUN_NBYTES),
             is_apart=~is_plain,
-            most=max(
-                min(_RUN_NBYTES, self.nbytes_needed // (4 * self._num_threads)), _MIN_RUN_NBYTES
-            ),
         )
         self._cuts: list[int] = cuts.tolist()
         self._runs, self._round_of_run = runs, rounds[cuts[runs[:-1]]]
