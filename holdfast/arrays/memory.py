@@ -9,7 +9,7 @@ import numpy as np
 
 from holdfast.arrays.types import IntArray
 
-_SMALL_NBYTES = 128 << 10
+SMALL_NBYTES = 128 << 10
 """Ranges up to here are copied without giving up the interpreter's lock, which costs as much as
 copying a kilobyte, and as much again where another thread waits for it."""
 _NUM_TOGETHER = 64
@@ -37,7 +37,7 @@ def copy_ranges(target: IntArray, source: IntArray, nbytes: IntArray) -> None:
 
     Cost: 0.3 µs for each range, and the copy.
     """
-    is_small = nbytes <= _SMALL_NBYTES
+    is_small = nbytes <= SMALL_NBYTES
     small = np.flatnonzero(is_small & (nbytes > 0))
     columns = [each[small].tolist() for each in (target, source, nbytes)]
     for first in range(0, len(small), _NUM_TOGETHER):

@@ -306,13 +306,35 @@ def join_neighbours(
            0       88       8       2
            1       96       8       3    another file
     """
+    is_large = nbytes >= (range_nbytes // 4 if range_nbytes else DIRECT_NBYTES)
+    return join_runs(file, start, nbytes, most=range_nbytes or _JOINED_NBYTES, is_apart=is_large)
+
+
+def join_runs(
+    file: IntArray,
+    start: IntArray,
+    nbytes: IntArray,
+    *,
+    most: int,
+    is_apart: BoolArray | None = None,
+) -> IntArray:
+    """Join pieces, in order of file and byte, that follow one another; return the bounds in 0…n.
+
+    Args:
+        file: (n,) of each piece.
+        start: (n,) its first byte.
+        nbytes: (n,) its length.
+        most: A run ends before the first piece that begins so many bytes after its own begin.
+        is_apart: (n,) those that are not joined with others; None for none.
+    """
     if not len(file):
         return np.zeros(1, dtype=np.int64)
-    is_large = nbytes >= (range_nbytes // 4 if range_nbytes else DIRECT_NBYTES)
-    apart = (file[1:] != file[:-1]) | (start[1:] != start[:-1] + nbytes[:-1])
-    is_new = np.concatenate([[True], apart | is_large[1:] | is_large[:-1]])
+    has_gap = (file[1:] != file[:-1]) | (start[1:] != start[:-1] + nbytes[:-1])
+    if is_apart is not None:
+        has_gap |= is_apart[1:] | is_apart[:-1]
+    is_new = np.concatenate([[True], has_gap])
     # Cut each run of neighbours again whenever a read is full.
-    number = sums_before(nbytes, np.cumsum(is_new)) // (range_nbytes or _JOINED_NBYTES)
+    number = sums_before(nbytes, np.cumsum(is_new)) // most
     is_new[1:] |= number[1:] != number[:-1]
     return np.append(np.flatnonzero(is_new), len(file))
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +17,7 @@ from holdfast.arrays.distinct import distinct
 from holdfast.arrays.memory import MEMORY
 from holdfast.arrays.types import IntArray
 from holdfast.errors import CorruptionError, HoldfastError, StorageError
+from holdfast.format.byte_ranges import join_runs
 from holdfast.format.digest import digest64, digest128
 from holdfast.format.index import decode_index, describe_row, validate_index
 from holdfast.format.manifest import FileInfo, Manifest, decode_manifest, has_digests
@@ -32,13 +32,14 @@ from holdfast.format.versions import (
     read_records,
 )
 from holdfast.storage import Source, Storage
-from holdfast.storage.reading import fills_ranges, is_unknown, read_ranges, read_strips
+from holdfast.storage.reading import fills_views, is_unknown, read_strips, read_views
 
-MIN_COLUMNAR = 16
-"""Fewer pieces are looked at one by one as fast as by columns."""
 _NOT_THE_BYTES = "bytes of it do not have the digests of the index"
 _STEP_NBYTES = 1 << 20
 """Bytes of a piece that are read and then hashed at a time: they fit a core's cache."""
+_STRIDE_NBYTES = 512 << 10
+"""Of pieces that each have their own memory, a step has the blocks that begin in so many bytes:
+with one of a MiB still fewer than a core's cache holds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -238,8 +239,7 @@ class CheckpointFiles:
         verify = verify and self.has_digests
         if len(rows) > 1:
             size = np.diff(bounds)[:, 0]
-            read = partial(_read_into, out)
-            self._read_together(rows, bounds, out, np.cumsum(size) - size, read, verify)
+            self._read_together(rows, bounds, out, np.cumsum(size) - size, verify, out=out)
             return
         file = int(self.index.file[rows[0]])
         image = self._image(file)
@@ -253,27 +253,29 @@ class CheckpointFiles:
             self._refuse_image(file, _NOT_THE_BYTES)
         self._read_again(rows[0], *bounds[0], out, verify)
 
-    def fills_ranges(self, row: int) -> bool:
-        """Return True if `read_ranges` reads pieces of this row's file by one operation."""
+    def fills_views(self, row: int) -> bool:
+        """Return True if `read_views` reads pieces of this row's file by one operation a step."""
         file = int(self.index.file[row])
         try:
-            return fills_ranges(self._image(file) or self._source(file))
+            return fills_views(self._image(file) or self._source(file))
         except (CorruptionError, StorageError):
             return False  # who reads it meets the error
 
-    def read_ranges(
+    def read_views(
         self, rows: IntArray, bounds: IntArray, address: IntArray, *, verify: bool
     ) -> None:
-        """As `read_pieces`, with the memory of each piece by itself.
+        """As `read_pieces`, with the memory of each piece by itself, and of any number of files.
+
+        Each file is read and hashed by steps, whose bytes stay in the cache, whatever pieces a step
+        has bytes of.
 
         Args:
-            rows: (n,) the index row of each piece.
+            rows: (n,) the index row of each piece; in the order of the files.
             bounds: (n, 2) its first byte in the payload of its row, and the byte past its end.
             address: (n,) where it goes in this process's memory, which the caller keeps alive.
             verify: Check the digest of every block.
         """
-        read = partial(read_ranges, address=address, nbytes=bounds[:, 1] - bounds[:, 0])
-        self._read_together(rows, bounds, MEMORY, address, read, verify and self.has_digests)
+        self._read_together(rows, bounds, MEMORY, address, verify and self.has_digests)
 
     def _read_together(
         self,
@@ -281,66 +283,79 @@ class CheckpointFiles:
         bounds: Sequence[tuple[int, int]] | IntArray,
         memory: memoryview,
         begin: IntArray,
-        read: Callable[..., None],
         verify: bool,
+        *,
+        out: memoryview | None = None,
     ) -> None:
-        """Read several adjacent pieces by one call; those that are damaged one by one, again.
+        """Read pieces in the order of the files, then those that are damaged one by one, again.
 
         Args:
             rows: As of `read_pieces`.
             bounds: Likewise.
             memory: What the pieces are read to.
             begin: (n,) the byte of it at which each starts.
-            read: Reads all of them, from a source and a byte of it.
             verify: Check the digest of every block.
+            out: Memory in which they lie end to end as in one file, and which one read fills; None
+                if each has its own.
         """
         rows, bounds = (np.asarray(each, dtype=np.int64) for each in (rows, bounds))
-        file = int(self.index.file[rows[0]])
-        image = self._image(file)
-        bad: Sequence[int] = range(len(rows))
-        try:
-            source = image or self._source(file)
-            nbytes = int((bounds[:, 1] - bounds[:, 0]).sum())
-            self._count(read=nbytes, file=file, is_image=image is not None)
-            read(source, start=int(self.index.start[rows[0]] + bounds[0, 0]))
-            bad = self._find_damaged(rows, bounds, memory, begin) if verify else ()
-        except (CorruptionError, StorageError) as error:
-            if is_unknown(error) and not self.has_copies:
-                raise  # each further piece would be asked for as long
-            # `bad` still names all pieces: each is read again, from any copy
-        if bad and image is not None:
-            self._refuse_image(file, _NOT_THE_BYTES)
-        for number in bad:
-            row, at = int(rows[number]), int(begin[number])
-            start, stop = bounds[number].tolist()
-            self._read_again(row, start, stop, memory[at : at + stop - start], verify)
+        start, stop = bounds.T
+        piece, number, stated = self._blocks(rows, start, stop, verify)
+        skip = number * self._block_nbytes
+        nbytes = (stop - start)[piece] - skip
+        if verify:
+            nbytes = np.minimum(nbytes, self._block_nbytes)
+        at = begin[piece] + skip
+        # All blocks in loops in C, as there may be many small ones.
+        blocks = [*map(memory.__getitem__, map(slice, at.tolist(), (at + nbytes).tolist()))]
+        file = self.index.file[rows][piece]
+        place = (self.index.start[rows] + start)[piece] + skip
+        most = _STRIDE_NBYTES if out is None else len(out)
+        cuts = join_runs(file, place, nbytes, most=most)
+        heads = cuts[:-1]
+        columns = (each.tolist() for each in (heads, cuts[1:], file[heads], place[heads]))
+        wrong: list[int] = []
+        for first, last, file_number, byte in zip(*columns, strict=True):
+            some = blocks[first:last]
+            image = self._image(file_number)
+            try:
+                source = image or self._source(file_number)
+                size = sum(map(len, some))
+                self._count(read=size, file=file_number, is_image=image is not None)
+                if out is None:
+                    read_views(source, some, start=byte)
+                else:
+                    source.readinto(out, start=byte)
+                digests = [*map(digest64, some)] if verify else []
+                if digests == stated[first:last]:
+                    continue
+                wrong += [i for i, each in enumerate(digests, first) if each != stated[i]]
+            except (CorruptionError, StorageError) as error:
+                if is_unknown(error) and not self.has_copies:
+                    raise  # each further piece would be asked for as long
+                wrong += range(first, len(blocks))
+            if image is not None:
+                self._refuse_image(file_number, _NOT_THE_BYTES)
+            if wrong[-1] >= last:
+                break  # what could not be read is not tried again, but piece by piece
+        for which in distinct(piece[wrong]).tolist():
+            first, last = bounds[which].tolist()
+            to = int(begin[which])
+            self._read_again(int(rows[which]), first, last, memory[to : to + last - first], verify)
 
-    def _find_damaged(
-        self, rows: IntArray, bounds: IntArray, memory: memoryview, begin: IntArray
-    ) -> list[int]:
-        """Return the pieces with a wrong block, each of which starts at a byte of `memory`."""
-        block, (start, stop) = self._block_nbytes, bounds.T
-        # [first, last) are a piece's digests in the index. Pieces start at blocks; a payload's last
-        # block may be short, so the division of its end is rounded up: a - -b // c.
-        pointers = self.index.digest_ptr[rows]
-        first, last = pointers + start // block, pointers - -stop // block
-        if len(rows) < MIN_COLUMNAR:
-            ends = begin + stop - start
-            columns = zip(*(each.tolist() for each in (begin, ends, first, last)), strict=True)
-            return [
-                i
-                for i, (at, end, a, b) in enumerate(columns)
-                if _find_wrong_block(memory[at:end], self.index.digest[a:b].tolist(), block)
-                is not None
-            ]
-        # A loop in C over all blocks, as there may be many small ones.
-        piece, number = enumerate_ranges(last - first)
-        at = begin[piece] + number * block
-        end = np.minimum(at + block, (begin + stop - start)[piece])
-        blocks = map(memory.__getitem__, map(slice, at.tolist(), end.tolist()))
-        digests = np.fromiter(map(digest64, blocks), np.uint64, len(at))
-        is_wrong = digests != self.index.digest[first[piece] + number]
-        return distinct(piece[is_wrong]).tolist() if is_wrong.any() else []
+    def _blocks(
+        self, rows: IntArray, start: IntArray, stop: IntArray, verify: bool
+    ) -> tuple[IntArray, IntArray, list[int]]:
+        """Return, for each block of pieces, its piece and its number in it; and the digests that
+        are stated, if any are checked. Unverified, a piece is one block."""
+        if not verify:
+            return np.arange(len(rows)), np.zeros(len(rows), dtype=np.int64), []
+        # Pieces start at blocks; a payload's last block may be short, so the division of its end is
+        # rounded up: -(-a // b).
+        first = start // self._block_nbytes
+        piece, number = enumerate_ranges(-(-stop // self._block_nbytes) - first)
+        stated = self.index.digest[(self.index.digest_ptr[rows] + first)[piece] + number]
+        return piece, number, stated.tolist()
 
     def _read_again(self, row: int, start: int, stop: int, out: memoryview, verify: bool) -> None:
         """Read one piece alone, from the row itself or any other copy of its box."""
@@ -491,10 +506,6 @@ class CheckpointFiles:
             if read:
                 self.stats.ranges += 1
                 self.stats.nbytes_by_file[file] += read
-
-
-def _read_into(out: memoryview, source: Source, *, start: int) -> None:
-    source.readinto(out, start=start)
 
 
 def _find_wrong_block(buffer: memoryview, stated: Sequence[int], block: int) -> int | None:

@@ -30,7 +30,6 @@ from typing import cast
 
 import numpy as np
 
-from holdfast.arrays.types import IntArray
 from holdfast.errors import StorageError, in_bytes
 from holdfast.storage.storage_protocol import (
     UNKNOWN,
@@ -68,10 +67,7 @@ _MAX_HELD_DIRS = 8
 _LOCAL_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "f2fs", "tmpfs", "xfs", "zfs"})
 """File systems that no two hosts mount at once; overlayfs is left out, whose layers may be NFS."""
 _MAX_CALL_NBYTES = 1 << 30  # one call moves at most 0x7ffff000 bytes on Linux
-_MAX_RANGES = 1024  # one call fills at most so many (IOV_MAX)
-_preadv = ctypes.CDLL(None, use_errno=True).preadv
-_preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
-_preadv.restype = ctypes.c_ssize_t
+_MAX_VIEWS = 1024  # one call fills at most so many (IOV_MAX)
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -760,11 +756,19 @@ class PosixSource:
             raise storage_error(error, action="read", place=Path(self._place)) from error
         return nbytes
 
-    def readinto_ranges(self, address: IntArray, nbytes: IntArray, *, start: int) -> None:
-        """See `read_ranges`: one system call for each thousand ranges."""
-        self._observe("read", self._path, start, int(nbytes.sum()))
+    def readinto_views(self, views: Sequence[memoryview], *, start: int) -> None:
+        """See `read_views`: one system call for each thousand views."""
+        self._observe("read", self._path, start, sum(map(len, views)))
         try:
-            read_scattered(self._fd, address, nbytes, start, self._place)
+            for first in range(0, len(views), _MAX_VIEWS):
+                some = views[first : first + _MAX_VIEWS]
+                nbytes = sum(map(len, some))
+                if os.preadv(self._fd, some, start) == nbytes:
+                    start += nbytes
+                    continue
+                for view in some:
+                    read_full(self._fd, view, start, self._place)
+                    start += len(view)
         except OSError as error:
             raise storage_error(error, action="read", place=Path(self._place)) from error
 
@@ -921,29 +925,6 @@ def read_full(fd: int, buffer: memoryview, start: int, place: str) -> None:
         if count == 0:
             raise _truncated(start, done, len(buffer), place)
         done += count
-
-
-def read_scattered(fd: int, address: IntArray, nbytes: IntArray, start: int, place: str) -> None:
-    """Fill ranges of memory from offset `start`; StorageError if the file is too short.
-
-    `os.preadv` takes buffers, each of which costs more than its bytes do where they are few.
-    """
-    ends = np.cumsum(nbytes)
-    done, total = 0, int(nbytes.sum())
-    while done < total:
-        # The first range that is not full yet, and what follows it.
-        first = int(np.searchsorted(ends, done, side="right"))
-        some = slice(first, first + _MAX_RANGES)
-        ranges = np.stack([address[some], nbytes[some]], axis=1).astype(np.int64, order="C")
-        filled = done - int(ends[first] - nbytes[first])
-        ranges[0] += filled, -filled
-        count = _preadv(fd, ranges.ctypes.data, len(ranges), start + done)
-        if count == 0:
-            raise _truncated(start, done, total, place)
-        if count > 0:
-            done += count
-        elif ctypes.get_errno() != errno.EINTR:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _truncated(start: int, done: int, nbytes: int, place: str) -> StorageError:

@@ -4,7 +4,7 @@ In a file system an operation costs a microsecond, and a file is examined before
 object store each one is a request of some ten milliseconds, and several may be in progress. A store
 may therefore have a method `read_at_most` (bytes from `start`, fewer where the file ends) and
 numbers `reads_at_once` and `range_nbytes`, and its sources methods `readinto_strips` and
-`readinto_ranges`; without them these functions do what any store can.
+`readinto_views`; without them these functions do what any store can.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
-from holdfast.arrays.memory import memory_at
-from holdfast.arrays.types import IntArray
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.storage_protocol import Source, Storage
 
@@ -94,27 +92,26 @@ def read_strips(
     return nbytes
 
 
-def fills_ranges(source: Source) -> bool:
-    """Return True if `read_ranges` takes one operation, however many ranges there are."""
-    return hasattr(source, "readinto_ranges")
+def fills_views(source: Source) -> bool:
+    """Return True if `read_views` takes one operation, however many views there are."""
+    return hasattr(source, "readinto_views")
 
 
-def read_ranges(source: Source, address: IntArray, nbytes: IntArray, *, start: int) -> None:
-    """Fill ranges of this process's memory with the bytes of a file, one range after another.
+def read_views(source: Source, views: Sequence[memoryview], *, start: int) -> None:
+    """Fill memory with the bytes of a file, one view after another.
 
     Args:
         source: The file.
-        address: (n,) of each range, which the caller keeps alive.
-        nbytes: (n,) its length.
+        views: Of bytes, anywhere in memory.
         start: Byte of the file at which the first one starts.
     """
-    read = getattr(source, "readinto_ranges", None)
+    read = getattr(source, "readinto_views", None)
     if read is not None:
-        read(address, nbytes, start=start)
+        read(views, start=start)
         return
-    for each, size in zip(address.tolist(), nbytes.tolist(), strict=True):
-        source.readinto(memory_at(each, size), start=start)
-        start += size
+    for view in views:
+        source.readinto(view, start=start)
+        start += len(view)
 
 
 def is_absence(error: StorageError) -> bool:

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, Layout, ProcessGroups, Sharded
+from holdfast.arrays.memory import copy_ranges
+from holdfast.arrays.types import IntArray
 from holdfast.checkpoint.save import staging
 from holdfast.format.names import list_steps
 from holdfast.storage import PosixStorage
@@ -70,17 +72,13 @@ def _die_after_a_save(context: RankContext, root: str, mode: str, during_next: b
             checkpointer.save_async(1, mine).result(60)
         groups.control.barrier(phase="saved")
         if during_next:
-            staging.copy_each = _copy_half_and_die  # type: ignore[assignment]
+            staging.copy_ranges = _copy_half_and_die  # type: ignore[assignment]
             checkpointer.save_async(2, state_of(2, index=context.rank, size=size))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _copy_half_and_die(
-    targets: list[torch.Tensor], sources: list[torch.Tensor], **options: object
-) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        if target.ndim:
-            target[: len(target) // 2].copy_(source[: len(source) // 2])
+def _copy_half_and_die(target: IntArray, source: IntArray, nbytes: IntArray) -> None:
+    copy_ranges(target, source, nbytes // 2)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
@@ -11,15 +10,17 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from holdfast.arrays.memory import memory_at
 from holdfast.errors import StorageError
 from holdfast.storage import PosixStorage, Storage, posix
-from holdfast.storage.reading import read_ranges
+from holdfast.storage.reading import read_views
 from tests.storage.contract import StorageContract
 
 
@@ -154,38 +155,34 @@ def test_short_reads_and_writes_are_continued(
     assert store.read("f") == store.read("g") == payload
 
 
-def test_ranges_of_memory_are_filled_in_order_however_little_a_call_reads(
+def test_views_of_memory_are_filled_in_order_however_little_a_call_reads(
     store: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More ranges than one call takes, some empty; then calls that end within one, and a signal."""
+    """More views than one call takes, some empty; then calls that end within one."""
     draw = np.random.default_rng(11)
     nbytes = draw.integers(0, 9, 3000)
     payload = draw.bytes(int(nbytes.sum()) + 7)
     store.write_file("f", payload)
     source = store.open("f")
-    real, interrupted = posix._preadv, iter([True])
+    real = os.preadv
 
-    def few(fd: int, ranges: int, num: int, start: int) -> int:
-        if next(interrupted, False):
-            ctypes.set_errno(errno.EINTR)
-            return -1
-        size = ctypes.c_int64.from_address(ranges + 8)
-        size.value = min(size.value, 5)
-        return int(real(fd, ranges, 1, start))
+    def few(fd: int, views: Sequence[memoryview], start: int) -> int:
+        some = next(view for view in views if len(view))
+        return real(fd, [some[:5]], start)
 
     for call in (real, few):
-        monkeypatch.setattr(posix, "_preadv", call)
+        monkeypatch.setattr(posix.os, "preadv", call)
         memory = np.zeros(2 * len(payload), dtype=np.uint8)
         place = np.cumsum(nbytes) - nbytes + np.arange(len(nbytes))  # a gap after each
-        read_ranges(source, memory.ctypes.data + place, nbytes, start=7)
-        filled = [memory[at : at + n].tobytes() for at, n in zip(place, nbytes, strict=True)]
-        assert b"".join(filled) == payload[7:]
+        views = [memory.data[at : at + n] for at, n in zip(place, nbytes, strict=True)]
+        read_views(source, views, start=7)
+        assert b"".join(views) == payload[7:]
         assert np.count_nonzero(memory) == np.count_nonzero(np.frombuffer(payload[7:], np.uint8))
     with pytest.raises(StorageError, match="it is truncated"):
-        read_ranges(source, memory.ctypes.data + place, nbytes, start=8)
-    monkeypatch.setattr(posix, "_preadv", real)
+        read_views(source, views, start=8)
+    monkeypatch.setattr(posix.os, "preadv", real)
     with pytest.raises(StorageError, match="Bad address"):
-        read_ranges(source, np.array([8]), np.array([4]), start=0)
+        read_views(source, [memory_at(8, 4)], start=0)
     source.close()
 
 

@@ -35,8 +35,8 @@ from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory
 from holdfast.checkpoint.options import OnDrift
 from holdfast.checkpoint.reports import JobReading
 from holdfast.errors import CorruptionError
-from holdfast.format.byte_ranges import DIRECT_NBYTES, elements, join_neighbours
-from holdfast.format.checkpoint_files import MIN_COLUMNAR, CheckpointFiles
+from holdfast.format.byte_ranges import DIRECT_NBYTES, elements, join_neighbours, join_runs
+from holdfast.format.checkpoint_files import CheckpointFiles
 from holdfast.format.manifest import TensorForms
 from holdfast.format.stored_copies import choose_copies
 from holdfast.parallel import Control
@@ -48,6 +48,10 @@ _COUNTERS = struct.Struct("<5Q")
 _MAX_THREADS = 8
 _THREADS_NBYTES = 1 << 20
 """What is read from this host's page cache and hashed in less time than threads take to start."""
+_RUN_NBYTES = 16 << 20
+"""What one thread reads to plain memory without a look at anything else."""
+_MIN_RUN_NBYTES = 1 << 20
+"""The same of a small load, so that each thread has some."""
 _PAGE_NBYTES = 4 << 10
 """Without verification, reads are cut at multiples of this, and gaps of so many bytes or more in
 what a rank needs are not read. Of the page cache, a system call for a strip costs what a copy of 8
@@ -76,8 +80,8 @@ class _Kept:
     """Requested box."""
     is_run: list[bool]
     """Whether it is one run of bytes; otherwise it is copied with strides."""
-    start: IntArray
-    """Byte of the joint read at which the run starts, or the whole piece without one."""
+    source: IntArray
+    """Byte of the piece at which the run starts; 0 without one."""
     at: list[int]
     """Byte of the box where the run goes."""
     nbytes: IntArray
@@ -193,8 +197,9 @@ class LoadExecutor:
         if self._files.has_copies:
             self._refuse_drift(plan.row)
         kept = np.arange(len(plan.piece)) if boxes is None else plan.kept(position)
-        kept, begin = self._order_reads(plan, position, kept)
-        self._find_places(plan, plan.numbers[position], kept, begin, is_alone=boxes is None)
+        kept = self._order_reads(plan, position, kept)
+        self._find_places(plan, plan.numbers[position], kept, is_alone=boxes is None)
+        self._join_reads(plan)
         if boxes is not None:
             self._transfers = RankTransfers(plan, position=position)
         if boxes is not None or self._control.size == 1:
@@ -268,17 +273,14 @@ class LoadExecutor:
         paths += [t.path for each in self._targets.values() for t in each if t.is_touched]
         return list(dict.fromkeys(paths))
 
-    def _order_reads(
-        self, plan: ReadPlan, position: int, kept: IntArray
-    ) -> tuple[IntArray, IntArray]:
+    def _order_reads(self, plan: ReadPlan, position: int, kept: IntArray) -> IntArray:
         """Choose a copy for each piece of this rank, and order them by round, file and byte.
 
         Everything that is looked up per piece becomes a list here: indexing arrays one by one is
         slow.
 
         Returns:
-            `kept`, what this rank keeps, in the order of its pieces; and the byte of the joint read
-            at which each one's piece starts.
+            `kept`, what this rank keeps, in the order of its pieces.
         """
         self._plan = plan
         files, index = self._files, self._files.index
@@ -289,16 +291,10 @@ class LoadExecutor:
         file, place = index.file[row], index.start[row] + plan.start[pieces]
         order = np.lexsort((place, file, plan.round[pieces]))
         self._pieces = pieces = pieces[order]
-        start, stop, rounds = plan.start[pieces], plan.stop[pieces], plan.round[pieces]
+        start, stop = plan.start[pieces], plan.stop[pieces]
         self._row_of_each, self._bounds_of_each = row[order], np.stack([start, stop], axis=1)
         self._rows: list[int] = self._row_of_each.tolist()
         self._bounds = list(zip(start.tolist(), stop.tolist(), strict=True))
-        # Neighbouring pieces of one round and one file are read together.
-        place_of_round = (rounds + 1) * len(files.manifest.files) + file[order]
-        self._cuts = join_neighbours(
-            place_of_round, place[order], stop - start, range_nbytes=plan.request_nbytes
-        )
-        self._round_of_cut = rounds[self._cuts[:-1]]
         # What this rank keeps of each piece, in the order of the pieces.
         number = np.full(len(plan.row), -1, dtype=np.int64)
         number[pieces] = np.arange(len(pieces))
@@ -306,12 +302,7 @@ class LoadExecutor:
         self._kept_ptr: list[int] = np.searchsorted(
             number[plan.piece[kept]], np.arange(len(pieces) + 1)
         ).tolist()
-        # Where each piece starts in the bytes that are read together.
-        size = stop - start
-        before = np.cumsum(size) - size
-        group = np.searchsorted(self._cuts, np.arange(len(pieces)), side="right") - 1
-        begin = before - before[self._cuts[group]] if len(pieces) else before
-        return kept, begin[number[plan.piece[kept]]]
+        return kept
 
     def _refuse_drift(self, rows: IntArray) -> None:
         """Raise CorruptionError, or warn, if stored copies of one of these rows differ."""
@@ -343,7 +334,7 @@ class LoadExecutor:
         )
 
     def _find_places(
-        self, plan: ReadPlan, numbers: IntArray, kept: IntArray, begin: IntArray, *, is_alone: bool
+        self, plan: ReadPlan, numbers: IntArray, kept: IntArray, *, is_alone: bool
     ) -> None:
         """Work out where the kept bytes go: to addresses of plain memory, else to a `Target`.
 
@@ -351,7 +342,6 @@ class LoadExecutor:
             plan: Of the load.
             numbers: Of the box of each local tensor of the requests, in order; -1 for empty ones.
             kept: As `_order_reads` returns it.
-            begin: Likewise.
             is_alone: Whether nothing is exchanged, which needs a `Target` for each box.
         """
         piece, overlap = plan.piece[kept], plan.overlap[kept]
@@ -388,7 +378,6 @@ class LoadExecutor:
         # A kept run goes to an address if its box is plain memory and the run lies inside.
         fits = (address[box] >= 0) & (at + size <= nbytes[box])
         place = np.where(fits, address[box] + at, -1)
-        start = begin + np.where(is_run, source, 0)
         number = np.repeat(np.arange(len(self._pieces)), np.diff(self._kept_ptr))
         piece_nbytes = self._bounds_of_each[:, 1] - self._bounds_of_each[:, 0]
         is_whole = (place >= 0) & is_run & (size == piece_nbytes[number])
@@ -397,13 +386,45 @@ class LoadExecutor:
             overlap=overlap.tolist(),
             box=box.tolist(),
             is_run=is_run.tolist(),
-            start=start,
+            source=np.where(is_run, source, 0),
             at=at.tolist(),
             nbytes=size,
             address=place,
             num_others=np.concatenate([[0], np.cumsum(place < 0)]),
             num_parts=np.concatenate([[0], np.cumsum(~is_whole)]),
         )
+
+    def _join_reads(self, plan: ReadPlan) -> None:
+        """Choose which pieces are read together, and which reads one thread does in a row.
+
+        Small pieces of one round and one file, next to each other, are one read, through a buffer.
+        Reads of which all goes as it is to plain memory are done in a row: they take steps through
+        the files, whatever tensors a step has bytes of.
+        """
+        row, (start, stop) = self._row_of_each, self._bounds_of_each.T
+        index, rounds, size = self._files.index, plan.round[self._pieces], stop - start
+        file = (rounds + 1) * len(self._files.manifest.files) + index.file[row]
+        cuts = join_neighbours(
+            file, index.start[row] + start, size, range_nbytes=plan.request_nbytes
+        )
+        before, kept = np.concatenate([[0], np.cumsum(size)]), np.array(self._kept_ptr)[cuts]
+        # Of each piece something is kept: as many rows as pieces are one of each.
+        is_plain = np.diff(kept) == np.diff(cuts)
+        is_plain &= np.diff(self._kept.num_parts[kept]) == 0
+        at, share = before[cuts], self.nbytes_needed // (4 * self._num_threads)
+        runs = join_runs(
+            np.zeros_like(at[:-1]),
+            at[:-1],
+            np.diff(at),
+            most=max(min(share, _RUN_NBYTES), _MIN_RUN_NBYTES),
+            is_apart=~is_plain,
+        )
+        self._cuts: list[int] = cuts.tolist()
+        self._runs, self._round_of_run = runs, rounds[cuts[runs[:-1]]]
+        # Where what is kept starts in the bytes that are read together.
+        number = np.array(self._kept.piece, dtype=np.int64)
+        first = cuts[np.searchsorted(cuts, number, side="right") - 1]
+        self._begin = before[number] - before[first] + self._kept.source
 
     def _has_small_pieces(self, plan: ReadPlan) -> BoolArray:
         """(boxes,) whether each requested box is filled by several pieces, most of them small."""
@@ -414,10 +435,9 @@ class LoadExecutor:
         return is_small
 
     def _reads_of(self, number: int) -> list[range]:
-        """The pieces of a round that are read together."""
-        first, last = np.searchsorted(self._round_of_cut, [number, number + 1]).tolist()
-        cuts = self._cuts[first : last + 1].tolist()
-        return [range(a, b) for a, b in pairwise(cuts)]
+        """The reads of a round, by number, that one thread does one after another."""
+        first, last = np.searchsorted(self._round_of_run, [number, number + 1]).tolist()
+        return [range(a, b) for a, b in pairwise(self._runs[first : last + 1].tolist())]
 
     def _run_rounds(self, pool: ThreadPoolExecutor) -> Exception | None:
         """Read what is kept, then each round while the one before is exchanged; an own error."""
@@ -459,30 +479,45 @@ class LoadExecutor:
             return current, caught
         return current, None
 
-    def _read(self, numbers: range, messages: Round | None) -> None:
+    def _read(self, reads: range, messages: Round | None) -> None:
         """Read and distribute pieces that lie next to each other, unless a read has failed."""
         if self._has_failed.is_set():
             return
         try:
-            self._read_pieces(numbers, messages)
+            if messages is None and self._read_plain(reads):
+                return
+            for cut in reads:
+                self._read_pieces(range(self._cuts[cut], self._cuts[cut + 1]), messages)
         except BaseException:  # an interrupt, too, must stop the other threads
             self._has_failed.set()
             raise
+
+    def _read_plain(self, reads: range) -> bool:
+        """Read what goes as it is to plain memory, each piece to its own, by as few calls as the
+        bytes need; return False if something goes elsewhere, or the source has no such call."""
+        numbers = slice(self._cuts[reads.start], self._cuts[reads.stop])
+        first, last = self._kept_ptr[numbers.start], self._kept_ptr[numbers.stop]
+        num_parts = self._kept.num_parts
+        # Of each piece something is kept: as many rows as pieces are one of each.
+        is_plain = last - first == numbers.stop - numbers.start
+        if not is_plain or num_parts[first] != num_parts[last]:
+            return False
+        if not self._files.fills_views(self._rows[numbers.start]):
+            return False
+        self._written.append((first, last))
+        self._files.read_views(
+            self._row_of_each[numbers],
+            self._bounds_of_each[numbers],
+            self._kept.address[first:last],
+            verify=self._verify,
+        )
+        return True
 
     def _read_pieces(self, numbers: range, messages: Round | None) -> None:
         """Read pieces, keep what this rank requests of each, and pack what it sends."""
         rows = self._rows[numbers.start : numbers.stop]
         bounds = self._bounds[numbers.start : numbers.stop]
         first, last = self._kept_ptr[numbers.start], self._kept_ptr[numbers.stop]
-        if messages is None and self._are_apart(numbers, first, last):
-            self._written.append((first, last))
-            self._files.read_ranges(
-                self._row_of_each[numbers.start : numbers.stop],
-                self._bounds_of_each[numbers.start : numbers.stop],
-                self._kept.address[first:last],
-                verify=self._verify,
-            )
-            return
         nbytes = sum(stop - start for start, stop in bounds)
         # Straight into the target if possible: no copy, and no page of a buffer to touch first.
         data = self._whole_place(first, last, nbytes)
@@ -502,15 +537,6 @@ class LoadExecutor:
                 # A piece that is sent is sent from where it lies now, the target included.
                 messages.pack(piece, data[at : at + stop - start])
                 at += stop - start
-
-    def _are_apart(self, numbers: range, first: int, last: int) -> bool:
-        """Return True if pieces that lie together go as they are to plain memory, each to its own,
-        and one call can read them: many small tensors."""
-        # Of each piece something is kept: as many rows as pieces are one of each.
-        num_parts, num = self._kept.num_parts, len(numbers)
-        is_each_whole = num == last - first and num_parts[first] == num_parts[last]
-        is_worth_it = num >= MIN_COLUMNAR and is_each_whole
-        return bool(is_worth_it and self._files.fills_ranges(self._rows[numbers.start]))
 
     def _scratch(self, nbytes: int) -> memoryview:
         """The buffer of this thread: memory that is used again stays in the cache."""
@@ -540,7 +566,7 @@ class LoadExecutor:
         overlaps, kept = self._plan.overlaps, self._kept
         self._written.append((first, last))
         columns: list[Any] = [
-            kept.address[first:last], base + kept.start[first:last], kept.nbytes[first:last]
+            kept.address[first:last], base + self._begin[first:last], kept.nbytes[first:last]
         ]  # fmt: skip
         # The plan has checked every bound.
         if kept.num_others[first] == kept.num_others[last]:

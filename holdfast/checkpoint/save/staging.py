@@ -117,12 +117,15 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor, first: int, stop: int
 def _copy_rows(staging: Staging, sources: TensorMemory, rows: Sequence[int]) -> None:
     """Copy rows of host tensors; small ones that are neighbours here and in the image as one.
 
-    Parameters and moments that are views of one buffer lie so. A large tensor is torch's to copy,
-    which uses more threads; of a small one, its call costs more than the copy.
+    Parameters and moments that are views of one buffer lie so. A large tensor is torch's to copy
+    where it has threads to share the work; in one thread, memcpy takes less. Of a small one, the
+    call of torch costs more than the copy.
     """
     number = np.array(rows, dtype=np.int64)
     nbytes = staging.row_nbytes[number]
-    by_torch = ~sources.is_plain[number] | (nbytes > _LARGE_NBYTES)
+    by_torch = ~sources.is_plain[number]
+    if torch.get_num_threads() > 1:
+        by_torch |= nbytes > _LARGE_NBYTES
     if by_torch.any():
         chosen = number[by_torch].tolist()
         targets = [staging.destinations[row] for row in chosen]

@@ -101,6 +101,35 @@ def test_targets_that_were_read_with_a_damaged_one_are_named(tmp_path: Path) -> 
     assert " and 11 more; " in written  # each name once, also of a tensor in two places
 
 
+def test_every_block_of_tensors_that_a_step_reads_together_is_checked(tmp_path: Path) -> None:
+    """A step has bytes of several tensors, and a tensor may have blocks in several steps."""
+    reads: list[int] = []
+
+    def observe(operation: str, path: str, start: int, nbytes: int) -> None:
+        if operation == "read" and "/data/" in path:
+            reads.append(nbytes)
+
+    sizes = (330_000, 8, 75_000, 8, 75_000, 8, 75_000, 8, 330_000)
+    stored = {f"t{i}": torch.arange(i << 24, (i << 24) + n).int() for i, n in enumerate(sizes)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"p": stored})
+    (file,) = tmp_path.glob("*/data/*")
+    with Checkpointer(PosixStorage(tmp_path, observer=observe)) as checkpointer:
+        target = {name: torch.zeros_like(each) for name, each in stored.items()}
+        checkpointer.load({"p": target})
+        assert all(torch.equal(target[name], each) for name, each in stored.items())
+        assert sum(reads) == 4 * sum(sizes)
+        assert len(reads) <= sum(reads) // (512 << 10) + 1
+        data = file.read_bytes()
+        for name, each in stored.items():
+            byte = data.index(each.numpy().tobytes()) + each.nbytes - 1
+            with file.open("r+b", buffering=0) as opened:
+                os.pwrite(opened.fileno(), bytes([data[byte] ^ 1]), byte)
+                with pytest.raises(CorruptionError, match=rf"p\.{name}\b"):
+                    checkpointer.load({"p": target})
+                os.pwrite(opened.fileno(), data[byte : byte + 1], byte)
+
+
 @pytest.mark.parametrize("apart", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_flipped_byte_of_a_small_checkpoint_is_found(tmp_path: Path, apart: int) -> None:
     """Each byte of each file, one at a time: the load raises, or returns the true values."""

@@ -153,7 +153,9 @@ def bounds_of(staging: Staging) -> list[tuple[int, int]]:
     return list(zip(staging.starts.tolist(), ends.tolist(), strict=True))
 
 
-def test_neighbours_are_copied_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_neighbours_are_copied_as_one(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors by torch, if it has several threads."""
     moved: list[int] = []
 
     def note(target: IntArray, source: IntArray, nbytes: IntArray) -> None:
@@ -162,11 +164,13 @@ def test_neighbours_are_copied_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("holdfast.checkpoint.save.staging.copy_ranges", note)
     flat = torch.randn(2000)
-    sources = [*flat[:1000].split(10), *flat[1001:].split(10)]
+    large = torch.randn(1 << 17)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    sources = [*flat[:1000].split(10), *flat[1001:].split(10), large]
     memory = SharedMemory()
     staging, names = lay_out(memory, sources, slice_nbytes=1 << 20)
     stage(staging, TensorMemory(sources), names, {})
-    assert moved == [4000, 3996]
+    assert moved == [4000, 3996, *([large.nbytes] if num_threads == 1 else [])]
     assert_staged(staging, sources)
     memory.close()
 
