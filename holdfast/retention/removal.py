@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
 
-from holdfast.errors import CorruptionError, HoldfastError
+from holdfast.errors import CorruptionError, HoldfastError, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.names import (
     LATEST,
@@ -31,6 +31,9 @@ from holdfast.format.versions import announce_removal, read_manifest, readers_of
 from holdfast.retention.tags import list_tags, remove_tag
 from holdfast.storage import Storage
 from holdfast.storage.reading import for_each, is_unknown, read_at_most, sizes_below
+
+
+_REMOVED_BY_ANOTHER = "another process removed it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,31 +303,40 @@ def _remove(storage: Storage, plan: RetentionPlan, removal: Removal) -> str | No
     newest = plan.newest
     if newest is None or (removal.step >= newest and not plan.gives_up(removal.step)):
         return "not older than the newest sound checkpoint"
+    renamed: list[str] = []
     # Everything is checked after the announcement: a reader that comes later sees it and waits.
     with announce_removal(storage, directory) as readers:
         if readers:
             return f"being read by {', '.join(readers)}"
         if not storage.is_dir(directory):
             is_there = storage.exists(directory)
-            return "a link or a file: not followed" if is_there else "another process removed it"
-        if _stamp(storage, directory) != removal.stamp:
-            return "saved again since the plan was made"
-        if tags := _new_tags(storage, removal):
-            return _tagged(tags)
-        if _stamp(storage, step_dir(newest)) != plan.newest_stamp:
-            return f"step {newest}, from which a run would restart, has changed since"
+            return "a link or a file: not followed" if is_there else _REMOVED_BY_ANOTHER
 
         # Checked once more after it has lost its name: from here on no save can replace it and no
-        # reader find it. A version saved between the check above and the renaming must not be
+        # reader find it. A version saved between the check below and the renaming must not be
         # removed, nor one that a reader has opened. Tags after readers: who sets one has a lease
         # until the tag is there.
         def may_go(aside: str) -> bool:
+            renamed.append(aside)
             readers.extend(readers_of(storage, directory))
             if not readers:
                 tags.extend(_new_tags(storage, removal))
             return not (readers or tags) and _stamp(storage, aside) == removal.stamp
 
-        storage.remove_tree(directory, only_if=may_go)
+        try:
+            if _stamp(storage, directory) != removal.stamp:
+                return "saved again since the plan was made"
+            if tags := _new_tags(storage, removal):
+                return _tagged(tags)
+            if _stamp(storage, step_dir(newest)) != plan.newest_stamp:
+                return f"step {newest}, from which a run would restart, has changed since"
+            storage.remove_tree(directory, only_if=may_go)
+        except StorageError:
+            # Two processes may remove old checkpoints, one of which finds this one gone between
+            # two of these looks.
+            if renamed or storage.exists(directory):
+                raise
+            return _REMOVED_BY_ANOTHER
         if readers:
             return f"being read by {', '.join(readers)}"
         if tags:

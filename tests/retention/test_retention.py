@@ -265,6 +265,24 @@ def test_what_changed_since_the_plan_stays(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("last_look", ["read", "remove"])
+def test_what_another_process_removes_between_two_looks_is_not_a_failure(
+    tmp_path: Path, last_look: str
+) -> None:
+    """Of two removals, the second says what happened: no file of the step remains."""
+    plan = plan_retention(fill(tmp_path, [1, 2, 3]), KeepLast(1))
+    gone = tmp_path / "iter_0000001"
+
+    def observe(operation: str, path: str, start: int, nbytes: int) -> None:
+        if operation == last_look and path.startswith(gone.name):
+            shutil.rmtree(gone, ignore_errors=True)
+
+    result = apply_retention(PosixStorage(tmp_path, observer=observe), plan)
+    assert not gone.exists()
+    assert (result.removed, result.spared) == ([2], {1: "another process removed it"})
+    assert result.failed == {}
+
+
 def test_nothing_goes_once_the_newest_has_changed(tmp_path: Path) -> None:
     storage = fill(tmp_path, [1, 2, 3])
     plan = plan_retention(storage, KeepLast(1))
