@@ -32,7 +32,6 @@ from holdfast.retention.tags import list_tags, remove_tag
 from holdfast.storage import Storage
 from holdfast.storage.reading import for_each, is_unknown, read_at_most, sizes_below
 
-
 _REMOVED_BY_ANOTHER = "another process removed it"
 
 
