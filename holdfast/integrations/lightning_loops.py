@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torchmetrics import Metric, MetricCollection
 
-from holdfast.integrations.loaders import OwnPlace, has_place
+from holdfast.integrations.loaders import OwnStatePlace, has_place
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 """Values that were logged last, by which callbacks and schedules decide."""
@@ -62,7 +62,7 @@ class Boundaries:
         self.is_between_epochs = False
         self._saved: Mapping[str, Any] | None = None
         self._num_sanity_steps: int | None = None
-        self._own: list[OwnPlace] = []
+        self._own: list[OwnStatePlace] = []
         self._fit._load_combined_loader_states = self._load_places
         self._fit.on_advance_start = self._start_epoch
         self._fit.on_advance_end = self._end_epoch
@@ -137,7 +137,7 @@ class Boundaries:
             return 0 if self.is_between_epochs else len(self._fetched_ahead())
 
         self._own = [
-            OwnPlace(
+            OwnStatePlace(
                 each, fetches_ahead=lambda: self._fit._data_fetcher.length is None, ahead=ahead
             )
             for each in stateful_loaders(self._fit)

@@ -61,7 +61,7 @@ def has_place(loader: Any) -> bool:
     return _PLACE in getattr(loader, "__dict__", {})
 
 
-class OwnPlace:
+class OwnStatePlace:
     """The place of a loader with a state of its own, as the run has it that trains its batches.
 
     Its state counts what a loop has fetched ahead, so that the one from before is given instead.
