@@ -242,6 +242,10 @@ def test_damage_is_named_and_leaves_no_file(holdfast: Holdfast, root: Path, tmp_
     assert result.code == 1
     assert "model.weight" in result.err
     assert list((tmp_path / "out").iterdir()) == []
+    # Of many files none: the same command could not be repeated.
+    result = holdfast("export", root, "--tensor", "*", "--to", tmp_path / "out", "--as-float32")
+    assert result.code == 1
+    assert list((tmp_path / "out").iterdir()) == []
     assert list((root / ".reading").iterdir()) == []
 
 
