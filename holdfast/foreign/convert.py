@@ -153,6 +153,8 @@ def plan_conversion(
     check_local(to, what=options.to)
     path = Path(to)
     output = _layout(catalog, options)
+    if not output.is_folder:
+        output = replace(output, files=[replace(each, name=path.name) for each in output.files])
     return Conversion(
         catalog=catalog,
         output=replace(output, notes=[*output.notes, *_lost_step(catalog, output, path.name)]),

@@ -688,7 +688,8 @@ def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
     try:
         data = read_at_most(storage, path, _MAX_LEASE_NBYTES)
     except StorageError:
-        if not storage.exists(path):
+        # By a listing, too: a store that answers a read with 404 may still show the lease.
+        if not storage.exists(path) and path.rpartition("/")[2] not in storage.list(LEASES_DIR):
             return None
         raise
     content: _LeaseFile | None = None

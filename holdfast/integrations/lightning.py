@@ -447,7 +447,7 @@ class HoldfastCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             place.ahead = lambda: len(getattr(loop._data_fetcher, "batches", None) or ())
         if self._now is None or not self._places:
             return
-        if self._is_within_epoch or None in places:
+        if self._is_within_epoch:
             self._places[0].now, self._now = self._now, None
         else:  # the loop makes iterators now, which are too early for a new epoch
             for place in self._places:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -111,7 +112,9 @@ def end_again(trainer: Trainer) -> None:
     kinds = callbacks.StochasticWeightAveraging, callbacks.WeightAveraging, callbacks.ModelPruning
     with torch.no_grad():
         for each in _all(trainer, *kinds):
-            each.on_train_end(trainer, trainer.lightning_module)
+            # An epoch that only renews batch statistics has followed: the weights are changed.
+            if getattr(each, "swa_end", math.inf) >= trainer.current_epoch - 1:
+                each.on_train_end(trainer, trainer.lightning_module)
 
 
 def forget(trainer: Trainer) -> None:

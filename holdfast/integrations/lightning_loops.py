@@ -23,6 +23,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torchmetrics import Metric, MetricCollection
 
+from holdfast.integrations.loaders import OwnStatePlace, has_place
+
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 """Values that were logged last, by which callbacks and schedules decide."""
 _CONSUMED = "_consumed"
@@ -60,6 +62,7 @@ class Boundaries:
         self.is_between_epochs = False
         self._saved: Mapping[str, Any] | None = None
         self._num_sanity_steps: int | None = None
+        self._own: list[OwnStatePlace] = []
         self._fit._load_combined_loader_states = self._load_places
         self._fit.on_advance_start = self._start_epoch
         self._fit.on_advance_end = self._end_epoch
@@ -68,6 +71,8 @@ class Boundaries:
     def remove(self) -> None:
         """Leave the loops alone."""
         self._check_validation_again()
+        for each in self._own:
+            each.remove()
         for name in ("_load_combined_loader_states", "on_advance_start", "on_advance_end"):
             self._fit.__dict__.pop(name, None)
         self._epoch.__dict__.pop("on_advance_end", None)
@@ -83,10 +88,12 @@ class Boundaries:
 
     def state(self) -> dict[str, Any]:
         """Return what is kept besides the states of the loops."""
-        connector = self._trainer._logger_connector
+        connector, fetcher = self._trainer._logger_connector, self._fit._data_fetcher
         return {
             "is_between_epochs": self.is_between_epochs,
             "reloaded": self._fit._last_train_dl_reload_epoch,
+            "has_read_to_end": fetcher.length is None and fetcher.done,
+            "own_streams": [each.streams() for each in self._own],
             "consumed": list(getattr(self._fit._combined_loader._iterator, _CONSUMED, ())),
             "shown": {name: _copied(getattr(connector, name)) for name in _SHOWN},
             "first_batch": connector._first_loop_iter,
@@ -105,6 +112,7 @@ class Boundaries:
 
     def _load_places(self) -> None:
         fit, load = self._fit, type(self._fit)._load_combined_loader_states
+        self._watch_own_loaders()
         if len(stateful_loaders(fit)) == len(fit._combined_loader_states_to_load):
             load(fit)  # of a file of Lightning's
         self._has_loaders()
@@ -116,13 +124,41 @@ class Boundaries:
         if saved is not None and is_first and saved["is_between_epochs"]:
             # With `max_steps` Lightning would end the epoch again, and train an empty one.
             fit._restarting = self._epoch.restarting = False
+            for each in self._own:
+                each.leave_pass(has_ended=saved.get("has_read_to_end", False))
+                each.is_held = True
+
+    def _watch_own_loaders(self) -> None:
+        """Let loaders with a state of their own know their places."""
+        for each in self._own:
+            each.remove()
+
+        def ahead() -> int:
+            return 0 if self.is_between_epochs else len(self._fetched_ahead())
+
+        self._own = [
+            OwnStatePlace(
+                each, fetches_ahead=lambda: self._fit._data_fetcher.length is None, ahead=ahead
+            )
+            for each in stateful_loaders(self._fit)
+            if not has_place(each)
+        ]
+
+    def _fetched_ahead(self) -> Sequence[Any]:
+        """Return the batches that the loop has fetched and not trained yet."""
+        return getattr(self._fit._data_fetcher, "batches", None) or ()
 
     def _start_epoch(self) -> None:
         fit, saved, loaders = self._fit, self._saved, self._fit._combined_loader
         if saved is not None:
             fit._last_train_dl_reload_epoch = saved["reloaded"]
             self._restore(saved)
-            if self._starts():
+            is_held = any(each.is_held for each in self._own)
+            for each, streams in zip(self._own, saved.get("own_streams", ()), strict=False):
+                each.set_streams(streams)
+            for each in self._own:
+                each.is_held = False
+            if self._starts() or is_held:
                 fit._resuming_from_checkpoint = False
         type(fit).on_advance_start(fit)
         if fit._combined_loader is not loaders:  # loaders of this epoch

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from holdfast.errors import MismatchError
 from holdfast.integrations.fetches import Draws, States, Streams, set_streams
 
@@ -57,6 +59,82 @@ def shares_of_data(strategy: Any) -> int:
 def has_place(loader: Any) -> bool:
     """Return True for a loader whose state is the one that `place_of` has given it."""
     return _PLACE in getattr(loader, "__dict__", {})
+
+
+class OwnStatePlace:
+    """The place of a loader with a state of its own, as the run has it that trains its batches.
+
+    Its state counts what a loop has fetched ahead, so that the one from before is given instead.
+    The loader stays an object of its class.
+
+    Args:
+        loader: An iterable with `state_dict` and `load_state_dict`.
+        fetches_ahead: Returns True if the loop does that.
+        ahead: Returns how many batches are fetched and not trained yet: one or none.
+    """
+
+    def __init__(
+        self, loader: Any, *, fetches_ahead: Callable[[], bool], ahead: Callable[[], int]
+    ) -> None:
+        self._loader, self._kind = loader, type(loader)
+        self._fetches_ahead, self._ahead = fetches_ahead, ahead
+        self._before: Any = None
+        self.is_held = False
+        """True while an iterator is made that is not used: it is empty."""
+        methods = {
+            "__iter__": lambda _: self._begin(),
+            "state_dict": lambda _: self._state(),
+            "__slots__": (),
+            "__module__": __name__,
+        }
+        loader.__class__ = type(self._kind.__name__, (self._kind,), methods)
+
+    def leave_pass(self, *, has_ended: bool) -> None:
+        """Leave the pass that a load has moved to, as a loop does that begins the next one.
+
+        Without a look whether it has ended, unless the loop knew by that look: `has_ended`.
+        """
+        from torch.utils.data import DataLoader
+
+        if isinstance(self._loader, DataLoader):  # whose iterator takes the place when it is made
+            self._kind.__iter__(self._loader)
+        elif not has_ended:
+            next(self._kind.__iter__(self._loader), None)
+
+    def streams(self) -> torch.Tensor | None:
+        """Return the state of the loader's generator, which its own state lacks; None without."""
+        generator = getattr(self._loader, "generator", None)
+        return generator.get_state() if isinstance(generator, torch.Generator) else None
+
+    def set_streams(self, state: torch.Tensor | None) -> None:
+        """Set what `streams` has returned."""
+        if state is not None and self.streams() is not None:
+            self._loader.generator.set_state(state)
+
+    def remove(self) -> None:
+        """Leave the loader alone."""
+        self._loader.__class__ = self._kind
+
+    def _begin(self) -> Iterator[Any]:
+        """Return the batches of a pass."""
+        return iter(()) if self.is_held else self._counted(self._kind.__iter__(self._loader))
+
+    def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, each after a note of the state before it."""
+        if not self._fetches_ahead():
+            yield from iterator
+            return
+        while True:
+            self._before = self._kind.state_dict(self._loader)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            yield batch
+
+    def _state(self) -> Any:
+        """Return the state of the loader after what is trained."""
+        return self._before if self._ahead() else self._kind.state_dict(self._loader)
 
 
 class LoaderPlace:

@@ -83,6 +83,8 @@ class RetentionPlan:
     """The steps above this one are given up."""
     is_damaged: bool = False
     """Some step is spared because it is damaged."""
+    has_unknown: bool = False
+    """Some step is spared because it cannot be read now, in a way that says nothing of it."""
 
     def gives_up(self, step: int) -> bool:
         """Return True for a step that goes because it is above `after`."""
@@ -162,6 +164,7 @@ def plan_retention(
     # What was removed meanwhile does not prove sound either.
     unsound = (step for step in up_to if newest is None or step > newest)
     is_damaged = any(is_committed(storage, step) for step in unsound)
+    has_unknown = False
     judged: dict[int, tuple[Candidate, Removal]] = {}
 
     def judge(step: int) -> tuple[Candidate, Removal] | HoldfastError:
@@ -174,6 +177,7 @@ def plan_retention(
         if isinstance(judgement, HoldfastError):
             spared.setdefault(step_dir(step), f"cannot be judged: {judgement}")
             is_damaged |= isinstance(judgement, CorruptionError)
+            has_unknown |= is_unknown(judgement)
         else:
             judged[step] = judgement
     if newest is None or newest not in judged:
@@ -181,7 +185,13 @@ def plan_retention(
             where = "here" if after is None else f"up to step {after}"
             spared.setdefault(step_dir(step), f"no checkpoint {where} proves sound")
         return RetentionPlan(
-            keep={}, remove=(), spared=spared, newest=None, newest_stamp="", is_damaged=is_damaged
+            keep={},
+            remove=(),
+            spared=spared,
+            newest=None,
+            newest_stamp="",
+            is_damaged=is_damaged,
+            has_unknown=has_unknown,
         )
     old = [both for step, both in judged.items() if step <= newest]
     keep = policy.keep([candidate for candidate, _ in old], now=now or datetime.now(UTC))
@@ -203,6 +213,7 @@ def plan_retention(
         newest_stamp=judged[newest][1].stamp,
         after=after,
         is_damaged=is_damaged,
+        has_unknown=has_unknown,
     )
 
 

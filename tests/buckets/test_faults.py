@@ -38,6 +38,7 @@ from holdfast.policies.keep import KeepLast
 from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.retention.tags import list_tags, set_tag
 from holdfast.storage import Storage
+from holdfast.storage.reading import is_unknown
 from holdfast.writer import job, leftovers
 from holdfast.writer.copying import copy_checkpoint
 from holdfast.writer.leftovers import repair
@@ -653,6 +654,40 @@ def test_an_object_that_is_said_to_be_gone_and_is_not_is_an_error(
     said = " ".join(capsys.readouterr().out.split())
     assert "files of it remain" in said
     assert "answers a deletion with 404, and still shows the object" in said
+
+
+@pytest.mark.slow
+def test_a_listed_object_that_reads_do_not_find_is_neither_gone_nor_passed_over(
+    s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """P27: a load took the step before, and a prune removed steps whose tags it could not read."""
+    monkeypatch.setattr(bucket, "_REFUSED_S", 0.0)
+    url = f"s3://{new_bucket(s3)}/run"
+    with Checkpointer(url, settle_s=0.0) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, _small(step))
+    set_tag(ObjectStorage(url), "dear", step=2)
+    hidden = ""
+
+    def choose(method: str, path: str) -> Fault:
+        return "404" if method in ("GET", "HEAD") and path.endswith(hidden) else ""
+
+    with fault_proxy(s3, choose) as (_, address):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        hidden = "/iter_0000003.dir"
+        with pytest.raises(StorageError, match=r"shows run/iter_0000003\.dir in a listing") as info:
+            Checkpointer(url).load_all(max_fallbacks=3)
+        assert is_unknown(info.value)
+        prune = ["prune", url, "--keep-last", "1", "--keep-tagged", "--yes"]
+        for command in (["ls", url], prune):
+            assert main(command) == EXIT_MISTAKE, command
+        hidden = "/tags/dear"
+        assert main(prune) == EXIT_MISTAKE
+        assert list_steps(ObjectStorage(url)) == [1, 2, 3]
+        hidden = "/iter_0000001.dir"
+        capsys.readouterr()
+        assert main(prune) == EXIT_MISTAKE
+        assert "answers reads of it with 404" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_random_streams_of_the_process_are_left_alone(

@@ -10,6 +10,7 @@ import peft
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanMetric
 
 from holdfast.integrations.lightning import HoldfastCheckpoint
@@ -27,6 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
     "two loaders, made for each epoch": {"reload_dataloaders_every_n_epochs": 1, "second": True},
     "a loader that has ended before a longer one": {"second": True, "mode": "max_size"},
     "a stream and a loader that begins again": {"second": True, "stream": True},
+    "a loader with a state and a generator of its own": {"own": torch.Generator},
+    "a stream with a state of its own": {"own": None},
     "stopped by the module": {"stops": True},
     "weights of 64 bits": {"precision": "64-true"},
     "adapters with other ranks": {"adapted": True},
@@ -40,6 +43,28 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Yield the rows in their order."""
         yield from ROWS[:14]
+
+
+class Drained(Stream):
+    """A stream that says where it is, and is empty then."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Yield the rows that are left; the next pass has all of them."""
+        while self.at < 14:
+            self.at += 1
+            yield ROWS[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place."""
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to a place."""
+        self.at = state["at"]
 
 
 class Network(LightningModule):
@@ -102,6 +127,11 @@ class Network(LightningModule):
 
     def train_dataloader(self) -> Any:
         """Return rows in another order at each pass; a second loader is shorter."""
+        if "own" in self.case:
+            if self.case["own"] is None:
+                return StatefulDataLoader(Drained(), batch_size=2)
+            drawn = self.case["own"]().manual_seed(torch.initial_seed())
+            return StatefulDataLoader(ROWS[:14], batch_size=2, shuffle=True, generator=drawn)
         sizes = (14, 6) if "second" in self.case else (14,)
         loaders = [torch.utils.data.DataLoader(ROWS[:n], batch_size=2, shuffle=True) for n in sizes]
         if "stream" in self.case:
@@ -136,7 +166,7 @@ def train(name: str, root: Path, seed: int) -> str:
     when = case.get("when", {})
     if "every_n_epochs" not in when:
         when = {"every_n_train_steps": 1, **when}
-    own = ("when", "by_hand", "second", "mode", "stream", "stops", "adapted", "modes")
+    own = ("when", "by_hand", "own", "second", "mode", "stream", "stops", "adapted", "modes")
     settings = {key: each for key, each in case.items() if key not in own}
     trainer = Trainer(
         callbacks=[HoldfastCheckpoint(root, **when)],

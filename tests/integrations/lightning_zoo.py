@@ -97,6 +97,10 @@ CASES: dict[str, Callable[[Path], list[Any]]] = {
             [0.05], swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear"
         )
     ],
+    "StochasticWeightAveraging, accumulated": lambda _: [
+        callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=2),
+        callbacks.GradientAccumulationScheduler({1: 2}),
+    ],
     "ThroughputMonitor": lambda _: [callbacks.ThroughputMonitor(len)],
     "Timer": lambda _: [callbacks.Timer(datetime.timedelta(days=1))],
     "TQDMProgressBar": lambda _: [callbacks.TQDMProgressBar()],

@@ -98,6 +98,8 @@ HABITS_AT = (
     ("two loaders, made for each epoch", (7, 5)),
     ("a loader that has ended before a longer one", (5, 7)),
     ("a stream and a loader that begins again", (6, 3)),
+    ("a loader with a state and a generator of its own", (7, 3)),
+    ("a stream with a state of its own", (3, 7)),
     ("stopped by the module", (9,)),
     ("weights of 64 bits", (12,)),
     ("adapters with other ranks", (5,)),

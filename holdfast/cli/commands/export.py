@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -154,28 +153,40 @@ def _write_safetensors(
     entries = [ImageEntry(name=x.info.key, dtype=x.dtype, shape=x.shape) for x in outputs]
     image = layout_file(entries)
     _make_room(to.parent, [to])
-    with _new_file(to, nbytes=image.nbytes) as sink:
+    storage = PosixStorage(to.parent)
+    with (
+        unnamed(storage, to.name, is_dir=False) as temporary,
+        storage.create(temporary, nbytes=image.nbytes) as sink,
+    ):
         sink.write_at(0, memoryview(image.header))
         for output, start in zip(outputs, image.starts.tolist(), strict=True):
             _copy(snapshot, output, sink, start, advance)
+        sink.sync()
 
 
 def _write_npy(snapshot: Snapshot, outputs: list[_Output], to: Path, advance: Advance) -> None:
-    """One file per tensor; none is written when one exists already."""
+    """One file per tensor; none gets its name when one exists already, or cannot be written."""
     files = [to / f"{_file_name(output.info.key)}.npy" for output in outputs]
     _make_room(to, files)
-    for output, file in zip(outputs, files, strict=True):
-        dtype = DTYPES[output.dtype].numpy
-        if dtype is None:
-            raise ConfigError(f"tensor {output.info.key!r} of {output.dtype} has no npy type")
-        descr = np.lib.format.dtype_to_descr(dtype)
-        buffer = io.BytesIO()
-        header = {"descr": descr, "fortran_order": False, "shape": output.shape}
-        np.lib.format.write_array_header_1_0(buffer, header)
-        head = buffer.getvalue()
-        with _new_file(file, nbytes=len(head) + output.nbytes) as sink:
-            sink.write_at(0, memoryview(head))
-            _copy(snapshot, output, sink, len(head), advance)
+    storage = PosixStorage(to)
+    with unnamed(storage, files[-1].name, is_dir=False) as last:
+        folder = last.rpartition("/")[0]
+        for output, file in zip(outputs, files, strict=True):
+            dtype = DTYPES[output.dtype].numpy
+            if dtype is None:
+                raise ConfigError(f"tensor {output.info.key!r} of {output.dtype} has no npy type")
+            descr = np.lib.format.dtype_to_descr(dtype)
+            buffer = io.BytesIO()
+            header = {"descr": descr, "fortran_order": False, "shape": output.shape}
+            np.lib.format.write_array_header_1_0(buffer, header)
+            head = buffer.getvalue()
+            nbytes = len(head) + output.nbytes
+            with storage.create(f"{folder}/{file.name}", nbytes=nbytes) as sink:
+                sink.write_at(0, memoryview(head))
+                _copy(snapshot, output, sink, len(head), advance)
+                sink.sync()
+        for file in files[:-1]:
+            storage.rename_dir(f"{folder}/{file.name}", file.name)
 
 
 def _file_name(key: str) -> str:
@@ -211,15 +222,3 @@ def _make_room(folder: Path, files: list[Path]) -> None:
     storage.make_dir("")
     for left in remove_unnamed(storage, {path.name for path in files}):
         print_removed(left)
-
-
-@contextmanager
-def _new_file(path: Path, *, nbytes: int) -> Iterator[Sink]:
-    """A file to fill; once that has succeeded it is durable and gets its name."""
-    storage = PosixStorage(path.parent)
-    with (
-        unnamed(storage, path.name, is_dir=False) as temporary,
-        storage.create(temporary, nbytes=nbytes) as sink,
-    ):
-        yield sink
-        sink.sync()

@@ -102,7 +102,7 @@ def run(args: Args) -> int:
     if (plan.remove or _num_removed(saves)) and not args.dry_run:
         if not _may_remove(args, plan, saves):
             print("nothing was removed")
-            return exit_code(is_damaged=plan.is_damaged, has_failed=False)
+            return exit_code(is_damaged=plan.is_damaged, has_failed=plan.has_unknown)
         if args.after is not None and saves:  # first: a load at this moment would commit them
             saves = give_up(storage, after=args.after)
         result = apply_retention(storage, plan)
@@ -111,7 +111,7 @@ def run(args: Args) -> int:
         print_json(_as_json(args, plan, result, saves))
     elif not args.dry_run:
         _print_result(plan, result, saves)
-    is_stuck = any(save.fate == "kept" for save in saves)
+    is_stuck = plan.has_unknown or any(save.fate == "kept" for save in saves)
     return exit_code(
         is_damaged=result.is_damaged or any(save.is_damaged for save in saves),
         has_failed=bool(result.failed or result.pointer_problem or is_stuck),

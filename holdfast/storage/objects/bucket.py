@@ -54,8 +54,9 @@ _SHARE_OF_LOOK = 1 / 20
 """Of the seconds for which a request is sent again: those for the next ones, if it was given up."""
 _SHORTEST_LOOK_S = 0.2
 _REFUSED_S = 3.0
-"""Seconds for which a put is sent again that the store refuses although its condition seems to
-hold: a cache may have shown what was before."""
+"""Seconds for which a request is sent again whose answer contradicts another one (a put is refused
+although its condition holds, an object is absent that a listing shows): a cache may have shown what
+was before."""
 _WARN_S = 3.0
 """Seconds after which a person ought to know why nothing happens."""
 _WARN_AGAIN_S = 30.0
@@ -137,6 +138,7 @@ class BucketClient:
         self._observer = observer
         self._has_conditions = has_conditions
         self._lock = threading.Lock()
+        self._unread: set[str] = set()
         self._warned = -_WARN_AGAIN_S
         self._has_said = False
         self.requests: Counter[str] = Counter()
@@ -218,6 +220,33 @@ class BucketClient:
 
         return _or_absent(
             lambda: self._send("get", key, ask, start=start, nbytes=nbytes or 0, until=until)
+        )
+
+    def get_shown(self, key: str) -> tuple[memoryview, Meta] | None:
+        """Read an object that was there, and that a read says is absent; None if it is deleted.
+
+        Raises:
+            RequestFailed: As `get`; or a listing still shows the object, and reads do not.
+        """
+        # Many looks at one name must not wait for it one after the other.
+        until = time.monotonic() + (_REFUSED_S if key not in self._unread else 0.0)
+        above, _, name = key.rpartition("/")
+        for pause_s in _pauses():
+            if name not in self.list(above).objects:
+                return None
+            if (answer := self.get(key)) is not None:
+                self._unread.discard(key)
+                return answer
+            if time.monotonic() + pause_s > until:
+                break
+            time.sleep(pause_s)
+        self._unread.add(key)
+        raise RequestFailed(
+            Failure(
+                "final",
+                f"{self._place} shows {self._key(key)} in a listing, and answers reads of it with "
+                f"404: check the endpoint, and proxies and gateways on the way",
+            )
         )
 
     def get_into(self, key: str, view: memoryview, *, start: int = 0) -> int | None:

@@ -198,6 +198,9 @@ class Names:
         self._seen: dict[str, NameEntry] = {}
         # Numbers of the last moves of which this process has tidied the source.
         self._tidied: dict[str, None] = {}
+        # Names without a dot that this process has seen in a listing, read or written: none is ever
+        # deleted.
+        self._lasting: set[str] = set()
 
     def annotate(self, name: str, notes: NameNotes) -> None:
         """Say what a directory has, for its name's next move to a name without a dot."""
@@ -404,8 +407,10 @@ class Names:
         knows of others; one for each that is unknown then, several at a time.
         """
         listed = listed_names(listing)
+        lasting = [name for name in listed if not name.startswith(".")]
+        self._lasting.update(lasting)
         if steps_only:
-            listed = [name for name in listed if not name.startswith(".")]
+            listed = lasting
         self._has_looked = True
         records: dict[str, NameRecord | Unread] = {}
 
@@ -739,10 +744,20 @@ class Names:
         _keep_newest(self._tidied)
 
     def _get(self, name: str) -> NameEntry | None:
-        """Read a name's object; None if there is none."""
+        """Read a name's object; None if there is none.
+
+        Raises:
+            RequestFailed: Also if the store shows it in a listing, and says at each read that it is
+                not there.
+        """
         answer = self._bucket.get(name + SUFFIX)
+        if answer is None and name in self._lasting:
+            answer = self._bucket.get_shown(name + SUFFIX)
         if answer is None:
+            self._lasting.discard(name)  # another program has deleted it
             return None
+        if not name.startswith("."):
+            self._lasting.add(name)
         data, meta = answer
         record = _decode(bytes(data), name)
         if record is not None:
@@ -778,6 +793,8 @@ class Names:
         tag = self._bucket.put_if(name + SUFFIX, data, tag=entry.tag if entry else None).tag
         if tag is None:
             return None
+        if not name.startswith("."):
+            self._lasting.add(name)
         if record is not None:
             self._know(name, tag, record)
             self._see(name, NameEntry(record, tag, made=_moves_to(record, data)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from holdfast.arrays.boxes import Box
+from holdfast.errors import StorageError
 from holdfast.format.elements import decode_elements
 from holdfast.storage import PosixStorage
 from tests.cli.conftest import Holdfast
@@ -243,6 +245,26 @@ def test_damage_is_named_and_leaves_no_file(holdfast: Holdfast, root: Path, tmp_
     assert "model.weight" in result.err
     assert list((tmp_path / "out").iterdir()) == []
     assert list((root / ".reading").iterdir()) == []
+
+
+def test_of_many_files_none_is_left_where_the_disk_is_full(
+    holdfast: Holdfast, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the command could not be repeated: it refuses names that are taken."""
+    create = PosixStorage.create
+
+    def fail(self: PosixStorage, path: str, **settings: Any) -> Any:
+        if "moment" in path:
+            raise StorageError("No space left on device")
+        return create(self, path, **settings)
+
+    words = ("export", root, "--tensor", "*", "--to", tmp_path / "out", "--as-float32")
+    with monkeypatch.context() as patched:
+        patched.setattr(PosixStorage, "create", fail)
+        assert holdfast(*words).code == 2
+    assert list((tmp_path / "out").iterdir()) == []
+    assert holdfast(*words).code == 0
+    assert len(list((tmp_path / "out").iterdir())) == len(TENSORS)
 
 
 def test_mistakes(holdfast: Holdfast, root: Path, tmp_path: Path) -> None:
