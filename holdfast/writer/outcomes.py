@@ -24,6 +24,8 @@ from holdfast.writer.records import (
     seal,
 )
 
+DISCARDED = "discarded"
+"""Among the details of an error that says that a save is gone, and not why."""
 _PLAN_DIR = PLAN_FILE.partition("/")[0]
 _FIRST_PAUSE_S = 0.002
 _SHORT_PAUSE_S = 0.1
@@ -174,7 +176,8 @@ def _discarded(storage: Storage, job: WriteJob) -> StorageError:
     """Return the error of a save whose directory is gone, and which is not committed."""
     return StorageError(
         f"{storage.describe(job.directory)} is gone and step {job.header.step} is not "
-        f"committed: the save was discarded; save again"
+        f"committed: the save was discarded; save again",
+        details={DISCARDED: True},
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from holdfast import (
 )
 from holdfast.format.reader import Snapshot
 from holdfast.format.verifier import verify_snapshot
+from holdfast.writer.leftovers import repair
 from tests.checkpoint.common import full
 from tests.harness import RankContext, run_ranks
 
@@ -307,6 +310,44 @@ def test_copies_that_differ_are_found_at_save_load_and_verify(tmp_path: Path) ->
     (damage,) = verify_snapshot(PosixStorage(tmp_path), STEP)
     assert "model.norm" in damage.what
     assert "copies differ" in damage.what
+
+
+def _looks_late(context: RankContext, root: str) -> str:
+    """Rank 0 removes what the failed save has left while rank 1's writer is stopped."""
+    layout = Layout(tp=2)
+    with ProcessGroups.create(layout) as groups:
+        state = state_of(layout, context.rank)
+        if context.rank == 1:
+            state["model"]["norm"].local[7] += 1
+        with Checkpointer(root, groups=groups, replicate_over="tp") as checkpointer:
+            checkpointer.prepare(state)
+            writer = checkpointer.stats.writer_pid
+            assert writer is not None
+            if context.rank == 0:
+                os.kill(writer, signal.SIGSTOP)
+            pending = checkpointer.save_async(1, state)
+            if context.rank == 1:
+                while pending.phase != "committing":
+                    time.sleep(0.01)
+                os.kill(writer, signal.SIGSTOP)
+            groups.control.barrier(phase="all bytes are written")
+            if context.rank == 0:
+                os.kill(writer, signal.SIGCONT)
+                while not pending.done():
+                    time.sleep(0.01)
+                (leftover,) = repair(PosixStorage(root))
+                assert leftover.fate == "removed"
+            groups.control.barrier(phase="the record of the failure is gone")
+            if context.rank == 1:
+                os.kill(writer, signal.SIGCONT)
+            with pytest.raises(PlanError, match="copies differ") as caught:
+                pending.result()
+    return str(caught.value)
+
+
+def test_a_rank_that_looks_after_a_failed_save_was_removed_names_its_cause(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _looks_late, str(tmp_path)).results
+    assert second == f"rank 0: {first}"
 
 
 def _harm(root: Path, step: int, files: tuple[int, ...]) -> None:

@@ -20,6 +20,7 @@ from holdfast.errors import (
     HoldfastError,
 )
 from holdfast.writer.client import Ticket
+from holdfast.writer.outcomes import DISCARDED
 
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 1.0, 8.0
 """A wait for an outcome looks elsewhere after so long, then half as often each time, up to this."""
@@ -159,6 +160,8 @@ class InFlightSave:
     """The writer's job; None for a save that was skipped or failed before there was one."""
     look: Callable[[], object] = bool
     """Called in a wait that lasts: another rank may fail without a record of it on storage."""
+    cause: Callable[[], HoldfastError | None] = lambda: None
+    """Called if all that storage says is that the save was discarded: what another rank knows."""
     staged: threading.Event = field(default_factory=_already)
     """Set when this rank's bytes are copied."""
     failure: HoldfastError | None = None
@@ -235,6 +238,9 @@ class InFlightSave:
         outcome = self.ticket.outcome if self.ticket is not None else None
         if outcome is None or outcome.error is None:
             return None
+        if DISCARDED in outcome.error.details:
+            self.failure = self.cause() or outcome.error.to_error()
+            return self.failure
         return outcome.error.to_error()
 
     def when_done(self, callback: Callable[[], object]) -> None:

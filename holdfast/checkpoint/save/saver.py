@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -39,9 +40,18 @@ from holdfast.retention.removal import apply_retention, plan_retention
 from holdfast.storage import Storage
 from holdfast.storage.reading import requests_of
 from holdfast.writer.client import Ticket, Writer, start_writer
-from holdfast.writer.outcomes import discard_save, of_rank, pass_on_failure, publish_failure
+from holdfast.writer.outcomes import (
+    DISCARDED,
+    discard_save,
+    of_rank,
+    pass_on_failure,
+    publish_failure,
+)
 from holdfast.writer.records import SaveOutcome
 from holdfast.writer.sealed_image import can_seal
+
+
+_CAUSE_WITHIN_S = 1.0
 
 
 class _LeftFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,6 +275,7 @@ class Saver:
         """
         if self._groups.control.size > 1:
             pending.look = partial(self._look_for_failure, ticket)
+            pending.cause = partial(self._cause_of_discard, ticket)
             ticket.when_finished(partial(self._leave_failure, ticket))
 
     def _leave_failure(self, ticket: Ticket) -> None:
@@ -274,6 +285,8 @@ class Saver:
             return
         if outcome.error.details.get("failed_ranks", [job.rank]) != [job.rank]:
             return  # another one's, as found on storage
+        if DISCARDED in outcome.error.details:
+            return  # this rank does not know why
         record = of_rank(job.rank, outcome.error)
         left = _LeftFailure(position=job.position, committer=ticket.commits, record=record)
         # That of another rank is for the committing one alone, which has failed if it leaves one.
@@ -283,11 +296,26 @@ class Saver:
             replaces=ticket.commits,
         )
 
+    def _left_failure(self, ticket: Ticket) -> _LeftFailure | None:
+        """Return what another rank has left of this save, if one has."""
+        text = self._groups.control.text_of(f"save/{ticket.job.header.save_id}")
+        return None if text is None else msgspec.json.decode(text, type=_LeftFailure)
+
+    def _cause_of_discard(self, ticket: Ticket) -> HoldfastError | None:
+        """Return what another rank has failed with, whose record of it is gone from storage.
+
+        It may have removed that, as a new checkpointer does with what failed saves have left,
+        before this rank's writer looked. So it knows, and leaves it within a moment.
+        """
+        deadline = time.monotonic() + _CAUSE_WITHIN_S
+        while (left := self._left_failure(ticket)) is None and time.monotonic() < deadline:
+            time.sleep(_CAUSE_WITHIN_S / 20)
+        return None if left is None else left.record.to_error()
+
     def _look_for_failure(self, ticket: Ticket) -> None:
         """Publish on storage, where all writers look, what another rank has left of this save."""
-        text = self._groups.control.text_of(f"save/{ticket.job.header.save_id}")
-        if text is not None:
-            left = msgspec.json.decode(text, type=_LeftFailure)
+        left = self._left_failure(ticket)
+        if left is not None:
             pass_on_failure(
                 self._storage,
                 ticket.job,
