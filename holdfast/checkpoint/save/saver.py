@@ -50,7 +50,6 @@ from holdfast.writer.outcomes import (
 from holdfast.writer.records import SaveOutcome
 from holdfast.writer.sealed_image import can_seal
 
-
 _CAUSE_WITHIN_S = 1.0
 
 
