@@ -318,7 +318,7 @@ def _saved_on_full_disks(context: RankContext, root: str) -> str:
 
 
 def test_the_committer_learns_of_a_rank_that_can_write_nothing(tmp_path: Path) -> None:
-    """E2: it waits for a done-record in a directory that is gone, and asks the groups' store why."""
+    """E2: it waits for a record in a directory that is gone, and asks the groups' store why."""
     first, second = run_ranks(2, _saved_on_full_disks, str(tmp_path)).results
     assert first.startswith("rank 1: ")
     assert all("No space left on device" in each for each in (first, second))
