@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from holdfast.bridge.bridge_plan import BridgePlan
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import ConfigError, shorten_ranks, values_by_rank
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -58,7 +59,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     @classmethod
     def decode(cls, data: bytes) -> Header:
         """Inverse of `encode`."""
-        return msgspec.msgpack.decode(data, type=cls)
+        return decode_msgpack_as(data, cls)
 
 
 def checked_counts(counts: Sequence[int] | Tensor, *, where: str) -> list[int]:

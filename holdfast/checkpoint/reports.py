@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
 import msgspec
 
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import counted, in_bytes, some_of
 from holdfast.parallel import Control
 
@@ -328,7 +329,7 @@ class LoadReport:
         gathered = control.all_gather(payload, phase="load report of all ranks")
         # Equal ones once: on a thousand ranks most are.
         rows = [
-            msgspec.msgpack.decode(zlib.decompress(data), type=dict[str, list[str]])
+            decode_msgpack_as(zlib.decompress(data), dict[str, list[str]])
             for data in dict.fromkeys(gathered)
         ]
         united: dict[str, Any] = {

@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from holdfast.decoding import convert_as
 from holdfast.errors import ConfigError, MismatchError
 from holdfast.foreign.patterns import NamePattern
 from holdfast.foreign.tensor_expressions import (
@@ -570,7 +571,7 @@ def rule_of(table: Mapping[str, Any], *, label: str = "rule") -> MapRule:
 def typed(value: object, kind: Any, *, place: str) -> Any:
     """Return a value of TOML as a type that msgspec knows; ConfigError if it is of another."""
     try:
-        return msgspec.convert(value, kind)
+        return convert_as(value, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{place}: {error}") from None
 

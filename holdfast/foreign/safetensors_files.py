@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from holdfast.arrays.boxes import Box
+from holdfast.decoding import convert_as
 from holdfast.errors import ConfigError, CorruptionError, PlacementError, some_of
 from holdfast.foreign.catalog import Catalog, CatalogTensor, Chunk, FileBytes, each_once
 from holdfast.foreign.location import Location, why_none
@@ -319,7 +320,7 @@ class _Saved(msgspec.Struct):
 def _offsets(text: str, place: str) -> dict[str, tuple[int, ...]]:
     """Return by tensor where the piece of this file lies in it."""
     try:
-        table = msgspec.convert(decode_json(text), dict[str, _Saved])
+        table = convert_as(decode_json(text), dict[str, _Saved])
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{place}: {_SHARDED} cannot be decoded: {error}") from None
     return {name: tuple(each.saved_offsets) for name, each in table.items()}

@@ -12,8 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
+from holdfast.decoding import convert_as
 from holdfast.errors import CorruptionError, some_of
 from holdfast.foreign.location import Location
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES
@@ -66,9 +65,9 @@ def read_index(
         raise CorruptionError(f"{place}: {size} bytes are too many for an index")
     try:
         text = location.storage.read(name).decode()
-        table = msgspec.convert(decode_json(text), dict[str, object])
-        placed = msgspec.convert(table["weight_map"], dict[str, str])
-        metadata = msgspec.convert(table.get("metadata") or {}, dict[str, Any])
+        table = convert_as(decode_json(text), dict[str, object])
+        placed = convert_as(table["weight_map"], dict[str, str])
+        metadata = convert_as(table.get("metadata") or {}, dict[str, Any])
     except (ValueError, KeyError, RecursionError) as error:
         raise CorruptionError(f"{place}: this is not an index of tensors: {error}") from None
     for key, file in placed.items():

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import StorageError
 from holdfast.storage import Source, Storage
 from holdfast.storage.reading import is_absence
@@ -31,7 +32,7 @@ class Answers:
     """
 
     def __init__(self, data: bytes | None = None) -> None:
-        self._known: _Known = {} if data is None else msgspec.msgpack.decode(data, type=_Known)
+        self._known: _Known = {} if data is None else decode_msgpack_as(data, _Known)
 
     def encode(self) -> bytes:
         """Return all answers so far, about as many bytes as were read."""

@@ -23,6 +23,7 @@ from urllib.parse import unquote
 import msgspec
 
 from holdfast.arrays.boxes import Box
+from holdfast.decoding import convert_as
 from holdfast.errors import CorruptionError, PlacementError, some_of
 from holdfast.foreign.catalog import (
     Catalog,
@@ -96,7 +97,7 @@ def open_catalog(location: Location) -> Catalog:
 def _by_path(data: bytes) -> dict[str, list[tuple[int, _Entry]]]:
     """Return the entries of all ranks by their path without the rank, in the order of ranks."""
     try:
-        entries = msgspec.convert(decode_json(data), _Metadata).manifest
+        entries = convert_as(decode_json(data), _Metadata).manifest
     except (msgspec.ValidationError, RecursionError) as error:
         raise ValueError(str(error)) from None
     table: dict[str, list[tuple[int, _Entry]]] = {}

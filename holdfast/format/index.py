@@ -19,6 +19,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable, check_tilings, unique_boxes
 from holdfast.arrays.types import AnyArray, BoolArray, IntArray, WordArray
+from holdfast.decoding import convert_as
 from holdfast.errors import CorruptionError, PlanError
 from holdfast.format.dtypes import DTYPES, DType, dtype_named
 from holdfast.format.manifest import (
@@ -250,9 +251,9 @@ def _raw_entries(text: bytes, place: str) -> tuple[dict[str, _RawEntry], dict[st
         if len(table) != len(pairs):
             raise CorruptionError(f"{place}: the header repeats a name")
         metadata = table.pop(_METADATA, None)
-        words = {} if metadata is None else msgspec.convert(_as_dict(metadata), dict[str, str])
+        words = {} if metadata is None else convert_as(_as_dict(metadata), dict[str, str])
         plain = {name: _as_dict(raw) for name, raw in table.items()}
-        return msgspec.convert(plain, dict[str, _RawEntry]), words
+        return convert_as(plain, dict[str, _RawEntry]), words
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{place}: this is not a safetensors header: {error}") from None
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import pad_shapes
 from holdfast.arrays.types import IntArray
+from holdfast.decoding import convert_as, decode_json_as
 from holdfast.errors import ConfigError, CorruptionError, HoldfastError, PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
@@ -489,7 +490,7 @@ def _tensor_rows(tensors: Sequence[TensorInfo]) -> list[list[Any]]:
 
 def _decode(text: bytes) -> Manifest:
     """Decode the text of a manifest whose digest was checked."""
-    decoded = msgspec.json.decode(text, type=_Members)
+    decoded = decode_json_as(text, _Members)
     table = {name: getattr(decoded, name) for name in _Members.__struct_fields__}
     node = decoded.parts.pop(METADATA_PART, None)
     if node is not None:
@@ -505,7 +506,7 @@ def _decode(text: bytes) -> Manifest:
 def _peek(text: bytes) -> _Peek | None:
     """Return format and version; None if the text has none."""
     try:
-        return msgspec.json.decode(text, type=_Peek)
+        return decode_json_as(text, _Peek)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -688,7 +689,7 @@ def _decode_noted(node: Node, kind: type[T], problem: str) -> T:
     """Return what a save has noted of the objects of its parts."""
     noted = decode_tree(node)
     try:
-        return msgspec.convert(noted, kind, strict=True)
+        return convert_as(noted, kind)
     except msgspec.ValidationError as error:
         raise CorruptionError(f"{problem}: {error}") from None
 

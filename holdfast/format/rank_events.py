@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.decoding import decode_json_as
+
 
 class _RankEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """The members of every line."""
@@ -59,6 +61,6 @@ def decode_event(line: bytes) -> SaveEvent | LoadEvent:
         ValueError: The line does not have the documented form.
     """
     try:
-        return msgspec.json.decode(line, type=SaveEvent | LoadEvent)
+        return decode_json_as(line, SaveEvent | LoadEvent)
     except RecursionError as error:
         raise ValueError(str(error)) from error

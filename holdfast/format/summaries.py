@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.decoding import decode_json_as
 from holdfast.format.manifest import LayoutInfo, Manifest
 from holdfast.format.names import INDEX, MANIFEST
 from holdfast.storage import Storage
@@ -96,7 +97,7 @@ def requests_in_words(requests: Mapping[str, int]) -> str:
 def read_summary(note: str, *, step: int) -> Summary | None:
     """Return the summary in a note; None if it is not one of this step."""
     try:
-        summary = msgspec.json.decode(note, type=Summary)
+        summary = decode_json_as(note, Summary)
     except (msgspec.DecodeError, RecursionError):
         return None
     return summary if summary.step == step else None

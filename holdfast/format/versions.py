@@ -35,6 +35,7 @@ from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
+from holdfast.decoding import decode_json_as
 from holdfast.errors import CorruptionError, StorageError
 from holdfast.format.index import require_index_size
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
@@ -694,7 +695,7 @@ def _owner(storage: Storage, path: str, save_id: str | None) -> str | None:
         raise
     content: _LeaseFile | None = None
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        content = msgspec.json.decode(data, type=_LeaseFile)
+        content = decode_json_as(data, _LeaseFile)
     # A lease that cannot be examined counts as live: wrongly kept files cost space, lost ones data.
     try:
         if content is not None:

@@ -69,6 +69,7 @@ from megatron.core.rerun_state_machine import (
 
 from holdfast.arrays.boxes import Box
 from holdfast.checkpoint import Checkpointer, PendingSave
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import ConfigError, MismatchError, PlanError, StorageError
 from holdfast.format.names import OTHER_FILES, parse_step_dir, step_dir
 from holdfast.format.reader import Snapshot
@@ -497,7 +498,7 @@ class HoldfastLoadCommon(LoadCommonStrategy):  # type: ignore[misc]
             return control.broadcast(encoded, phase="common state")
 
         data = Guard[bytes](control, "load: common state").run(read)
-        save_id, content = msgspec.msgpack.decode(data, type=tuple[str, bytes])
+        save_id, content = decode_msgpack_as(data, tuple[str, bytes])
         self._seen = (directory.absolute(), {save_id})
         return _unpickled(content)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.arguments import check_int
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import ConfigError, disagreement
 from holdfast.parallel import Control
 from holdfast.parallel.control.guard import Guard
@@ -167,7 +168,7 @@ class SaveSchedule:
         policies = "; ".join(each.shared() for each in self._policies) if self._is_first else ""
         payload = msgspec.msgpack.encode(_Ballot(step, policies, votes))
         answers = self._control.agree(error, phase=PHASE, payload=payload)
-        ballots = [msgspec.msgpack.decode(answer, type=_Ballot) for answer in answers]
+        ballots = [decode_msgpack_as(answer, _Ballot) for answer in answers]
         for name, values in (
             ("step", [ballot.step for ballot in ballots]),
             ("save_when", [ballot.policies for ballot in ballots]),

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.decoding import convert_as
 from holdfast.errors import ConfigError, CorruptionError
 from holdfast.format.values import is_plain_dict
 from holdfast.rerun.attempt import Call, Suspect
@@ -114,7 +115,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(tree, dict) or tree.get("version") != _VERSION:
             raise CorruptionError("the entry has a form that this version does not know")
         try:
-            return msgspec.convert(tree, cls)
+            return convert_as(tree, cls)
         except msgspec.ValidationError as error:
             raise CorruptionError(f"the entry is damaged: {error}") from error
 

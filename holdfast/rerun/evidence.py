@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import some_of, some_sentences
 from holdfast.rerun.attempt import AttemptReport, RecheckedValue, trial_of
 from holdfast.rerun.judging import Judgement, Recheck
@@ -26,7 +27,7 @@ class Evidence:
 
     def __init__(self, places: Sequence[Place], payloads: Sequence[bytes]) -> None:
         self._reports = [
-            (place, msgspec.msgpack.decode(data, type=AttemptReport))
+            (place, decode_msgpack_as(data, AttemptReport))
             for place, data in zip(places, payloads, strict=True)
             if data
         ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import some_sentences
 from holdfast.rerun.attempt import RejectedValue
 from holdfast.rerun.places import Place
@@ -59,7 +60,7 @@ class Observations:
             msgspec.structs.asdict(place) | msgspec.to_builtins(each)
             for place, row in zip(self._team.places, rows, strict=True)
             if row
-            for each in msgspec.msgpack.decode(row, type=list[RejectedValue])
+            for each in decode_msgpack_as(row, list[RejectedValue])
         ]
         if not values:
             return

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import ConfigError
 from holdfast.state.tensor_elements import NAME_TO_TORCH, TORCH_TO_NAME, element_bytes
 
@@ -44,7 +45,7 @@ def _packed(value: object) -> msgspec.msgpack.Ext:
 
 def _unpacked(code: int, data: memoryview) -> torch.Tensor:
     del code
-    name, shape, raw = msgspec.msgpack.decode(data, type=tuple[str, list[int], bytes])
+    name, shape, raw = decode_msgpack_as(data, tuple[str, list[int], bytes])
     if not raw:  # torch makes no view of another dtype of that
         return torch.empty(shape, dtype=NAME_TO_TORCH[name])
     flat = torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from holdfast.decoding import convert_as
 from holdfast.errors import ConfigError
 from holdfast.format.values import Codecs
 from holdfast.rerun.attempt import Call, RecheckedValue, Suspect
@@ -91,7 +92,7 @@ class SecondOpinion:
         batches.borrow(tree["batches"])
         self._own_learned = self._learned.state_dict()
         self._learned.load_state_dict(tree["learned"])
-        others = msgspec.convert(tree["suspects"], list[Suspect])
+        others = convert_as(tree["suspects"], list[Suspect])
         return {each.call: each for each in others}, ""
 
     def end(self, batches: object) -> None:

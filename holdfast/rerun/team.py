@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from torch import nn
 
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import ConfigError, DeadlineError, HoldfastError, disagreement
 from holdfast.optim.norms import LayoutSum
 from holdfast.parallel import ProcessGroups
@@ -368,7 +369,7 @@ class Team:
     def _agree_all(self, mine: M, error: HoldfastError | None, phase: str) -> list[M]:
         """Return the messages of all ranks, or raise the error of any on all. Collective."""
         rows = self._control.agree(error, phase=phase, payload=msgspec.msgpack.encode(mine))
-        return [msgspec.msgpack.decode(row, type=type(mine)) for row in rows]
+        return [decode_msgpack_as(row, type(mine)) for row in rows]
 
     def together(self, action: Callable[[], T], *, step: int) -> T:
         """Take or set up what a run starts with, on each rank by itself; all raise what one does.

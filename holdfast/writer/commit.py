@@ -18,6 +18,7 @@ import numpy as np
 
 from holdfast.arrays.types import IntArray, WordArray
 from holdfast.collector import collector_paused
+from holdfast.decoding import convert_as, decode_json_as
 from holdfast.errors import (
     CorruptionError,
     DriftError,
@@ -715,7 +716,7 @@ def _merge_values(plan: CommitPlan, records: list[DoneRecord], memo: PlanMemo) -
 def _decode(data: bytes, kind: Any, label: str) -> Any:
     """Decode values of one rank; CorruptionError if they are not JSON."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decode_json_as(data, kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise CorruptionError(f"{label}: its values cannot be decoded: {error}") from error
 
@@ -783,7 +784,7 @@ def _build_manifest(
 
 def _kinds(merged: Node) -> dict[str, dict[str, list[str]]]:
     """Return the classes of objects from the tree in which all ranks have entered theirs."""
-    by_part = msgspec.convert(merged, dict[str, dict[str, dict[str, bool]]])
+    by_part = convert_as(merged, dict[str, dict[str, dict[str, bool]]])
     return {
         part: {path: [*names] for path, names in by_path.items()}
         for part, by_path in by_part.items()

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import PosixStorage, Storage, is_url, open_storage
 from holdfast.writer.job import run_job
@@ -123,7 +124,7 @@ class Connection:
         except OSError:
             return None, []
         try:
-            return msgspec.msgpack.decode(data, type=Message), descriptors
+            return decode_msgpack_as(data, Message), descriptors
         except msgspec.DecodeError as error:
             raise StorageError(f"the writer's socket has an unknown message: {error}") from error
 

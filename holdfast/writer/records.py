@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from holdfast.arrays.types import IntArray, WordArray
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import CorruptionError, ErrorRecord, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.dtypes import DTYPES
@@ -394,7 +395,7 @@ def unseal(data: bytes, kind: type[T], *, where: str) -> T:
     if digest128(payload).encode() != digest:
         raise CorruptionError(f"{where}: the record's digest does not match its bytes")
     try:
-        return msgspec.msgpack.decode(payload, type=kind)
+        return decode_msgpack_as(payload, kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise CorruptionError(f"{where}: this is not a {kind.__name__}: {error}") from error
 

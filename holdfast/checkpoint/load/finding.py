@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import ConfigError, HoldfastError, StorageError, disagreement
 from holdfast.format.checkpoint_files import CheckpointFiles, ReadStats
 from holdfast.format.names import (
@@ -147,7 +148,7 @@ class Finder:
             ((chosen, files),) = opened
             save_id = files.manifest.save_id
         else:
-            chosen, save_id, records = msgspec.msgpack.decode(data, type=tuple[int, str, Records])
+            chosen, save_id, records = decode_msgpack_as(data, tuple[int, str, Records])
         # Before a rank may fail: all of them know by it whether to compare versions then.
         self.version = (chosen, save_id)
         if files is None and self._held is not None:
@@ -374,7 +375,7 @@ def host_id() -> str:
 
 def _read_proposals(answers: Sequence[bytes], ranks: Sequence[int]) -> list[LoadProposal]:
     """Return the proposals of all ranks; raise PlanError if they are to load different things."""
-    proposals = [msgspec.msgpack.decode(data, type=LoadProposal) for data in answers]
+    proposals = [decode_msgpack_as(data, LoadProposal) for data in answers]
     settings = proposals[0][0]
     if any(each != settings for each, _, _ in proposals):
         for name in settings:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
-import msgspec
 import torch
 
 from holdfast.checkpoint.load.finding import Finder
@@ -32,6 +31,7 @@ from holdfast.checkpoint.load.target_memory import without_ties
 from holdfast.checkpoint.options import LoadOptions, OnDrift
 from holdfast.checkpoint.reports import FellBack, JobReading, LoadReport, is_below
 from holdfast.collector import collector_paused
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import (
     CorruptionError,
     HoldfastError,
@@ -313,7 +313,7 @@ class Loader:
             drops=options.allow_dropped,
         )
         payloads = control.agree(None, phase="load: match", payload=payload)
-        requests = [msgspec.msgpack.decode(data, type=LoadRequest) for data in payloads]
+        requests = [decode_msgpack_as(data, LoadRequest) for data in payloads]
         stored = files.manifest.parts
         unexpected, refused = find_unexpected(stored, requests, self._codecs, known=known)
         raise_mismatch(result, step, stored, refused)

@@ -34,6 +34,7 @@ from holdfast.checkpoint.load.target_memory import make_targets, takes_as_it_is
 from holdfast.checkpoint.load.transfers import RankTransfers, Round, host_memory
 from holdfast.checkpoint.options import OnDrift
 from holdfast.checkpoint.reports import JobReading
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import CorruptionError
 from holdfast.format.byte_ranges import DIRECT_NBYTES, elements, join_neighbours, join_runs
 from holdfast.format.checkpoint_files import CheckpointFiles
@@ -250,7 +251,7 @@ class LoadExecutor:
         )
         requests: Counter[str] = Counter()
         for report in reports:
-            by_kind = msgspec.msgpack.decode(report[_COUNTERS.size :], type=dict[str, int])
+            by_kind = decode_msgpack_as(report[_COUNTERS.size :], dict[str, int])
             requests += Counter(by_kind)
         return JobReading(
             nbytes_unique=self._nbytes_unique,

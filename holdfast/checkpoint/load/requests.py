@@ -16,6 +16,7 @@ import numpy as np
 
 from holdfast.arrays.box_table import BoxTable
 from holdfast.arrays.packed_ints import PackedBoxes, pack_boxes, squeeze, unpack_boxes, unsqueeze
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import CorruptionError, MismatchError, shorten_ranks, some_of
 from holdfast.format.values import Codecs, Node, is_per_rank, is_plain_dict, walk
 from holdfast.parallel import Layout
@@ -109,7 +110,7 @@ def encode_boxes(boxes: BoxTable) -> bytes:
 def decode_boxes(data: bytes) -> BoxTable:
     """Inverse of `encode_boxes`; CorruptionError for anything else."""
     try:
-        return unpack_boxes(msgspec.msgpack.decode(unsqueeze(data), type=PackedBoxes))
+        return unpack_boxes(decode_msgpack_as(unsqueeze(data), PackedBoxes))
     except ValueError as error:
         raise CorruptionError("the request of another rank arrived damaged") from error
 

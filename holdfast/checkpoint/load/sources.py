@@ -11,6 +11,7 @@ from typing import cast
 import msgspec
 
 from holdfast.checkpoint.options import LoadSource, NameSource, OnDrift
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import ConfigError, CorruptionError, disagreement
 from holdfast.foreign.catalog import Catalog
 from holdfast.foreign.convert import open_any
@@ -101,7 +102,7 @@ def open_source(
             raise ConfigError("a name map needs the path of a checkpoint, or its description")
         return cast(Storage, source), step
     if storage is None or place is None:
-        place, known = msgspec.msgpack.decode(data or b"", type=tuple[_Place, bytes])
+        place, known = decode_msgpack_as(data or b"", tuple[_Place, bytes])
         storage = _open(place, Answers(known), opener, stack, name_map, on_drift)
     return storage, place.step
 

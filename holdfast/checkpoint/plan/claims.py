@@ -21,6 +21,7 @@ from holdfast.arrays.packed_ints import (
     unsqueeze,
 )
 from holdfast.arrays.types import IntArray
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import PlanError
 from holdfast.format.digest import digest128
 from holdfast.format.manifest import PER_COORDINATE, LayoutInfo, PlacementInfo
@@ -198,9 +199,7 @@ def decode_claims(data: bytes, *, rank: int, names: Mapping[str, bytes]) -> Rank
         PlanError: The bytes are not claims, or their names are missing; the rank is named.
     """
     try:
-        digest, labels, packed, replica_set, replica_sets = msgspec.msgpack.decode(
-            data, type=_ClaimsMessage
-        )
+        digest, labels, packed, replica_set, replica_sets = decode_msgpack_as(data, _ClaimsMessage)
         boxes = unpack_boxes(packed)
         return RankClaims(
             tensor=np.cumsum(boxes.tensor),
@@ -239,7 +238,7 @@ def read_claims_messages(
     for rank, data in zip(ranks, messages, strict=True):
         try:
             plain = unsqueeze(data, max_nbytes=max_nbytes)
-            own, own_names = msgspec.msgpack.decode(plain, type=tuple[bytes, bytes])
+            own, own_names = decode_msgpack_as(plain, tuple[bytes, bytes])
         except ValueError as error:
             raise PlanError(f"rank {rank} sent claims that cannot be read: {error}") from error
         claims.append(own)
@@ -253,7 +252,7 @@ def read_claims_messages(
 
 def decode_names(names: bytes) -> TensorNames:
     """Keys, dtypes and shapes of claims."""
-    return msgspec.msgpack.decode(names, type=TensorNames)
+    return decode_msgpack_as(names, TensorNames)
 
 
 def signature(encoded: bytes, *, choices: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from holdfast.arrays.packed_ints import pack_ints, squeeze, unpack_ints, unsqueeze
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.format.digest import digest128
 from holdfast.storage import Storage
@@ -149,7 +150,7 @@ class KeptPlan:
         if digest128(data) != self._header.claims:
             raise CorruptionError("the claims are not those of its header")
         plain = unsqueeze(data, max_nbytes=MAX_NBYTES)
-        return msgspec.msgpack.decode(plain, type=list[bytes])
+        return decode_msgpack_as(plain, list[bytes])
 
     def is_made_of(self, notes: PlanNotes) -> bool:
         """Return True if a plan that was made of its claims again is this one in every byte."""

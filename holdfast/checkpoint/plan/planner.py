@@ -38,6 +38,7 @@ from holdfast.checkpoint.plan.kept_plans import (
 from holdfast.checkpoint.plan.make_plan import RankShare, make_plan
 from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan, rank_plan
 from holdfast.collector import collector_paused
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.digest import digest128
 from holdfast.format.manifest import KINDS_PART, VERSIONS_PART, Envelope
@@ -307,9 +308,9 @@ class Planner:
         kept: str,
     ) -> RankPlan:
         """Return the plan of a rank, from its share."""
-        digest, total_nbytes, copies_nbytes, num_tensors, share = msgspec.msgpack.decode(
+        digest, total_nbytes, copies_nbytes, num_tensors, share = decode_msgpack_as(
             unsqueeze(message, max_nbytes=MAX_NBYTES) if kept else unsqueeze(message),
-            type=_ShareMessage,
+            _ShareMessage,
         )
         return rank_plan(
             local,

@@ -18,6 +18,7 @@ from holdfast.checkpoint.plan.rank_plan import LocalState, RankPlan
 from holdfast.checkpoint.reports import Phases, SaveReport
 from holdfast.checkpoint.save.pending import InFlightSave
 from holdfast.checkpoint.save.staging import StagingBuffer
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import (
     ConfigError,
     ErrorRecord,
@@ -125,8 +126,7 @@ class Proposals:
     """
 
     def __init__(self, answers: Sequence[bytes]) -> None:
-        decoder = msgspec.msgpack.Decoder(SaveProposal)
-        self.by_rank = [decoder.decode(data) for data in answers]
+        self.by_rank = [decode_msgpack_as(data, SaveProposal) for data in answers]
         first = self.by_rank[0]
         self.save_id = first.nonce
         self.directory = saving_dir(first.step, first.nonce)

@@ -31,6 +31,7 @@ from holdfast.checkpoint.save.lazy_staging import LazyStaging
 from holdfast.checkpoint.save.pending import InFlightSave, PendingSave
 from holdfast.checkpoint.save.staging import StagingBuffer
 from holdfast.collector import collector_paused
+from holdfast.decoding import decode_json_as
 from holdfast.errors import ConfigError, ErrorRecord, HoldfastError, StorageError
 from holdfast.format.root_identity import RootIdentity
 from holdfast.format.values import Codecs
@@ -298,7 +299,7 @@ class Saver:
     def _left_failure(self, ticket: Ticket) -> _LeftFailure | None:
         """Return what another rank has left of this save, if one has."""
         text = self._groups.control.text_of(f"save/{ticket.job.header.save_id}")
-        return None if text is None else msgspec.json.decode(text, type=_LeftFailure)
+        return None if text is None else decode_json_as(text, _LeftFailure)
 
     def _cause_of_discard(self, ticket: Ticket) -> HoldfastError | None:
         """Return what another rank has failed with, whose record of it is gone from storage.

@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 import msgspec
 
+from holdfast.decoding import decode_json_as, decode_msgpack_as
 from holdfast.errors import (
     DeadlineError,
     ErrorRecord,
@@ -121,7 +122,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     def decode(cls, data: bytes) -> Frame:
         """Return the frame that `encode` was called on."""
         stop = _LENGTH_NBYTES + int.from_bytes(data[:_LENGTH_NBYTES], "little")
-        return msgspec.msgpack.decode(data[_LENGTH_NBYTES:stop], type=cls)
+        return decode_msgpack_as(data[_LENGTH_NBYTES:stop], cls)
 
     @property
     def call(self) -> tuple[int, str, bytes]:
@@ -615,7 +616,7 @@ class Control:
         text = self._transport and self._transport.reason(self._sequence + (not self._is_midway))
         if not text:
             return None
-        error = msgspec.json.decode(text, type=ErrorRecord).to_error()
+        error = decode_json_as(text, ErrorRecord).to_error()
         self._cut(error)
         return error
 
@@ -735,7 +736,7 @@ class Control:
     def _note_of(self, rank: int, *, before: int) -> Note:
         """Return what a rank has left that has not made a call yet."""
         text = self._transport and self._transport.noted(rank, before)
-        return msgspec.json.decode(text, type=Note) if text else Note(waits_in="")
+        return decode_json_as(text, Note) if text else Note(waits_in="")
 
     def _note(self, *, waits_in: str, places: dict[str, list[Any]]) -> Note:
         return Note(waits_in=waits_in, places=places, step=self._num_steps, step_of=self._step_of)
@@ -870,8 +871,9 @@ class Control:
         if longest > INLINE_NBYTES and self._transport is not None:
             rows = self._transport.all_gather(payload if error is not None else b"", longest)
             payloads = [row[: frame.length] for row, frame in zip(rows, frames, strict=True)]
-        decode = msgspec.msgpack.Decoder(FailureNotice).decode
-        notices = {self.ranks[index]: decode(payloads[index]) for index in failed}
+        notices = {
+            self.ranks[index]: decode_msgpack_as(payloads[index], FailureNotice) for index in failed
+        }
         # The rank whose error has left most guards ends, on the others, the same guards.
         self._mark_failed_on_all(min(notice.depth for notice in notices.values()))
         new = {rank: notice.error for rank, notice in notices.items() if not notice.is_shared}

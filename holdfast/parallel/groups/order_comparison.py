@@ -15,6 +15,7 @@ from itertools import zip_longest
 
 import msgspec
 
+from holdfast.decoding import decode_msgpack_as
 from holdfast.errors import PlanError, disagreement
 from holdfast.parallel.control.control import Control
 
@@ -129,7 +130,7 @@ def change_of_some(what: str, *, rank: int, other: int, waits_in: str | None = N
 
 
 def _unpack(payload: bytes) -> dict[str, int]:
-    return msgspec.msgpack.decode(payload, type=dict[str, int]) if payload else {}
+    return decode_msgpack_as(payload, dict[str, int]) if payload else {}
 
 
 def _first_other(launches: Mapping[int, Sequence[str]]) -> dict[int, str] | None:

@@ -50,6 +50,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.decoding import decode_json_as
 from holdfast.errors import CorruptionError
 from holdfast.storage.objects._obstore import Failure
 from holdfast.storage.objects.bucket import (
@@ -851,7 +852,7 @@ def _decode(data: bytes, name: str) -> NameRecord | None:
     if _FREE.fullmatch(data):  # not by its length: a step whose name is cut is not gone
         return None
     try:
-        return msgspec.json.decode(data, type=NameRecord)
+        return decode_json_as(data, NameRecord)
     except (msgspec.DecodeError, RecursionError):
         raise CorruptionError(
             f"{name}{SUFFIX} is not the name of a directory: another program has written it, or it "
