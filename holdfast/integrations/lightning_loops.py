@@ -113,15 +113,16 @@ class Boundaries:
     def _load_places(self) -> None:
         fit, load = self._fit, type(self._fit)._load_combined_loader_states
         self._watch_own_loaders()
+        saved, is_first = self._saved, self._num_sanity_steps is not None
+        if saved is not None and is_first:
+            for each, order in zip(self._own, saved["own_orders"], strict=False):
+                each.move(order, is_within_pass=not saved["is_between_epochs"])
         if len(stateful_loaders(fit)) == len(fit._combined_loader_states_to_load):
             load(fit)  # of a file of Lightning's
         self._has_loaders()
-        saved, is_first = self._saved, self._num_sanity_steps is not None
         if saved is not None and is_first:
             self._check_validation_again()
             fit._restarting = True  # which it needs to take the places of loaders
-            for each, order in zip(self._own, saved["own_orders"], strict=False):
-                each.move(order, is_within_pass=not saved["is_between_epochs"])
         load(fit)
         if saved is not None and is_first and saved["is_between_epochs"]:
             # With `max_steps` Lightning would end the epoch again, and train an empty one.

@@ -103,11 +103,14 @@ class OwnStatePlace:
         """Of the pass in progress."""
         self._measures: Mapping[str, Any] = self._measured()
         self._moved: Mapping[str, Any] | None = None
+        self._begins_anew = False
+        """True if the state of a load is left out."""
         self.is_held = False
         """True while an iterator is made that is not used: it is empty."""
         methods = {
             "__iter__": lambda _: self._begin(),
             "state_dict": lambda _: self._state(),
+            "load_state_dict": lambda _, state: self._take(state),
             "__slots__": (),
             "__module__": __name__,
         }
@@ -140,9 +143,13 @@ class OwnStatePlace:
         Raises:
             MismatchError: within a pass over one of another number of shares of the data.
         """
-        if not is_within_pass:
-            return
+        from torch.utils.data import DataLoader
+
         now = self._measured()[NUM_SHARES]
+        if not is_within_pass:
+            # The end of a pass over a smaller share is no place in a longer one.
+            self._begins_anew = isinstance(self._loader, DataLoader) and saved[NUM_SHARES] != now
+            return
         if saved[NUM_SHARES] != now:
             raise MismatchError(
                 f"a {self._kind.__name__}, which has a state of its own, was within a pass over "
@@ -175,6 +182,11 @@ class OwnStatePlace:
         if before is not None:
             set_streams(before.states())
         return self._counted(iterator)
+
+    def _take(self, state: Any) -> None:
+        """Load the loader's own state."""
+        if not self._begins_anew:
+            self._kind.load_state_dict(self._loader, state)
 
     def _measured(self) -> dict[str, Any]:
         """Return what a position in the data is measured by."""

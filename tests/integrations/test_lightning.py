@@ -379,6 +379,13 @@ def test_loaders_with_a_state_of_their_own_on_two_ranks(server: ForkServer, tmp_
     assert server.lines(OWN_STATE, tmp_path / "b", 2, **named) == straight
 
 
+def test_an_epoch_of_such_loaders_begins_on_more_ranks(server: ForkServer, tmp_path: Path) -> None:
+    """The end of a longer pass is no place in theirs: it failed inside of the loader."""
+    server.lines(OWN_STATE, tmp_path / "a", 1, directory=tmp_path)
+    lines = server.lines(OWN_STATE, tmp_path / "a", 2, directory=tmp_path, num_ranks=2)
+    assert all(each.startswith("step 15, ") for each in lines)
+
+
 def test_a_file_of_lightnings_own_needs_nothing_of_ours(server: ForkServer, tmp_path: Path) -> None:
     """Written in a run with Holdfast, read by one without, by Lightning's safe default."""
     saved = PROGRAM + "trainer.save_checkpoint('own.ckpt')\n"
