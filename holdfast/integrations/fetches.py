@@ -79,13 +79,31 @@ def generators_of(loader: Any) -> dict[str, Generator]:
     Those are attributes of these objects, and of what a dataset or a collator wraps (a subset's
     dataset, a method's object). Their names are the same in every run of a program.
     """
-    owned: dict[str, Generator] = {}
+    found: list[object] = []
     for each in [*samplers_of(loader), *_sources_of(loader)]:
         _begin_to_draw(each, loader)
-        for generator in (getattr(each, "generator", None), *_attributes(each)):
-            known = any(generator is other for other in owned.values())
-            if isinstance(generator, Generator) and not known:
-                owned[f"loader-{len(owned)}"] = generator
+        found += [getattr(each, "generator", None), *_attributes(each)]
+    return _named(found)
+
+
+def generators_of_order(loader: Any) -> dict[str, Generator]:
+    """Return the generators of a loader and of its samplers, if none of these has a state.
+
+    One that has keeps its own, and may draw with it when it is asked for the next index.
+    """
+    samplers = samplers_of(loader)[1:]
+    if any(hasattr(each, "state_dict") for each in samplers):
+        samplers = []
+    return _named([getattr(each, "generator", None) for each in (loader, *samplers)])
+
+
+def _named(found: Iterable[object]) -> dict[str, Generator]:
+    """Return those that are generators, each once, by a name."""
+    owned: dict[str, Generator] = {}
+    for each in found:
+        known = any(each is other for other in owned.values())
+        if isinstance(each, Generator) and not known:
+            owned[f"loader-{len(owned)}"] = each
     return owned
 
 

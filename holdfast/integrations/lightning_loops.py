@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torchmetrics import Metric, MetricCollection
 
-from holdfast.integrations.loaders import OwnStatePlace, has_place
+from holdfast.integrations.loaders import OwnStatePlace, has_place, shares_of_data
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 """Values that were logged last, by which callbacks and schedules decide."""
@@ -93,7 +93,7 @@ class Boundaries:
             "is_between_epochs": self.is_between_epochs,
             "reloaded": self._fit._last_train_dl_reload_epoch,
             "has_read_to_end": fetcher.length is None and fetcher.done,
-            "own_streams": [each.streams() for each in self._own],
+            "own_orders": [each.order() for each in self._own],
             "consumed": list(getattr(self._fit._combined_loader._iterator, _CONSUMED, ())),
             "shown": {name: _copied(getattr(connector, name)) for name in _SHOWN},
             "first_batch": connector._first_loop_iter,
@@ -113,10 +113,13 @@ class Boundaries:
     def _load_places(self) -> None:
         fit, load = self._fit, type(self._fit)._load_combined_loader_states
         self._watch_own_loaders()
+        saved, is_first = self._saved, self._num_sanity_steps is not None
+        if saved is not None and is_first:
+            for each, order in zip(self._own, saved["own_orders"], strict=False):
+                each.move(order, is_within_pass=not saved["is_between_epochs"])
         if len(stateful_loaders(fit)) == len(fit._combined_loader_states_to_load):
             load(fit)  # of a file of Lightning's
         self._has_loaders()
-        saved, is_first = self._saved, self._num_sanity_steps is not None
         if saved is not None and is_first:
             self._check_validation_again()
             fit._restarting = True  # which it needs to take the places of loaders
@@ -138,7 +141,10 @@ class Boundaries:
 
         self._own = [
             OwnStatePlace(
-                each, fetches_ahead=lambda: self._fit._data_fetcher.length is None, ahead=ahead
+                each,
+                fetches_ahead=lambda: self._fit._data_fetcher.length is None,
+                ahead=ahead,
+                num_shares=shares_of_data(self._trainer.strategy),
             )
             for each in stateful_loaders(self._fit)
             if not has_place(each)
@@ -154,8 +160,8 @@ class Boundaries:
             fit._last_train_dl_reload_epoch = saved["reloaded"]
             self._restore(saved)
             is_held = any(each.is_held for each in self._own)
-            for each, streams in zip(self._own, saved.get("own_streams", ()), strict=False):
-                each.set_streams(streams)
+            for each, order in zip(self._own, saved["own_orders"], strict=False):
+                each.set_generators(order)
             for each in self._own:
                 each.is_held = False
             if self._starts() or is_held:

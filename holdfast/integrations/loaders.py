@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import isgeneratorfunction
+from types import FunctionType
 from typing import Any
 
-import torch
-
 from holdfast.errors import MismatchError
-from holdfast.integrations.fetches import Draws, States, Streams, set_streams
+from holdfast.integrations.fetches import (
+    Draws,
+    Generators,
+    States,
+    Streams,
+    generators_of_order,
+    own_states,
+    set_streams,
+)
+from holdfast.state.data_positions import NUM_SHARES, samplers_of, set_epochs, with_measures
 
 _PLACE = "_holdfast_place"
 
@@ -65,25 +75,42 @@ class OwnStatePlace:
     """The place of a loader with a state of its own, as the run has it that trains its batches.
 
     Its state counts what a loop has fetched ahead, so that the one from before is given instead.
+    Nor does it say in which order the samples of a pass come that it counts, where that follows
+    from the epoch of a sampler or from what a sampler without a state draws: both are kept here.
     The loader stays an object of its class.
 
     Args:
         loader: An iterable with `state_dict` and `load_state_dict`.
         fetches_ahead: Returns True if the loop does that.
         ahead: Returns how many batches are fetched and not trained yet: one or none.
+        num_shares: Into how many shares the ranks split the data, where the loader does not say it.
     """
 
     def __init__(
-        self, loader: Any, *, fetches_ahead: Callable[[], bool], ahead: Callable[[], int]
+        self,
+        loader: Any,
+        *,
+        fetches_ahead: Callable[[], bool],
+        ahead: Callable[[], int],
+        num_shares: int = 1,
     ) -> None:
         self._loader, self._kind = loader, type(loader)
         self._fetches_ahead, self._ahead = fetches_ahead, ahead
+        self._num_shares = num_shares
+        self._generators = generators_of_order(loader)
         self._before: Any = None
+        self._order = _Order(self._generators)
+        """Of the pass in progress."""
+        self._measures: Mapping[str, Any] = self._measured()
+        self._moved: Mapping[str, Any] | None = None
+        self._begins_anew = False
+        """True if the state of a load is left out."""
         self.is_held = False
         """True while an iterator is made that is not used: it is empty."""
         methods = {
             "__iter__": lambda _: self._begin(),
             "state_dict": lambda _: self._state(),
+            "load_state_dict": lambda _, state: self._take(state),
             "__slots__": (),
             "__module__": __name__,
         }
@@ -101,15 +128,41 @@ class OwnStatePlace:
         elif not has_ended:
             next(self._kind.__iter__(self._loader), None)
 
-    def streams(self) -> torch.Tensor | None:
-        """Return the state of the loader's generator, which its own state lacks; None without."""
-        generator = getattr(self._loader, "generator", None)
-        return generator.get_state() if isinstance(generator, torch.Generator) else None
+    def order(self) -> dict[str, Any]:
+        """Return what the order of this pass and of the next ones follows from."""
+        return {
+            "start": self._order.start,
+            "num_drawn": self._order.num_drawn,
+            "own": own_states(self._generators),
+            **self._measures,
+        }
 
-    def set_streams(self, state: torch.Tensor | None) -> None:
-        """Set what `streams` has returned."""
-        if state is not None and self.streams() is not None:
-            self._loader.generator.set_state(state)
+    def move(self, saved: Mapping[str, Any], *, is_within_pass: bool) -> None:
+        """Draw the order of the next pass as that of a saved one, which `order` has returned.
+
+        Raises:
+            MismatchError: within a pass over one of another number of shares of the data.
+        """
+        from torch.utils.data import DataLoader
+
+        now = self._measured()[NUM_SHARES]
+        if not is_within_pass:
+            # The end of a pass over a smaller share is no place in a longer one.
+            self._begins_anew = isinstance(self._loader, DataLoader) and saved[NUM_SHARES] != now
+            return
+        if saved[NUM_SHARES] != now:
+            raise MismatchError(
+                f"a {self._kind.__name__}, which has a state of its own, was within a pass over "
+                f"one of {saved[NUM_SHARES]} shares of the data, and here there are {now}: samples "
+                f"would be trained on twice or never; resume on as many ranks as were saved, or "
+                f"from a checkpoint that was made at the end of an epoch"
+            )
+        set_epochs(self._loader, saved)
+        self._moved = saved
+
+    def set_generators(self, saved: Mapping[str, Any]) -> None:
+        """Set the generators of the loader and of its samplers as `order` has returned them."""
+        set_streams(saved["own"], self._generators)
 
     def remove(self) -> None:
         """Leave the loader alone."""
@@ -117,7 +170,28 @@ class OwnStatePlace:
 
     def _begin(self) -> Iterator[Any]:
         """Return the batches of a pass."""
-        return iter(()) if self.is_held else self._counted(self._kind.__iter__(self._loader))
+        if self.is_held:
+            return iter(())
+        moved, self._moved = self._moved, None
+        self._measures = self._measured()
+        before = None if moved is None else Streams()
+        again = {} if moved is None else {name: moved[name] for name in ("start", "num_drawn")}
+        self._order = _Order(self._generators, **again)
+        with _drawing(samplers_of(self._loader)[1:], self._order):
+            iterator = self._kind.__iter__(self._loader)
+        if before is not None:
+            set_streams(before.states())
+        return self._counted(iterator)
+
+    def _take(self, state: Any) -> None:
+        """Load the loader's own state."""
+        if not self._begins_anew:
+            self._kind.load_state_dict(self._loader, state)
+
+    def _measured(self) -> dict[str, Any]:
+        """Return what a position in the data is measured by."""
+        measured: Any = with_measures(self._loader, {})
+        return {NUM_SHARES: self._num_shares, **measured}
 
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, each after a note of the state before it."""
@@ -135,6 +209,78 @@ class OwnStatePlace:
     def _state(self) -> Any:
         """Return the state of the loader after what is trained."""
         return self._before if self._ahead() else self._kind.state_dict(self._loader)
+
+
+class _Order:
+    """The streams that the order of a pass is drawn with, by samplers without a state.
+
+    Args:
+        generators: The loader's own, by name.
+        start: Those streams, of a saved pass; None to note them.
+        num_drawn: How many indices the saved pass had drawn.
+    """
+
+    def __init__(
+        self, generators: Generators, *, start: States | None = None, num_drawn: int = 0
+    ) -> None:
+        self._generators, self._saved, self._num_saved = generators, start, num_drawn
+        self.start, self.num_drawn = start, 0
+
+    def draw(self, sampler: Any, kind: Any) -> Iterator[Any]:
+        """Return the indices of a sampler, which a loader asks for several times in a pass.
+
+        It goes by the last order.
+        """
+        self.num_drawn = 0
+        self._begin()
+        order: Iterator[Any] = kind.__iter__(sampler)
+        # A generator draws when it is asked for an index, which may be after these streams.
+        return self._counted(order) if isgeneratorfunction(kind.__iter__) else order
+
+    def _counted(self, order: Iterator[Any]) -> Iterator[Any]:
+        if self._saved is None:
+            return self._noted(order)
+        return self._count(itertools.chain(list(itertools.islice(order, self._num_saved)), order))
+
+    def _noted(self, order: Iterator[Any]) -> Iterator[Any]:
+        self._begin()
+        yield from self._count(order)
+
+    def _count(self, order: Iterator[Any]) -> Iterator[Any]:
+        for each in order:
+            self.num_drawn += 1
+            yield each
+
+    def _begin(self) -> None:
+        if self._saved is None:
+            self.start = Streams(self._generators).states()
+        else:
+            set_streams(self._saved, self._generators)
+
+
+@contextmanager
+def _drawing(samplers: Sequence[Any], order: _Order) -> Iterator[None]:
+    """Let samplers draw by `order` while an iterator is made; they stay objects of their classes.
+
+    One with a state keeps its order itself, with all that are around it.
+    """
+    # A list of indices may be a sampler, too.
+    drawing = [s for s in samplers if isinstance(getattr(type(s), "__iter__", None), FunctionType)]
+    if any(hasattr(each, "state_dict") for each in samplers):
+        drawing = []
+    kinds = [type(each) for each in drawing]
+    for each, kind in zip(drawing, kinds, strict=True):
+        methods: dict[str, Any] = {
+            "__iter__": lambda self, kind=kind: order.draw(self, kind),
+            "__slots__": (),
+            "__module__": __name__,
+        }
+        each.__class__ = type(kind.__name__, (kind,), methods)
+    try:
+        yield
+    finally:
+        for each, kind in zip(drawing, kinds, strict=True):
+            each.__class__ = kind
 
 
 class LoaderPlace:

@@ -91,6 +91,8 @@ def samplers_of(loader: Any) -> list[Any]:
             continue
         seen.append(each)
         waiting += [getattr(each, name, None) for name in ("batch_sampler", "sampler")]
+        if isinstance(each, Sampler):  # Lightning's, over the one that the user's loader had
+            waiting.append(getattr(getattr(each, "dataset", None), "_sampler", None))
     return seen
 
 

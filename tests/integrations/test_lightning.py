@@ -353,6 +353,39 @@ def test_on_another_number_of_ranks(server: ForkServer, tmp_path: Path) -> None:
     assert lines[0] == lines[1]
 
 
+OWN_STATE = PROGRAM.replace(
+    "train = torch.utils.data.DataLoader(Samples(), batch_size=2, shuffle=True)",
+    """from torchdata.stateful_dataloader import StatefulDataLoader
+ranks, rank = (int(os.environ.get(*each)) for each in (("WORLD_SIZE", "1"), ("RANK", "0")))
+split = torch.utils.data.DistributedSampler(Samples(), ranks, rank)
+drawn = torch.utils.data.RandomSampler(Samples(), generator=torch.Generator().manual_seed(1))
+train = [StatefulDataLoader(Samples(), batch_size=2, shuffle=True),
+         StatefulDataLoader(Samples(), batch_size=2, sampler=split),
+         StatefulDataLoader(Samples(), batch_size=2, sampler=drawn)]""",
+).replace("self.layers(batch).square", "self.layers(sum(batch)).square")
+
+
+def test_loaders_with_a_state_of_their_own_on_two_ranks(server: ForkServer, tmp_path: Path) -> None:
+    """X20. Their state counts samples, and has no order; on other shares the count is no place.
+
+    They were trained in another order after a resume: some twice, others never.
+    """
+    named: dict[str, Any] = {"directory": tmp_path, "num_ranks": 2}
+    straight = server.lines(OWN_STATE, tmp_path / "a", 2, **named)
+    kill = KILL.format(at=9, rank=0)
+    assert server.run(OWN_STATE, tmp_path / "b", 2, prelude=kill, **named)[0].code == -9
+    ends = server.run(OWN_STATE, tmp_path / "b", 2, directory=tmp_path)
+    assert "one of 2 shares of the data, and here there are 1" in ends[0].output
+    assert server.lines(OWN_STATE, tmp_path / "b", 2, **named) == straight
+
+
+def test_an_epoch_of_such_loaders_begins_on_more_ranks(server: ForkServer, tmp_path: Path) -> None:
+    """The end of a longer pass is no place in theirs: it failed inside of the loader."""
+    server.lines(OWN_STATE, tmp_path / "a", 1, directory=tmp_path)
+    lines = server.lines(OWN_STATE, tmp_path / "a", 2, directory=tmp_path, num_ranks=2)
+    assert all(each.startswith("step 15, ") for each in lines)
+
+
 def test_a_file_of_lightnings_own_needs_nothing_of_ours(server: ForkServer, tmp_path: Path) -> None:
     """Written in a run with Holdfast, read by one without, by Lightning's safe default."""
     saved = PROGRAM + "trainer.save_checkpoint('own.ckpt')\n"
