@@ -79,11 +79,11 @@ def generators_of(loader: Any) -> dict[str, Generator]:
     Those are attributes of these objects, and of what a dataset or a collator wraps (a subset's
     dataset, a method's object). Their names are the same in every run of a program.
     """
-    found: list[object] = []
+    objects: list[object] = []
     for each in [*samplers_of(loader), *_sources_of(loader)]:
         _begin_to_draw(each, loader)
-        found += [getattr(each, "generator", None), *_attributes(each)]
-    return _named(found)
+        objects += [getattr(each, "generator", None), *_attributes(each)]
+    return _named(objects)
 
 
 def generators_of_order(loader: Any) -> dict[str, Generator]:
@@ -97,10 +97,10 @@ def generators_of_order(loader: Any) -> dict[str, Generator]:
     return _named([getattr(each, "generator", None) for each in (loader, *samplers)])
 
 
-def _named(found: Iterable[object]) -> dict[str, Generator]:
+def _named(objects: Iterable[object]) -> dict[str, Generator]:
     """Return those that are generators, each once, by a name."""
     owned: dict[str, Generator] = {}
-    for each in found:
+    for each in objects:
         known = any(each is other for other in owned.values())
         if isinstance(each, Generator) and not known:
             owned[f"loader-{len(owned)}"] = each

@@ -147,7 +147,7 @@ class OwnStatePlace:
 
         now = self._measured()[NUM_SHARES]
         if not is_within_pass:
-            # The end of a pass over a smaller share is no place in a longer one.
+            # Where a pass over a smaller share ends, one over a larger share does not.
             self._begins_anew = isinstance(self._loader, DataLoader) and saved[NUM_SHARES] != now
             return
         if saved[NUM_SHARES] != now:
