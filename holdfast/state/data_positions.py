@@ -112,13 +112,14 @@ def unstored_orders(owner: object, name: str, *, kept: Iterable[object]) -> dict
         return {}
     lost = {}
     samplers = samplers_of(owner)[1:]
-    drawing = next((each for each in samplers if type(each) in _DRAWING), None)
+    drawing = next((each for each in samplers if _draws_unstored(each, owner)), None)
     if drawing is not None and not any(hasattr(each, "state_dict") for each in samplers):
         lost[f"{name}.sampler"] = (
             f"a {type(drawing).__name__} draws the order of each pass and has no state, so that a "
             f"load within a pass skips as many samples of another order: some are trained on "
-            f"twice, others never; StatefulDataLoader(shuffle=True) keeps its order, and so does a "
-            f"sampler with a state, or one whose order follows from its epoch"
+            f"twice, others never; StatefulDataLoader(shuffle=True) keeps its order if its sampler "
+            f"is in no wrapper, and so does a sampler with a state, or one whose order follows "
+            f"from its epoch (DistributedSampler)"
         )
     generator = getattr(owner, "generator", None)
     if generator is not None and not any(generator is each for each in kept):
@@ -127,6 +128,17 @@ def unstored_orders(owner: object, name: str, *, kept: Iterable[object]) -> dict
             "random stream: RNG(generators={'data': loader.generator})"
         )
     return lost
+
+
+def _draws_unstored(sampler: object, loader: DataLoader[Any]) -> bool:
+    """Return True for a sampler that draws the order of each pass, which no state has.
+
+    One of torchdata has it, if the loader itself iterates over it: its iterator has a state. One in
+    a wrapper that takes a rank's share, as Lightning Fabric makes it, is asked for none.
+    """
+    kind = type(sampler)
+    is_its_own = kind.__name__ == "RandomSampler" and _is_of_torchdata(kind)
+    return kind in _DRAWING or (is_its_own and sampler is not loader.sampler)
 
 
 def _is_of_torchdata(function: object) -> bool:

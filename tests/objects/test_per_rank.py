@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -584,6 +584,19 @@ def test_a_loader_continues_in_the_order_of_its_epoch(
     assert list(epochs(epoch, twin)) == list(run)
 
 
+class Indices(Sequence[int]):
+    """What a sampler draws, as the wrapper of Lightning Fabric sees it."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def __getitem__(self, index: Any) -> Any:
+        return [*self._sampler][index]
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
 def test_an_order_that_no_checkpoint_has_is_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -597,13 +610,22 @@ def test_an_order_that_no_checkpoint_has_is_named_once(
         ),
         "shuffled": loader_of(SAMPLES, shuffle=True),
         "own": loader_of(SAMPLES, shuffle=True, generator=generator),
+        "wrapped": loader_of(
+            SAMPLES,
+            sampler=DistributedSampler(Indices(loader_of(SAMPLES, shuffle=True).sampler), 2, 0),
+        ),
         "by epoch": of_torchdata(2, 0, 2),
         "in order": loader_of(SAMPLES),
         "counting": loader_of(SAMPLES, sampler=CountingSampler(SAMPLES, 2, 0)),
     }
     checkpointer = Checkpointer(tmp_path)
     report = checkpointer.save(1, {**loaders, "rng": RNG()})
-    assert report.unstored == ["drawn.sampler", "batches.sampler", "own.generator"]
+    assert report.unstored == [
+        "drawn.sampler",
+        "batches.sampler",
+        "own.generator",
+        "wrapped.sampler",
+    ]
     named = [record.getMessage() for record in caplog.records]
     assert all(any(path in each for each in named) for path in report.unstored), named
     assert not checkpointer.save(2, {**loaders, "rng": RNG()}).unstored
