@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast._torch import loader_iterator, start_iterator
@@ -294,7 +294,21 @@ def _watch_draws(sampler: Any, watch: FetchWatch) -> None:
         yield from getattr(self, _WATCH).draws(kind.__iter__(self))
 
     setattr(sampler, _WATCH, watch)
-    sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": draw, "__module__": __name__})
+    replace_methods(sampler, {"__iter__": draw}, module=__name__)
+
+
+def replace_methods(each: Any, methods: Mapping[str, Callable[..., Any]], *, module: str) -> None:
+    """Give one object methods of its own: it stays an object of its class.
+
+    Args:
+        each: of a class of Python.
+        methods: by name.
+        module: of the class that it gets.
+    """
+    kind = type(each)
+    each.__class__ = type(
+        kind.__name__, (kind,), {"__slots__": (), "__module__": module, **methods}
+    )
 
 
 class Draws:

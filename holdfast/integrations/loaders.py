@@ -18,6 +18,7 @@ from holdfast.integrations.fetches import (
     Streams,
     generators_of_order,
     own_states,
+    replace_methods,
     set_streams,
 )
 from holdfast.state.data_positions import NUM_SHARES, samplers_of, set_epochs, with_measures
@@ -46,14 +47,13 @@ def place_of(loader: Any, *, num_shares: int = 1) -> LoaderPlace | None:
         return None
     kind: Any = type(loader)
     place = LoaderPlace(loader, kind.__iter__, num_shares)
-    methods = {
+    methods: dict[str, Any] = {
         "__iter__": lambda self: self.__dict__[_PLACE].begin(),
         "state_dict": lambda self: self.__dict__[_PLACE].state_dict(),
         "load_state_dict": lambda self, state: self.__dict__[_PLACE].load_state_dict(state),
-        "__module__": __name__,
     }
     loader.__dict__[_PLACE] = place
-    loader.__class__ = type(kind.__name__, (kind,), methods)
+    replace_methods(loader, methods, module=__name__)
     return place
 
 
@@ -107,14 +107,12 @@ class OwnStatePlace:
         """True if the state of a load is left out."""
         self.is_held = False
         """True while an iterator is made that is not used: it is empty."""
-        methods = {
+        methods: dict[str, Any] = {
             "__iter__": lambda _: self._begin(),
             "state_dict": lambda _: self._state(),
             "load_state_dict": lambda _, state: self._take(state),
-            "__slots__": (),
-            "__module__": __name__,
         }
-        loader.__class__ = type(self._kind.__name__, (self._kind,), methods)
+        replace_methods(loader, methods, module=__name__)
 
     def leave_pass(self, *, has_ended: bool) -> None:
         """Leave the pass that a load has moved to, as a loop does that begins the next one.
@@ -270,12 +268,8 @@ def _drawing(samplers: Sequence[Any], order: _Order) -> Iterator[None]:
         drawing = []
     kinds = [type(each) for each in drawing]
     for each, kind in zip(drawing, kinds, strict=True):
-        methods: dict[str, Any] = {
-            "__iter__": lambda self, kind=kind: order.draw(self, kind),
-            "__slots__": (),
-            "__module__": __name__,
-        }
-        each.__class__ = type(kind.__name__, (kind,), methods)
+        methods: dict[str, Any] = {"__iter__": lambda self, kind=kind: order.draw(self, kind)}
+        replace_methods(each, methods, module=__name__)
     try:
         yield
     finally:

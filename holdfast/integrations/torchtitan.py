@@ -27,7 +27,7 @@ from torchtitan.tools import filesystem
 from holdfast.checkpoint import Checkpointer, LoadReport
 from holdfast.errors import ConfigError
 from holdfast.format.names import parse_step_dir
-from holdfast.integrations.fetches import States, Streams, set_streams
+from holdfast.integrations.fetches import States, Streams, replace_methods, set_streams
 from holdfast.integrations.world import (
     agreed_newest_step,
     committed_steps,
@@ -225,4 +225,4 @@ def _keep_streams(loader: Any, streams: States) -> None:
         set_streams(streams)
         return iterator
 
-    loader.__class__ = type(kind.__name__, (kind,), {"__iter__": make, "__module__": __name__})
+    replace_methods(loader, {"__iter__": make}, module=__name__)

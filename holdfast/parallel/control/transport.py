@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from holdfast.decoding import decode_json_as
 from holdfast.errors import DeadlineError, GroupError
 from holdfast.parallel.bounded_store import BoundedStore
 from holdfast.parallel.control.connections import Connections, LateError
@@ -23,7 +24,7 @@ limit of a request to the store."""
 _EXPLAIN_S = 3.0
 """Time in which the store must have named who is missing; see `BoundedStore.within`."""
 
-_decode_report = msgspec.json.Decoder(tuple[dict[int, str], list[int]]).decode
+_Report = tuple[dict[int, str], list[int]]
 
 
 class Transport:
@@ -380,7 +381,8 @@ class Transport:
         if self._store.add(f"{report}/readers", 1) > 1:
             with contextlib.suppress(RuntimeError):  # the rank that should report is gone, too
                 self._store.wait([report], timedelta(seconds=1.5 * _PROGRESS_WAIT_S))
-                return _decode_report(self._store.get(report))
+                known: _Report = decode_json_as(self._store.get(report), _Report)
+                return known
         progress = self._look(broke=broke)
         self._store.set(report, msgspec.json.encode(progress).decode())
         return progress

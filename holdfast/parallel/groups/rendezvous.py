@@ -14,13 +14,14 @@ So two lists that share ranks are noticed at once, not at the deadline.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from holdfast.decoding import decode_json_as
 from holdfast.errors import (
     DeadlineError,
     ErrorRecord,
@@ -63,10 +64,12 @@ class _Announced(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.json.encode
-_decode_entry = msgspec.json.Decoder(_Entry).decode
-_decode_announced = msgspec.json.Decoder(_Announced).decode
 _Verdict = ErrorRecord | None
-_decode_verdict: Callable[[bytes], _Verdict] = msgspec.json.Decoder(_Verdict).decode
+
+
+def _decode_verdict(data: bytes) -> _Verdict:
+    verdict: _Verdict = decode_json_as(data, _Verdict)
+    return verdict
 
 
 class Rendezvous:
@@ -235,7 +238,10 @@ class Rendezvous:
     def _entries(self, stage: str, ranks: Sequence[int]) -> dict[int, _Entry]:
         """Return the entries of ranks that have arrived."""
         values = self._store.multi_get([self._key(stage, rank) for rank in ranks]) if ranks else []
-        return dict(zip(ranks, map(_decode_entry, map(bytes, values)), strict=True))
+        return {
+            rank: decode_json_as(bytes(value), _Entry)
+            for rank, value in zip(ranks, values, strict=True)
+        }
 
     def _disagreement(self, entries: dict[int, _Entry]) -> LayoutError:
         """Return the error that lists who proposes what."""
@@ -317,7 +323,7 @@ class Rendezvous:
                     f"{number} of those that announce their lists of ranks did not continue, or "
                     f"the store does not answer ({error})"
                 ) from error
-            other = _decode_announced(self._store.get(key))
+            other = decode_json_as(self._store.get(key), _Announced)
             shared = sorted({*self.ranks} & {*other.ranks})
             if other.meeting == self._meeting or not shared:
                 continue
